@@ -14,6 +14,7 @@ with paused_collection():
         AutoparError,
         CapacityWarning,
         CheckpointError,
+        DamagedCheckpointError,
         DonatedStateError,
         HostMemoryError,
         LaunchError,
@@ -52,6 +53,7 @@ with paused_collection():
     from autopar.schedules import large_batch_schedule
     from autopar.servers.timeline import Timeline
     from autopar.state.checkpoint import Restored, restore, save
+    from autopar.state.checkpointer import Checkpointer
     from autopar.state.draining import ended, paired
     from autopar.state.init import init
     from autopar.tables.averaging import average
@@ -74,7 +76,9 @@ __all__ = [
     "CapacityWarning",
     "Check",
     "CheckpointError",
+    "Checkpointer",
     "Cluster",
+    "DamagedCheckpointError",
     "DeferredTable",
     "DonatedStateError",
     "Explanation",

@@ -76,6 +76,10 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError):
     """There is no complete checkpoint: none was saved there, or the first save was interrupted."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint isn't what was saved: a file of it is damaged, cut short, missing or of another checkpoint."""
+
+
 class StabilityWarning(UserWarning):
     """Training may diverge, by the numbers that were given."""
 

@@ -320,3 +320,14 @@ class KeyValueStore(Protocol):
 def key_value_store() -> KeyValueStore | None:
     """The store of `jax.distributed`; None where that isn't initialised."""
     return _distributed.global_state.client
+
+
+def listens_for_preemption() -> bool:
+    """Whether JAX's preemption service listens to SIGTERM."""
+    return _distributed.global_state.preemption_sync_manager is not None
+
+
+def reached_preemption(step: int) -> bool:
+    """Whether this is the step at which all processes leave, as one of them is to be preempted."""
+    manager = _distributed.global_state.preemption_sync_manager
+    return manager is not None and manager.reached_sync_point(step)

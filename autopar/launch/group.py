@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import pickle
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -322,8 +323,9 @@ def everyone() -> Group:
 
 
 def go_on(what: str) -> None:
-    """Tell the watchdog that long work makes progress."""
-    PROGRESS.mark(PROGRESS.last.step, what)
+    """Tell the watchdog that long work of the main thread makes progress."""
+    if threading.current_thread() is threading.main_thread():
+        PROGRESS.mark(PROGRESS.last.step, what)
 
 
 def _text(error: Exception) -> str:

@@ -31,7 +31,7 @@ from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
-from autopar.ir.strategy import without_hosts
+from autopar.ir.strategy import asks_for_hosts, without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
@@ -161,6 +161,21 @@ class Planner:
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
+
+    def may_follow(self, plan: Plan) -> bool:
+        """Whether an earlier plan may take the place of what the user left open: it is one of as many devices."""
+        options = self.options
+        given = options.plan is not None or options.pipeline is not None or options.sync is not None
+        hosts = asks_for_hosts(plan.strategy)
+        return not given and plan.devices == options.devices and hosts == options.hosts
+
+    def following(self, plan: Plan) -> Planner:
+        """Returns what plans the same step as an earlier plan says; nothing is measured."""
+        options = dataclasses.replace(
+            self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse, emit=plan.emit
+        )
+        machine = dataclasses.replace(self.machine, rates=None, stages=None)
+        return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
 
     @staticmethod
     def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Any], clients: Clients) -> Sequence[Any]:

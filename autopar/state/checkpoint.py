@@ -7,9 +7,6 @@ have them, each process its own files, at the same time. Nobody sees the checkpo
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.metadata
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,22 +14,19 @@ from typing import Any, NamedTuple
 
 import jax
 
-from autopar.errors import ArgumentsError, CheckpointError, UncheckedWarning, warn
+from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError, UncheckedWarning, warn
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.checksums import check_files
-from autopar.state.files.dense import require_orbax, write_dense
-from autopar.state.files.folder import Folder, await_visible, flush, named
-from autopar.state.files.manifest import FileRecord, Manifest
-from autopar.state.files.rows import ROWS_FOLDER as ROWS
-from autopar.state.files.rows import write_rows
-from autopar.state.files.structure import describe_tree, rebuild
+from autopar.state.files.folder import Folder, named
+from autopar.state.files.manifest import Manifest
+from autopar.state.files.structure import rebuild
 from autopar.state.init import unbound
+from autopar.state.pending_save import PendingSave
 from autopar.state.restoring import Keeper, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
-from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, on_one_process, saved_leaves
 from autopar.tables.home import ArrayHome, Home, NumpyHome
 from autopar.tables.kinds import home_of
 
@@ -79,31 +73,8 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
     """
     group = everyone()
     with PROGRESS.during("saving a checkpoint"):
-        _save(Folder.of(path), state, position, group)
-
-
-def _save(folder: Folder, state: Any, position: Mapping[str, Any] | None, group: Group) -> None:
-    known: list[SavedLeaf] = []
-    state = on_one_process(state)
-
-    def look() -> str:
-        known.extend(saved_leaves(state))
-        known.extend(leaves_beside(state))
-        if any(leaf.record.kind == "dense" for leaf in known):
-            require_orbax()
-        lines = [f"position {json.dumps(_position(position), sort_keys=True)}"]
-        lines += [leaf.record.told for leaf in known]
-        return "\n".join(lines)
-
-    check_same_state(group, group.together(CheckpointError, look, "what is saved"))
-    version = group.led(CheckpointError, folder.begin, "a new version")
-    try:
-        written = group.together(CheckpointError, lambda: _write(version, known, group), "files")
-        manifest = _manifest(state, known, written, position, group)
-        group.led(CheckpointError, lambda: folder.commit(version, manifest.write(version)), "the checkpoint")
-    finally:  # of what was there before, or of what was written in vain
-        if group.rank == 0:
-            folder.clean()
+        saving = PendingSave.begin(Folder.of(path), state, position, group)
+        saving.commit(saving.write)
 
 
 def restore(
@@ -203,63 +174,17 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
 
-def _position(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if position is None:
-        return None
-    try:
-        return json.loads(json.dumps(dict(position), default=lambda value: value.item()))
-    except (TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"position={position!r} can't be saved: give what autopar.shard(...).state() returns, or another dict of "
-            "numbers and texts"
-        ) from error
-
-
-def _write(version: Path, leaves: Sequence[SavedLeaf], group: Group) -> tuple[Any, Any]:
-    """This rank's files: ((leaf, shard, file) of rows, files of ordinary arrays)."""
-    await_visible(version)
-    rows = []
-    dense: tuple[FileRecord, ...] = ()
-    for number, leaf in enumerate(leaves):
-        if leaf.record.kind == "rows":
-            rows += [(number, shard, write_rows(version, name, part)) for name, shard, part in leaf.parts()]
-    if group.rank == 0:
-        dense = write_dense(version, {x.record.name: x.array() for x in leaves if x.record.kind == "dense"})
-    if rows:
-        with named(version / ROWS, "written"):
-            flush(version / ROWS)
-    return rows, dense
-
-
-def _manifest(state: Any, leaves: Sequence[SavedLeaf], written: Sequence[Any], position: Any, group: Group) -> Manifest:
-    files: dict[int, dict[int, FileRecord]] = {}
-    for rows, _ in written:
-        for number, shard, file in rows:
-            files.setdefault(number, {})[shard] = file
-    records = []
-    for number, leaf in enumerate(leaves):
-        parts, layout = files.get(number, {}), leaf.record.layout
-        assert layout is None or sorted(parts) == list(range(layout.devices)), f"shards of {leaf.record.path}: {parts}"
-        records.append(dataclasses.replace(leaf.record, files=tuple(parts[shard] for shard in sorted(parts))))
-    dense, count = written[0][1], len(jax.tree.leaves(state))
-    return Manifest(
-        describe_tree(state),
-        tuple(records[:count]),
-        _position(position),
-        group.size,
-        dense,
-        importlib.metadata.version("autopar"),
-        tuple(records[count:]),
-    )
-
-
 def _manifest_of(folder: Folder, group: Group) -> tuple[Path, Manifest]:
     """The version that counts, and what is in it."""
 
     def read() -> tuple[Path, int | None, bytes]:
         version, crc32 = folder.current()
-        with named(version / manifests.NAME, "read"):
-            return version, crc32, (version / manifests.NAME).read_bytes()
+        path = version / manifests.NAME
+        with named(path, "read"):
+            try:
+                return version, crc32, path.read_bytes()
+            except FileNotFoundError:
+                raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
     version, crc32, data = group.led(CheckpointError, read, "the manifest")
     return version, Manifest.parse(data, version, crc32)

@@ -60,6 +60,14 @@ class SavedLeaf:
             count = int(self.shards.layout.rows_on(np.asarray(shard)))
             yield file_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]
 
+    def copied(self, *, writes_dense: bool) -> SavedLeaf:
+        """Returns the same leaf with a copy of what this process will write, in its memory; steps may go on then."""
+        if self.shards is None:
+            value = np.array(self.array()) if writes_dense and self.record.kind == "dense" else None
+            return dataclasses.replace(self, value=value)
+        parts = [(shard, rows.copy()) for shard, rows in self.shards.own()]
+        return dataclasses.replace(self, shards=dataclasses.replace(self.shards, own=lambda: iter(parts)), value=None)
+
 
 def saved_leaves(state: Any) -> list[SavedLeaf]:
     """The leaves of a state; an error if one can't be saved, or was given to a step."""

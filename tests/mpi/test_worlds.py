@@ -72,6 +72,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 1): ("check_states_without_a_flush", "check_what_is_refused"),
     },
     "shard_cases": {(2, 2): (), (3, 1): ()},
+    "checkpointer_cases": {(2, 1): (), (2, 2): ("check_a_training_is_resumed",)},
     "replica_cases": {(2, 1): (), (2, 2): ("check_a_step_is_compiled_once", "check_all_plan_by_one_minibatch")},
     "means_cases": {(2, 1): ()},
     "served_cases": {(2, 1): ()},

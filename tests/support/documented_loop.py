@@ -1,4 +1,4 @@
-"""The training script of docs/checkpoints.md, run as it stands there, interrupted and run again."""
+"""The training scripts of docs/checkpoints.md, run as they stand there, interrupted and run again."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ BATCH_SIZE = 512  # the page's
 
 
 class Script:
-    """The script, with names for what it leaves open.
+    """A script, with names for what it leaves open.
 
     Args:
       step: Planned.
       make: Makes its state.
       mesh: Of the batches.
-      **names: In place of autopar's own `save`, `restore` and `init`.
+      call: What is called in it, by which it is found: the page has one with `Checkpointer`, and one with `save`.
+      **names: In place of autopar's own functions.
     """
 
-    def __init__(self, step: Step, make: Callable[[], Any], mesh: Mesh | None = None, **names: Any) -> None:
-        found = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-        assert found is not None
-        self._code = compile(found.group(1), str(PAGE), "exec")
+    def __init__(
+        self, step: Step, make: Callable[[], Any], mesh: Mesh | None = None, call: str = "save", **names: Any
+    ) -> None:
+        blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        code = next(block for block in blocks if "autopar.shard" in block and f"autopar.{call}(" in block)
+        self._code = compile(code, str(PAGE), "exec")
         self._step, self._make = step, make
         self._shard = functools.partial(autopar.shard, mesh=mesh)
         ids = np.random.default_rng(0).integers(0, ROWS, 5 * BATCH_SIZE)
@@ -105,3 +108,28 @@ def check_interrupted_script(step: Step, make: Callable[[], Any], mesh: Mesh | N
     steps = int(memory.saved[0]["step"])
     assert steps > count // 2, f"only {steps} steps between {count} interrupts"
     same(memory.saved[0], script.undisturbed(steps))
+
+
+def check_interrupted_checkpointer(
+    folder: Path, step: Step, make: Callable[[], Any], mesh: Mesh | None = None, count: int = 20
+) -> None:
+    """The same of the script with `Checkpointer`, from the disk."""
+    Script(step, make, mesh).undisturbed(2)
+    with interrupter(10e-3) as found:
+
+        class Asking(autopar.Checkpointer):
+            def resume(self, *args: Any, **options: Any) -> Any:
+                resumed = super().resume(*args, **options)
+                found.ask()
+                return resumed
+
+        script = Script(step, make, mesh, "Checkpointer", Checkpointer=lambda _, **options: Asking(folder, **options))
+        for _ in range(count):
+            with contextlib.suppress(KeyboardInterrupt):
+                script.run()
+    with autopar.Checkpointer(folder) as checkpoints:
+        steps = checkpoints.latest_step()
+    assert steps is not None and steps >= count
+    restored = autopar.restore(checkpoints.path(steps), jax.eval_shape(make)).state
+    assert int(restored["step"]) == steps
+    same(restored, script.undisturbed(steps))

@@ -17,7 +17,7 @@ import pytest
 import autopar
 from autopar import interrupts
 from autopar.interrupts import INTERRUPTS, SECOND_S, interruptible, uninterrupted
-from tests.support.documented_loop import Script, check_interrupted_script
+from tests.support.documented_loop import Script, check_interrupted_checkpointer, check_interrupted_script
 from tests.support.interrupting import lookup_step, same
 
 
@@ -33,6 +33,11 @@ def handlers() -> Iterator[None]:
 def test_the_documented_script_goes_on_where_it_was() -> None:
     make, step = lookup_step(optax.adagrad(0.1))
     check_interrupted_script(autopar.parallelize(step, strategy="ps"), make)
+
+
+def test_the_documented_checkpointer_goes_on_where_it_was(tmp_path: Any) -> None:
+    make, step = lookup_step(optax.adagrad(0.1))
+    check_interrupted_checkpointer(tmp_path, autopar.parallelize(step, strategy="ps"), make)
 
 
 def test_the_documented_script_goes_on_from_the_disk(tmp_path: Any) -> None:

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from autopar.errors import CheckpointError
+from autopar.errors import DamagedCheckpointError
 from autopar.launch.group import go_on
 from autopar.state.files.folder import flush, named
 from autopar.state.files.manifest import FileRecord
@@ -27,20 +27,22 @@ def flushed(version: Path, path: Path) -> FileRecord:
 
 def check_files(version: Path, files: Iterable[FileRecord]) -> None:
     """Check that files hold what was written; those without a checksum (of format 1) only that they are as long. The
-    CheckpointError names the first that doesn't, or isn't there."""
+    DamagedCheckpointError names the first that doesn't, or isn't there."""
     for record in files:
         path = version / record.name
         with named(path, "read"):
             try:
                 nbytes = path.stat().st_size
             except FileNotFoundError:
-                raise CheckpointError(f"{path} is missing: the checkpoint isn't whole. {_REMEDY}") from None
+                raise DamagedCheckpointError(f"{path} is missing: the checkpoint isn't whole. {_REMEDY}") from None
             if nbytes != record.nbytes:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{path} has {nbytes} bytes instead of {record.nbytes}: it was cut short, or written to. {_REMEDY}"
                 )
             if record.crc32 is not None and _crc32(path, "restoring") != record.crc32:
-                raise CheckpointError(f"{path} isn't what was written (its checksum differs): it is damaged. {_REMEDY}")
+                raise DamagedCheckpointError(
+                    f"{path} isn't what was written (its checksum differs): it is damaged. {_REMEDY}"
+                )
 
 
 #: What to do about a damaged checkpoint.

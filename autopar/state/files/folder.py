@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.errors import CheckpointError, MissingCheckpointError
+from autopar.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
 
 POINTER = "CURRENT"
 _NEW_POINTER = "CURRENT.new"
@@ -63,13 +63,13 @@ class Folder:
             raise MissingCheckpointError(self._why_missing())
         read = _LINE.fullmatch(line)
         if read is None:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path / POINTER} holds {line[:80]!r} instead of a version's name and a checksum: it is damaged. "
                 "Take a copy of the checkpoint, or another checkpoint"
             )
         name, crc32 = read.groups()
         if not (self.path / name).is_dir():
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{self.path / POINTER} names {name!r}, which isn't there: the checkpoint was copied in part, or "
                 "somebody removed files of it"
             )

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.state.files.folder import POINTER, write_file
 from autopar.state.files.structure import Node
@@ -127,7 +127,7 @@ class Manifest:
     def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
         """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none."""
         if crc32 is not None and zlib.crc32(data) != crc32:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{version / NAME} isn't what was written (its checksum differs from the one in "
                 f"{version.parent / POINTER}): it is damaged. Take a copy of the checkpoint, or another checkpoint"
             )
@@ -139,7 +139,7 @@ class Manifest:
                     f"this autopar, which reads formats up to {FORMAT}: pip install --upgrade autopar"
                 )
             if read["format"] > 1 and crc32 is None:
-                raise CheckpointError(
+                raise DamagedCheckpointError(
                     f"{version.parent / POINTER} has no checksum of {version / NAME}, which is in format "
                     f"{read['format']}: it was cut short, or written by hand"
                 )
@@ -148,7 +148,7 @@ class Manifest:
             dense = tuple(FileRecord(**file) for file in read.pop("dense"))
             return Manifest(leaves=leaves, beside=beside, dense=dense, **read)
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
+            raise DamagedCheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
 
 
 def _leaf(read: dict[str, Any]) -> LeafRecord:

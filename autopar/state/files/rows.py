@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.errors import CheckpointError
+from autopar.errors import DamagedCheckpointError
 from autopar.launch.group import go_on
 from autopar.state.files.folder import named
 from autopar.state.files.manifest import FileRecord, LeafRecord
@@ -80,9 +80,9 @@ class RowFiles:
         try:
             array = np.load(path, mmap_mode="r")
         except (ValueError, EOFError) as error:
-            raise CheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
+            raise DamagedCheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
         if array.shape != shape or array.dtype.itemsize != self.dtype.itemsize:
-            raise CheckpointError(
+            raise DamagedCheckpointError(
                 f"{path} holds {array.dtype}{list(array.shape)} instead of {self.dtype}{list(shape)}: "
                 "it is of another checkpoint"
             )

@@ -19,7 +19,7 @@ import numpy as np
 
 import autopar
 from autopar.mpi.world import world
-from autopar.state import checkpoint
+from autopar.state import pending_save
 
 ROWS, WIDTH, BATCH = 101, 3, 12
 
@@ -59,7 +59,7 @@ class Death:
 
     def wait_in_saving(self) -> None:
         """Be called where a save is."""
-        write_rows, replace = checkpoint.write_rows, os.replace
+        write_rows, replace = pending_save.write_rows, os.replace
 
         def write(*args: Any) -> Any:
             written = write_rows(*args)
@@ -71,7 +71,7 @@ class Death:
             replace(old, new)
             self.comes("clean")
 
-        checkpoint.write_rows, os.replace = write, put
+        pending_save.write_rows, os.replace = write, put
 
 
 def main() -> None:

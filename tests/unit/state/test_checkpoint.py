@@ -24,7 +24,7 @@ from autopar import jax_compat
 from autopar.backends.host.storage import HostRows
 from autopar.ir.layout import RowLayout
 from autopar.launch.progress import PROGRESS
-from autopar.state import checkpoint
+from autopar.state import checkpoint, pending_save
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import RowFiles, file_name, write_rows
 from autopar.tables.host import HostTable
@@ -148,7 +148,7 @@ def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
 
     for value in (1.0, 2.0):
         with monkeypatch.context() as patched:
-            for module, name in ((os, "fsync"), (os, "replace"), (checkpoint, "write_dense"), (shutil, "rmtree")):
+            for module, name in ((os, "fsync"), (os, "replace"), (pending_save, "write_dense"), (shutil, "rmtree")):
                 watch(patched, module, name)
             autopar.save(folder, hosted(value), position={"value": value})
         before, seen[:] = list(seen), []

@@ -1,0 +1,356 @@
+"""`Checkpointer`: the checkpoints of a training, saved beside it, and where it goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+import jax
+
+from autopar.errors import (
+    ArgumentsError,
+    CheckpointError,
+    DamagedCheckpointError,
+    DonatedStateError,
+    PlanError,
+    StateWarning,
+    warn,
+)
+from autopar.ir.plan import Plan
+from autopar.launch.group import everyone
+from autopar.launch.progress import PROGRESS
+from autopar.run.bound_step import BoundStep
+from autopar.run.step import ParallelStep
+from autopar.state.checkpoint import restore
+from autopar.state.files.history import Best, History
+from autopar.state.init import init
+from autopar.state.leaving import Leaving, leave
+from autopar.state.pending_save import PendingSave, Written
+
+_CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "max": max, "min": min}
+
+
+class Positioned(Protocol):
+    """Batches that know where they are, as those of `autopar.shard`."""
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the position, which JSON holds."""
+        ...
+
+    def restore(self, state: Any) -> None:
+        """Go on from a position."""
+        ...
+
+
+B = TypeVar("B", bound="Positioned | None")
+
+
+@dataclass(frozen=True)
+class _Saving:
+    """A save that is under way. `files`: what a thread has written."""
+
+    step: int
+    save: PendingSave
+    files: Future[Written]
+
+
+class Checkpointer:
+    """Saves a training's state beside it, keeps the last checkpoints and the best one, and goes on from the latest.
+
+    A context manager. With several ranks, or processes of `jax.distributed`, all of them make the same calls, and the
+    folder is on a file system that all of them see.
+
+    Args:
+      folder: For the checkpoints of one training. It is made.
+      step: What `parallelize` returned: a restored state goes where its plan has it, and the plan is kept, too.
+        Without it `resume` makes and restores ordinary arrays.
+      batch, call: With `step`, as for `init`.
+      keep: How many of the last checkpoints are kept; None: all.
+      every: Save after each so many steps. None: only what is the best, and at the end.
+      best: The name of a metric and `max` or `min`: the checkpoint with the best one is kept as well. See `evaluated`.
+      async_save: Whether training goes on while files are written. It needs memory for a copy of what this process
+        writes; without it a save needs none.
+
+    Attributes:
+      steps: How many steps were trained, before the training was resumed as well.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, numpy as np, autopar
+      >>> @autopar.parallelize
+      ... def train_step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> def make_state(key):
+      ...     return jax.random.normal(key, (1000, 8))
+      >>> folder, shapes = tempfile.mkdtemp(), jax.ShapeDtypeStruct((4,), jnp.int32)
+      >>> for epochs in (1, 2):  # the second one goes on behind the first
+      ...     batches = autopar.shard(np.arange(20, dtype=np.int32), batch_size=4, epochs=epochs)
+      ...     with autopar.Checkpointer(folder, step=train_step, batch=shapes, every=2) as checkpoints:
+      ...         state, batches = checkpoints.resume(make_state, jax.random.key(0), batches=batches)
+      ...         for batch in batches:
+      ...             state, _ = train_step(state, batch)
+      ...             checkpoints.step(state)
+      >>> checkpoints.all_steps()
+      [6, 8, 10]
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        step: ParallelStep | BoundStep | None = None,
+        batch: Any = None,
+        call: Callable[[Any], Sequence[Any]] | None = None,
+        keep: int | None = 3,
+        every: int | None = None,
+        best: tuple[str, Any] | None = None,
+        async_save: bool = True,
+    ) -> None:
+        for name, value in (("keep", keep), ("every", every)):
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more, or None")
+        if best is not None and (not isinstance(best, tuple) or len(best) != 2 or best[1] not in _CHOICES):
+            raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
+        self.steps = 0
+        self._history = History.of(folder)
+        self._planned, self._batch, self._call = step, batch, call
+        self._keep, self._every, self._async_save = keep, every, async_save
+        self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
+        self._group = everyone()
+        self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
+        self._leaving = Leaving(self._group)
+        self._batches: Positioned | None = None
+        self._latest: tuple[Any, Any] | None = None
+        self._saving: _Saving | None = None
+        self._saved: int | None = None
+        self._best = self._led(self._history.best)
+        self._is_new = not self.all_steps()
+
+    # --- what there is ---
+
+    def all_steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, in order. Collective."""
+        return self._led(self._history.steps)
+
+    def latest_step(self) -> int | None:
+        """Returns the step of the latest complete checkpoint; None if there is none. Collective."""
+        return max(self.all_steps(), default=None)
+
+    def best_step(self) -> int | None:
+        """Returns the step of the best checkpoint; None if none was evaluated."""
+        return None if self._best is None else self._best.step
+
+    def path(self, step: int) -> Path:
+        """Returns where the checkpoint of a step is, for `autopar.restore`."""
+        return self._history.folder(step).path
+
+    # --- training ---
+
+    def resume(self, make_state: Callable[..., Any], *args: Any, batches: B = None) -> tuple[Any, B]:
+        """Make the first state, or restore the latest checkpoint that is whole, and go on where it was in the data.
+
+        A checkpoint that is damaged is left out, with a warning. The step is planned as it was when it was saved, where
+        it has as many devices, and no `plan=` of its own. Collective.
+
+        Args:
+          make_state: Makes the state, from `args`, as for `init`.
+          *args: Arrays, random keys, numbers.
+          batches: What `autopar.shard` returned, or anything else with its `state()` and `restore(position)`.
+
+        Returns:
+          (state, batches).
+
+        Raises:
+          CheckpointError: no checkpoint can be restored.
+        """
+        if batches is not None and not (hasattr(batches, "state") and hasattr(batches, "restore")):
+            raise ArgumentsError(
+                f"resume: batches is a {type(batches).__name__}, which doesn't know where it is: give what "
+                "autopar.shard(...) returns"
+            )
+        self._batches, self._is_new = batches, True
+        first: DamagedCheckpointError | None = None
+        for step in reversed(self.all_steps()):
+            try:
+                state, position = self._restore(step, jax.eval_shape(make_state, *args))
+            except DamagedCheckpointError as error:
+                warn(f"the checkpoint of step {step} is left out: {error}", StateWarning)
+                first = first or error
+                continue
+            if batches is not None and position is not None:
+                batches.restore(position)
+            self.steps = self._saved = step
+            return state, batches
+        if first is not None:
+            raise first
+        if self._planned is None:
+            return make_state(*args), batches
+        return init(make_state, *args, step=self._planned, batch=self._batch, call=self._call), batches
+
+    def step(self, state: Any) -> None:
+        """Count a step, and save where it is time to. To be called after each step.
+
+        Ctrl-C and SIGTERM are answered here: the state is saved, and the training is left by a KeyboardInterrupt, or
+        with exit code 143. Collective.
+
+        Args:
+          state: What the step returned.
+
+        Raises:
+          CheckpointError: this save failed, or the one that was under way.
+        """
+        self._require_resumed()
+        self.steps += 1
+        self._latest = state, None if self._batches is None else dict(self._batches.state())
+        self._look()
+        number = self._leaving.asked(self.steps)
+        if number is not None:
+            self._finish()
+            leave(number)
+        if self._every is not None and self.steps % self._every == 0:
+            self._save()
+
+    def evaluated(self, state: Any, metrics: Mapping[str, Any]) -> None:
+        """Save the state, if it is the best so far. To be called after an evaluation, behind `step`. Collective.
+
+        Args:
+          state: The state that was evaluated.
+          metrics: Name -> value, the one of `best` among them. The first process's counts.
+        """
+        if self._metric is None:
+            raise ArgumentsError('evaluated needs to know what is best: Checkpointer(..., best=("auc", max))')
+        if self._metric not in metrics:
+            raise ArgumentsError(f"metrics has no {self._metric!r}, by which checkpoints are kept: {sorted(metrics)}")
+        self._require_resumed()
+        value = self._group.first(float(metrics[self._metric]), "a metric")
+        best = self._best
+        if math.isnan(value) or (best is not None and self._choose(value, best.value) == best.value):
+            return
+        self._best = Best(self.steps, self._metric, value)
+        self._latest = state, self._latest[1] if self._latest is not None else None
+        if self._saved == self.steps:
+            self._tidy()
+        elif self._saving is None or self._saving.step != self.steps:
+            self._save()
+
+    def save(self) -> None:
+        """Save the state of the latest step now. Collective."""
+        if self._saved != self.steps and (self._saving is None or self._saving.step != self.steps):
+            self._save()
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is on the disk. Collective."""
+        if self._saving is not None:
+            self._commit(self._saving)
+
+    def __enter__(self) -> Checkpointer:
+        self._leaving.enter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        try:
+            if kind is None:
+                self._finish()
+                number = self._leaving.asked(self.steps + 1)
+                if number is not None:
+                    leave(number)
+            elif issubclass(kind, KeyboardInterrupt):
+                self._finish()
+            elif not self._group.several:
+                self.wait()
+        finally:
+            self._thread.shutdown()
+            self._leaving.exit()
+
+    # --- saving ---
+
+    def _finish(self) -> None:
+        """Save the latest state, unless it was saved, and wait."""
+        try:
+            if self._latest is not None:
+                self.save()
+        except DonatedStateError:
+            warn(
+                f"the state of step {self.steps} was given to another step, and can't be saved: the latest checkpoint "
+                "is an earlier one. Call checkpoints.step(state) right after each step",
+                StateWarning,
+            )
+        self.wait()
+
+    def _save(self) -> None:
+        assert self._latest is not None, "there is a state"
+        self.wait()
+        state, position = self._latest
+        folder = self._history.folder(self.steps)
+        with PROGRESS.during("saving a checkpoint"):
+            save = PendingSave.begin(folder, state, position, self._group, copied=self._async_save)
+            self._saving = _Saving(self.steps, save, self._thread.submit(save.write))
+        if not self._async_save:
+            self.wait()
+
+    def _look(self) -> None:
+        """Commit a save whose files all processes have written. They ask each other 1, 2, 4, ... steps after it."""
+        saving = self._saving
+        if saving is None:
+            return
+        passed = self.steps - saving.step
+        if passed & (passed - 1) == 0 or not self._group.several:
+            if all(self._group.values(saving.files.done(), "files of a checkpoint")):
+                self._commit(saving)
+
+    def _commit(self, saving: _Saving) -> None:
+        self._saving = None
+        with PROGRESS.during("saving a checkpoint"):
+            saving.save.commit(saving.files.result)
+        self._saved = saving.step
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Write down what belongs to the checkpoints, and remove those that aren't kept."""
+
+        def tidy() -> None:
+            history, best = self._history, self._best
+            known = [step for step in history.steps() if step <= self.steps]
+            if best is not None and best.step in known and best != history.best():
+                history.note_best(best)
+            plan = None if self._planned is None else self._planned.plan
+            if plan is not None and _is_plain(plan):
+                plan.save(history.plan)
+            noted = history.best()  # until the new one is saved, too
+            kept = known if self._keep is None else known[-self._keep :]
+            history.clean([*kept, *([] if noted is None else [noted.step])])
+
+        self._led(tidy)
+
+    def _restore(self, step: int, shapes: Any) -> tuple[Any, Any]:
+        if self._planned is None:
+            return restore(self.path(step), shapes)
+        pure = self._planned.step if isinstance(self._planned, BoundStep) else self._planned
+        own = pure.planner
+        plan = self._led(lambda: Plan.load(self._history.plan) if self._history.plan.exists() else None)
+        if plan is not None and pure.latest is None and own.may_follow(plan):
+            pure.planner = own.following(plan)
+        try:
+            return restore(self.path(step), shapes, step=self._planned, batch=self._batch, call=self._call)
+        except PlanError:  # the step has changed
+            pure.planner = own
+            return restore(self.path(step), shapes, step=self._planned, batch=self._batch, call=self._call)
+
+    def _require_resumed(self) -> None:
+        if not self._is_new:
+            raise CheckpointError(
+                f"{self._history.path} has checkpoints: go on from them, checkpoints.resume(make_state, ...), or give "
+                "another folder"
+            )
+
+    def _led(self, work: Callable[[], Any]) -> Any:
+        return self._group.led(CheckpointError, work, "checkpoints")
+
+
+def _is_plain(plan: Plan) -> bool:
+    return plan.pipeline is None and plan.way is None

@@ -1,0 +1,92 @@
+"""`History`: the checkpoints of one training, by step, in a folder.
+
+run/step-00002000/    a checkpoint, as `autopar.save` writes it
+run/best.json         {"step": 1000, "auc": 0.79}
+run/plan.json         the plan of the step, as `Plan.save` writes it
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.errors import CheckpointError
+from autopar.state.files.folder import POINTER, Folder, flush, named, write_file
+
+_STEP = re.compile(r"step-(\d{8,})", re.ASCII)
+_BEST, _PLAN = "best.json", "plan.json"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint so far. `name`: of the metric."""
+
+    step: int
+    name: str
+    value: float
+
+
+@dataclass(frozen=True)
+class History:
+    """A folder of checkpoints. One process writes to it."""
+
+    path: Path
+
+    @staticmethod
+    def of(path: str | os.PathLike[str]) -> History:
+        """The folder that a user names; a CheckpointError if it is no local path."""
+        return History(Folder.of(path).path)
+
+    @property
+    def plan(self) -> Path:
+        """The file of the step's plan."""
+        return self.path / _PLAN
+
+    def folder(self, step: int) -> Folder:
+        """Where the checkpoint of a step is."""
+        return Folder(self.path / f"step-{step:08d}")
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints that are complete, in order."""
+        return sorted(step for step, path in self._folders() if (path / POINTER).exists())
+
+    def best(self) -> Best | None:
+        """Which was the best; None if none was evaluated."""
+        path = self.path / _BEST
+        with named(path, "read"):
+            try:
+                text = path.read_text()
+            except FileNotFoundError:
+                return None
+        try:
+            read = json.loads(text)
+            step = read.pop("step")
+            ((name, value),) = read.items()
+            return Best(int(step), name, float(value))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged: remove it, and the next evaluation is the best") from error
+
+    def note_best(self, best: Best) -> None:
+        """Write down which is the best, down to the disk."""
+        new = self.path / f"{_BEST}.new"
+        write_file(new, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
+        with named(self.path / _BEST, "written"):
+            os.replace(new, self.path / _BEST)
+            flush(self.path)
+
+    def clean(self, kept: Sequence[int]) -> None:
+        """Remove all checkpoints but some, and what killed saves left, as far as that can be done."""
+        for step, path in self._folders():
+            if step not in kept:
+                (path / POINTER).unlink(missing_ok=True)  # first: what is removed in part is none
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        if not self.path.is_dir():
+            return []
+        return [(int(match[1]), path) for path in self.path.iterdir() if (match := _STEP.fullmatch(path.name))]

@@ -1,0 +1,72 @@
+"""`Leaving`: Ctrl-C and SIGTERM wait until a training comes to a place where its state can be saved.
+
+The handlers here only note a signal. The training asks for it after each step, where the state is whole, and all
+processes are told of what any of them was sent. Where JAX's preemption service listens to SIGTERM it is asked instead.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any, NoReturn
+
+from autopar import jax_compat
+from autopar.batches.loops import telling
+from autopar.interrupts import SECOND_S, Handler
+from autopar.launch.group import Group
+
+#: Signals, and the handlers that they have where nobody set one.
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+
+
+class Leaving:
+    """Holds signals back while it is entered, where Python's own handlers would answer them.
+
+    Args:
+      group: All processes.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._tell = telling(group)
+        self._before: dict[int, Any] = {}
+        #: Signals, and when the first one came, by `time.monotonic()`.
+        self._noted: dict[int, float] = {}
+
+    def enter(self) -> None:
+        """Take the place of Python's own handlers, in the main thread: no other one gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, default in _DEFAULTS.items():
+            handler = signal.getsignal(number)
+            found = handler.previous if isinstance(handler, Handler) else handler
+            if found is default and not (number == signal.SIGTERM and jax_compat.listens_for_preemption()):
+                self._before[number] = handler
+                signal.signal(number, self._note)
+
+    def exit(self) -> None:
+        """Give the signals back to the handlers before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+
+    def asked(self, step: int) -> int | None:
+        """Returns a signal by which any process is asked to leave, or None. Collective: all are at the same step."""
+        told = self._tell(tuple(self._noted))
+        if told:
+            return told[0]
+        return signal.SIGTERM if jax_compat.reached_preemption(step) else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        first_s = self._noted.setdefault(number, time.monotonic())
+        if time.monotonic() - first_s >= SECOND_S:  # whatever is lost
+            leave(number)
+
+
+def leave(number: int) -> NoReturn:
+    """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    sys.exit(128 + number)
