@@ -14,34 +14,28 @@ import itertools
 import os
 import shlex
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from autopar.errors import LaunchError
 from autopar.launch.cluster_file import Host, HostFile, read_cluster
+from autopar.launch.restarts import run_job, say
 from autopar.mpi.limits import cores
 from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
-#: How long ranks may take to end after a second Ctrl-C, or another signal, and mpirun after that.
-ENDING_S, KILLING_S = 10.0, 5.0
+#: How long a host may take to start a process, when a job is started again.
+REACHING_S = 30.0
 
 #: Variables that other hosts need, too. Hydra passes the whole environment on by itself.
 _PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "XLA_FLAGS")
-
-#: Has the kernel kill mpirun if the launcher is killed, and then becomes mpirun.
-_DIE_WITH_PARENT = (
-    "import ctypes, os, signal, sys; "
-    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
-    "os.execv(sys.argv[1], sys.argv[1:])"
-)
 
 
 @dataclass(frozen=True)
@@ -66,20 +60,29 @@ def main(arguments: Sequence[str]) -> int:
     try:
         mpirun = find_mpirun(options.mpirun)
         cluster = read_cluster(options.cluster) if options.cluster else None
-        ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers, options.clients)
-        script = Path(options.script).absolute()
-        if not script.is_file():
-            raise LaunchError(f"{options.script}: there is no such script")
+        command = _plan(options, mpirun, cluster)
         if cluster is not None and not options.dry_run:
             _check_hosts(cluster)
-        fills = mpirun.flavor != "other" and cluster is None and _fills_cores(options.n, options.devices)
-        is_bound = options.bind == "core" or (options.bind is None and fills)
-        command = mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments], is_bound=is_bound)
     except LaunchError as error:
-        print(f"autopar launch: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     print(shlex.join(command), flush=True)
-    return 0 if options.dry_run else _run(command)
+    if options.dry_run:
+        return 0
+    return run_job(
+        command, options.max_restarts, lambda: _plan(options, mpirun, cluster and _reachable(mpirun, cluster))
+    )
+
+
+def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None) -> list[str]:
+    """The line that starts the job on these hosts."""
+    script = Path(options.script).absolute()
+    if not script.is_file():
+        raise LaunchError(f"{options.script}: there is no such script")
+    ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers, options.clients)
+    fills = mpirun.flavor != "other" and cluster is None and _fills_cores(options.n, options.devices)
+    is_bound = options.bind == "core" or (options.bind is None and fills)
+    return mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments], is_bound=is_bound)
 
 
 def find_mpirun(mpirun: str | None = None) -> Mpirun:
@@ -223,36 +226,34 @@ def _check_hosts(cluster: HostFile) -> None:
             raise LaunchError(f"{host.where}: the host {host.address} isn't known: {error.strerror}") from error
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run mpirun in a session of its own. Signals go to all ranks, and end those that stay; the first Ctrl-C doesn't.
-
-    It may have them save a checkpoint, which takes its time.
-    """
-    guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
-    process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, start_new_session=True)
-
-    def pass_on(number: int, frame: Any) -> None:
-        nonlocal interrupted
-        process.send_signal(number)
-        if interrupted or number != signal.SIGINT:
-            signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
-        interrupted = True
-
-    def end(number: int, frame: Any) -> None:
-        process.send_signal(ending.pop(0) if ending else signal.SIGKILL)
-
-    interrupted = False
-    ending = [signal.SIGTERM]
-    handlers: dict[int, Any] = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), pass_on)
-    handlers[signal.SIGALRM] = end
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        code = process.wait()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return 128 - code if code < 0 else code
+def _reachable(mpirun: Mpirun, cluster: HostFile) -> HostFile:
+    """The hosts on which mpirun can start this Python; the others are said."""
+    program = ["-n", "1", sys.executable, "-I", "-S", "-c", ""]
+    tries = [
+        subprocess.Popen(
+            [mpirun.path, *_global_flags(mpirun.flavor, HostFile((host,)), False), *program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # ssh then asks nobody for a password
+        )
+        for host in cluster.hosts
+    ]
+    end_s = time.monotonic() + REACHING_S
+    found = []
+    for host, started in zip(cluster.hosts, tries, strict=True):
+        try:
+            code = started.wait(max(end_s - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            started.kill()
+            code = started.wait()
+        if code == 0:
+            found.append(host)
+        else:
+            say(f"{host.name} can't be reached; without its {host.processes} processes")
+    if not found:
+        raise LaunchError(f"{', '.join(host.name for host in cluster.hosts)}: no host can be reached")
+    return replace(cluster, hosts=tuple(found))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -281,11 +282,22 @@ def _parser() -> argparse.ArgumentParser:
         choices=("core", "none"),
         help="keep each rank on one core, or not (by itself: where ranks of one device take every core of the machine)",
     )
+    parser.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="how often a job that failed is started again, on the hosts that are left (0)",
+    )
     parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, and run nothing")
     parser.add_argument("script", help="the Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
+
+
+def _count(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import socket
 import sys
-import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -203,42 +200,6 @@ def test_a_dry_run_prints_the_line(
     words = shlex.split(printed)
     assert words[0] == str(MPIEXEC) and words[words.index("-n") + 1] == "2" and printed.count("\n") == 1
     assert shlex.split(printed)[-3:] == [str(tmp_path / "train me.py"), "-n", "3"]
-
-
-SAVING = """
-import signal, sys, time
-from pathlib import Path
-folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
-signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored by what a shell runs in the background
-try:
-    (folder / "training").touch()
-    time.sleep(60)
-except KeyboardInterrupt:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    (folder / "saving").touch()
-    time.sleep(seconds)
-"""
-
-
-@pytest.mark.parametrize(("presses", "seconds", "code"), [(1, 0.2, 0), (2, 60, 128 + signal.SIGTERM)])
-def test_ctrl_c_leaves_time_to_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, presses: int, seconds: float, code: int
-) -> None:
-    """It was killed ENDING_S after the first."""
-    monkeypatch.setattr(launcher, "ENDING_S", 0.01)
-    script = tmp_path / "save.py"
-    script.write_text(SAVING)
-
-    def press() -> None:
-        for name in ("training", "saving")[:presses]:
-            while not (tmp_path / name).exists():
-                time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=press)
-    thread.start()
-    assert launcher._run([sys.executable, str(script), str(tmp_path), str(seconds)]) == code
-    thread.join()
 
 
 @pytest.mark.parametrize("in_loop", [False, True])

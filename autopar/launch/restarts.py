@@ -1,0 +1,106 @@
+"""Runs a job's mpirun, and starts the job again if it fails: `python -m autopar launch --max-restarts N`.
+
+MPI ends a job that has lost a rank. So all ranks are started again, as torchrun does, and the script goes on from its
+last checkpoint. The job before is over by then: mpirun has ended its ranks, and if one lived on where it can't be
+reached, it couldn't save: a checkpoint needs all ranks of its job.
+"""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+
+from autopar.errors import LaunchError
+
+#: How long ranks may take to end after a second signal, and mpirun after that.
+ENDING_S, KILLING_S = 10.0, 5.0
+
+#: Has the kernel kill mpirun if the launcher is killed, and then becomes mpirun.
+_DIE_WITH_PARENT = (
+    "import ctypes, os, signal, sys; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, signal.SIGKILL); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def run_job(command: Sequence[str], restarts: int, plan_again: Callable[[], Sequence[str]]) -> int:
+    """Runs mpirun until it ends well, was interrupted, or has failed once more often than `restarts`.
+
+    Args:
+      command: The line of the first run.
+      restarts: How often the job is started again.
+      plan_again: Gives the line of another run, for the hosts that are there by then.
+
+    Returns:
+      The exit code of the last run; 128 + the signal's number if mpirun was killed.
+    """
+    with _Runner() as runner:
+        code = runner.run(command)
+        for restart in range(1, restarts + 1):
+            if code == 0 or runner.interrupted:
+                break
+            say(f"the job ended with exit code {code}; restart {restart} of {restarts}")
+            try:
+                command = plan_again()
+            except LaunchError as error:
+                say(f"it can't be started again: {error}")
+                break
+            if runner.interrupted:
+                break
+            print(shlex.join(command), flush=True)
+            code = runner.run(command)
+    return code
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own on stderr."""
+    print(f"autopar launch: {text}", file=sys.stderr, flush=True)
+
+
+class _Runner:
+    """Runs mpirun in a session of its own. Within its context signals go to all ranks. The first one may have them save
+    a checkpoint, which takes its time; ranks that stay after a second one are killed.
+
+    Attributes:
+      interrupted: Whether there was a signal: the job isn't to be started again.
+    """
+
+    def __init__(self) -> None:
+        self.interrupted = False
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ending = [signal.SIGTERM]
+
+    def __enter__(self) -> _Runner:
+        handlers = {number: self._pass_on for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        handlers[signal.SIGALRM] = self._end
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def run(self, command: Sequence[str]) -> int:
+        """Runs mpirun; returns its exit code."""
+        guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
+        self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, start_new_session=True)
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        if self._process is not None:
+            self._process.send_signal(number)
+        if self.interrupted:
+            signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
+        self.interrupted = True
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        if self._process is not None:
+            self._process.send_signal(self._ending.pop(0) if self._ending else signal.SIGKILL)

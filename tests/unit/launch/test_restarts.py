@@ -1,0 +1,135 @@
+"""Jobs that are started again, on the hosts that are left, and jobs that were interrupted, which are not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from autopar.launch import launcher, restarts
+
+SAVING = """
+import signal, sys, time
+from pathlib import Path
+folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+for number in signal.SIGINT, signal.SIGTERM:
+    signal.signal(number, signal.default_int_handler)  # SIGINT is ignored by what a shell runs in the background
+try:
+    (folder / "training").touch()
+    time.sleep(60)
+except KeyboardInterrupt:
+    for number in signal.SIGINT, signal.SIGTERM:
+        signal.signal(number, signal.SIG_IGN)
+    (folder / "saving").touch()
+    time.sleep(seconds)
+    sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "seconds", "code"),
+    [
+        ([signal.SIGINT], 0.2, 3),
+        ([signal.SIGTERM], 0.2, 3),
+        ([signal.SIGINT, signal.SIGINT], 60, 128 + signal.SIGKILL),
+        ([signal.SIGTERM, signal.SIGTERM], 60, 128 + signal.SIGKILL),
+    ],
+)
+def test_the_first_signal_leaves_time_to_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], seconds: float, code: int
+) -> None:
+    """The job isn't started again."""
+    monkeypatch.setattr(restarts, "ENDING_S", 0.01)
+    monkeypatch.setattr(restarts, "KILLING_S", 0.01)
+    script = tmp_path / "save.py"
+    script.write_text(SAVING)
+
+    def press() -> None:
+        for name, number in zip(("training", "saving"), signals, strict=False):
+            while not (tmp_path / name).exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    command = [sys.executable, str(script), str(tmp_path), str(seconds)]
+    assert restarts.run_job(command, 3, lambda: command) == code
+    thread.join()
+
+
+@pytest.mark.parametrize(("failures", "code", "runs"), [(0, 0, 1), (2, 0, 3), (9, 7, 4)])
+def test_a_job_that_fails_is_started_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], failures: int, code: int, runs: int
+) -> None:
+    script, tally = tmp_path / "train.py", tmp_path / "tally"
+    script.write_text(
+        "import os, sys\n"
+        f"with open({str(tally)!r}, 'a') as tally:\n"
+        "    tally.write('.')\n"
+        f"sys.exit(7 * (os.path.getsize({str(tally)!r}) <= {failures}))\n"
+    )
+    assert launcher.main(["-n", "1", "--max-restarts", "3", str(script)]) == code
+    assert tally.stat().st_size == runs
+    out, err = capfd.readouterr()
+    assert out.count("supervise.py") == runs  # the line, of each run
+    assert re.findall(r"exit code 7; restart (\d) of 3", err) == [str(k) for k in range(1, runs)]
+
+
+#: In place of ssh. A host is gone as long as there is a file of its name in HOSTS_GONE.
+SSH = """#!/bin/sh
+while [ "${1#-}" != "$1" ]; do shift; done
+if [ -e "$HOSTS_GONE/$1" ]; then exit 255; fi
+shift
+exec sh -c "$*"
+"""
+
+#: The first run takes two hosts with it, of which one is back after the second; the third one takes them all.
+LOSING = """
+import os, pathlib, sys
+gone, run = pathlib.Path(os.environ["HOSTS_GONE"]), pathlib.Path(sys.argv[1])
+if os.environ["PMI_RANK"] == "0":
+    with run.open("a") as file:
+        file.write(os.environ["PMI_SIZE"])
+    run = len(run.read_text())
+    for name in {1: ("127.0.0.2", "127.0.0.3"), 3: ("127.0.0.2", "127.0.0.3", "127.0.0.4")}.get(run, ()):
+        (gone / name).touch()
+    if run == 2:
+        (gone / "127.0.0.2").unlink()
+    sys.exit(5)
+"""
+
+
+def test_a_cluster_goes_on_with_the_hosts_that_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"ssh": SSH, "train.py": LOSING}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "ssh").chmod(0o755)
+    hosts = {"127.0.0.2": 2, "127.0.0.3": 1, "127.0.0.4": 1}
+    cluster = tmp_path / "cluster.toml"
+    cluster.write_text("".join(f'[[host]]\nname = "{h}"\nprocesses = {n}\n' for h, n in hosts.items()))
+    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(tmp_path / "ssh"))
+    monkeypatch.setenv("HOSTS_GONE", str(tmp_path))
+    flags = ["--cluster", str(cluster), "--max-restarts", "9"]
+    assert launcher.main([*flags, str(tmp_path / "train.py"), str(tmp_path / "sizes")]) == 5
+    assert (tmp_path / "sizes").read_text() == "413"
+    err = capfd.readouterr().err
+    assert err.count("autopar launch: 127.0.0.2 can't be reached; without its 2 processes") == 2
+    assert "it can't be started again: 127.0.0.2, 127.0.0.3, 127.0.0.4: no host can be reached" in err
+
+
+def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 2\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(tmp_path / "ssh"))
+    monkeypatch.setattr(launcher, "REACHING_S", 0.3)
+    (tmp_path / "cluster.toml").write_text('[[host]]\nname = "127.0.0.2"\n[[host]]\nname = "localhost"\n')
+    cluster = launcher.read_cluster(tmp_path / "cluster.toml")
+    left = launcher._reachable(launcher.find_mpirun(), cluster)
+    assert [host.name for host in left.hosts] == ["localhost"]
