@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.mpi.checkpoint_training import WITHIN
 from tests.support.mpi.jobs import Run
 from tests.support.pairs import long
 
@@ -18,12 +19,12 @@ STEPS = 8
 
 @pytest.fixture
 def train(run_ranks: Run, tmp_path: Path) -> Any:
-    """`train(ranks, folder, die="") -> (the step it began at, the state at the end; None of a killed one)`."""
+    """`train(ranks, folder, die="", steps=STEPS) -> (the step it began at, the state at the end; None of a killed one)`."""
 
-    def run(count: int, folder: Path, die: str = "") -> tuple[int, list[np.ndarray] | None]:
+    def run(count: int, folder: Path, die: str = "", steps: int = STEPS) -> tuple[int, list[np.ndarray] | None]:
         result = tmp_path / f"{folder.name}-{count}-{die.replace(':', '-')}.npz"
         job = run_ranks(
-            count, TRAINING, timeout_s=120, FOLDER=str(folder), STEPS=str(STEPS), DIE=die, RESULT=str(result)
+            count, TRAINING, timeout_s=120, FOLDER=str(folder), STEPS=str(steps), DIE=die, RESULT=str(result)
         )
         assert (job.code == 0) == (not die), job.output
         began = {int(line.removeprefix("begins at ")) for r in job.ranks for line in r.splitlines() if "begins" in line}
@@ -64,6 +65,22 @@ def test_a_killed_training_goes_on_with_the_same_numbers(
         assert began == 6
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
+
+
+@pytest.mark.parametrize("kills", [5, long(20)])
+def test_killed_ranks_are_started_again(train: Any, launch: Run, tmp_path: Path, kills: int) -> None:
+    """At any moment, by chance; the training ends in the state of an undisturbed one, bit for bit."""
+    steps = kills * (WITHIN + 2)
+    _, expected = train(2, tmp_path / "undisturbed", steps=steps)
+    files = {"FOLDER": str(tmp_path / "checkpoint"), "RESULT": str(tmp_path / "result.npz")}
+    flags = ["-n", "2", "--max-restarts", str(kills)]
+    job = launch(flags, TRAINING, timeout_s=30 * kills, KILLS=str(kills), STEPS=str(steps), **files)
+    assert job.code == 0, job.output
+    assert job.output.count("was killed by SIGKILL") == job.output.count(f" of {kills}\n") == kills, job.output
+    assert (tmp_path / "kills").stat().st_size == kills
+    found = list(np.load(files["RESULT"]).values())
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
 
 
 CASES = """

@@ -3,13 +3,17 @@ ranks of `test_checkpoint` run.
 
 Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
 kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
-what was written becomes the checkpoint, "clean": right after).
+what was written becomes the checkpoint, "clean": right after). Or KILLS, how often a rank is killed in all, at moments
+that chance chooses, while `python -m autopar launch --max-restarts` starts the ranks again.
 """
 
 from __future__ import annotations
 
 import os
+import random
 import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,8 @@ from autopar.mpi.world import world
 from autopar.state import pending_save
 
 ROWS, WIDTH, BATCH = 101, 3, 12
+#: Steps from a start on in which a rank may be killed by chance.
+WITHIN = 6
 
 
 def make_state(key: Any) -> Any:
@@ -74,13 +80,47 @@ class Death:
         pending_save.write_rows, os.replace = write, put
 
 
+class RandomDeath(Death):
+    """Kills one of the ranks once, in one of the next few steps, or in the save after it.
+
+    Args:
+      kills: How often that is done in a training.
+      tally: A file that has a byte for each rank that was killed.
+    """
+
+    def __init__(self, kills: int, tally: Path) -> None:
+        super().__init__("")
+        self._tally = tally
+        killed = world().comm.bcast(tally.stat().st_size if tally.exists() else 0)
+        self._chance = random.Random(killed)
+        self._is_meant = killed < kills and self._chance.randrange(world().size) == world().rank
+        self._steps_left = self._chance.randint(1, WITHIN)
+        self._seen_s = time.monotonic()
+
+    def comes(self, where: str) -> None:
+        if where != "step":
+            return
+        before_s, self._seen_s = self._seen_s, time.monotonic()
+        self._steps_left -= 1
+        if self._is_meant and self._steps_left == 0:
+            timer = threading.Timer(self._chance.uniform(0, 1.5 * (self._seen_s - before_s)), self._kill)
+            timer.daemon = True
+            timer.start()
+
+    def _kill(self) -> None:
+        with self._tally.open("a") as tally:
+            tally.write(".")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, ROWS, 10 * BATCH).astype(np.int32)
     data = {"ids": ids, "y": rng.normal(size=ids.size).astype(np.float32)}
     batches = autopar.shard(data, batch_size=BATCH, epochs=None, shuffle=3)
     batch = {"ids": jax.ShapeDtypeStruct((BATCH,), np.int32), "y": jax.ShapeDtypeStruct((BATCH,), np.float32)}
-    folder, death = Path(os.environ["FOLDER"]), Death(os.environ.get("DIE", ""))
+    folder, kills = Path(os.environ["FOLDER"]), int(os.environ.get("KILLS", "0"))
+    death = RandomDeath(kills, folder.with_name("kills")) if kills else Death(os.environ.get("DIE", ""))
     death.wait_in_saving()
     try:
         state, position = autopar.restore(folder, step=train_step, batch=batch)
