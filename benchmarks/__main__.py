@@ -6,6 +6,7 @@ import sys
 
 from benchmarks import (
     adamw,
+    binding,
     bubbles,
     choice,
     clients,
@@ -37,6 +38,7 @@ BENCHMARKS = {
     "devices": devices.devices,
     "choice": choice.choice,
     "exchange": exchange.exchange,
+    "binding": binding.binding,
     "hosts": hosts.hosts,
     "hybrid": hybrid.hybrid,
     "microbatches": microbatches.microbatches,

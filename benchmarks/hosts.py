@@ -39,7 +39,7 @@ def hosts(rows: int = ROWS, plain_rows: int = PLAIN_ROWS, rounds: int = 8) -> No
     PyTorch computes the model for each lookup; autopar is timed so, too, and as it is.
     """
     with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
-        _write_table(Path(folder, "table.npy"), max(rows, plain_rows))
+        write_table(Path(folder, "table.npy"), max(rows, plain_rows))
         with _system("autopar", folder) as planned:
             planned("prepare", rows=rows, by_lookups=True)
             planned("prepare", rows=rows)
@@ -52,7 +52,7 @@ def hosts(rows: int = ROWS, plain_rows: int = PLAIN_ROWS, rounds: int = 8) -> No
     tiny()
 
 
-def _write_table(path: Path, rows: int, block: int = 50_000) -> None:
+def write_table(path: Path, rows: int, block: int = 50_000) -> None:
     """The table that all begin with."""
     found = np.lib.format.open_memmap(path, "w+", np.float32, (rows, D))
     for start in range(0, rows, block):
@@ -63,11 +63,10 @@ def _write_table(path: Path, rows: int, block: int = 50_000) -> None:
 
 @contextlib.contextmanager
 def _system(name: str, folder: str) -> Iterator[Ranks]:
-    """Each as it is usually started: PyTorch with a thread a rank, autopar as `autopar launch` does."""
+    """Each as it is usually started: PyTorch with a thread a rank; autopar binds its ranks by itself."""
     environment = {"OMP_NUM_THREADS": "1"} if name == "PyTorch" else {}
-    flags = ["-bind-to", "core"] if name == "autopar" else []
     module = "benchmarks.hosts_systems"
-    with started(name, RANKS, module, name, folder, flags=flags, environment=environment) as ranks:
+    with started(name, RANKS, module, name, folder, environment=environment) as ranks:
         yield ranks
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Literal
 
 from autopar.errors import LaunchError
+from autopar.launch.binding import BIND_VARIABLE
 from autopar.launch.cluster_file import Host, HostFile, read_cluster
 from autopar.launch.restarts import run_job, say
-from autopar.mpi.limits import cores
 from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE
 
 Flavor = Literal["hydra", "open-mpi", "other"]
@@ -79,10 +79,16 @@ def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None)
     script = Path(options.script).absolute()
     if not script.is_file():
         raise LaunchError(f"{options.script}: there is no such script")
-    ranks = plan_ranks(options.n, options.devices, cluster, options.watchdog, options.servers, options.clients)
-    fills = mpirun.flavor != "other" and cluster is None and _fills_cores(options.n, options.devices)
-    is_bound = options.bind == "core" or (options.bind is None and fills)
-    return mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments], is_bound=is_bound)
+    ranks = plan_ranks(
+        options.n,
+        options.devices,
+        cluster,
+        watchdog=options.watchdog,
+        bind=options.bind,
+        servers=options.servers,
+        clients=options.clients,
+    )
+    return mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments])
 
 
 def find_mpirun(mpirun: str | None = None) -> Mpirun:
@@ -114,19 +120,23 @@ def plan_ranks(
     count: int | None,
     devices: int | None,
     cluster: HostFile | None,
+    *,
     watchdog: str | None = None,
+    bind: str | None = None,
     servers: int | None = None,
     clients: str | None = None,
 ) -> list[RankGroup]:
     """Which ranks there are, and with which variables.
 
     `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
+    `bind`: "core" or "none".
     `servers`: how many of the ranks are dedicated servers. `clients`: how many clients the others are, or "machines".
     """
     total = count if cluster is None else cluster.processes
     if servers is not None and total is not None and servers >= total:
         raise LaunchError(f"--servers {servers} of {total} processes: one at least must be left to train")
     common = (("AUTOPAR_WATCHDOG", watchdog),) if watchdog else ()
+    common += ((BIND_VARIABLE, bind),) if bind else ()
     common += ((SERVERS_VARIABLE, str(servers)),) if servers else ()
     if clients is not None:
         training = None if total is None else total - (servers or 0)
@@ -160,38 +170,19 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
     return (("JAX_CUDA_VISIBLE_DEVICES", numbers), ("JAX_ROCM_VISIBLE_DEVICES", numbers))
 
 
-def _fills_cores(count: int | None, devices: int | None) -> bool:
-    """Whether ranks of one device each take every core of this machine.
-
-    Smaller jobs aren't bound by themselves: mpirun begins with the first core for every job, so that two of them would
-    share it.
-    """
-    return count is not None and (devices or 1) == 1 and count >= cores() > 1
-
-
 def mpirun_command(
-    mpirun: Mpirun,
-    ranks: Sequence[RankGroup],
-    cluster: HostFile | None,
-    script: Sequence[str],
-    *,
-    is_bound: bool = False,
+    mpirun: Mpirun, ranks: Sequence[RankGroup], cluster: HostFile | None, script: Sequence[str]
 ) -> list[str]:
-    """The command that starts all ranks of a script (absolute path, arguments); `is_bound`: each keeps to one core."""
+    """The command that starts all ranks of a script (absolute path, arguments)."""
     code = importlib.util.find_spec("autopar.launch.supervise")
     assert code is not None and code.origin is not None, "autopar/launch/supervise.py is a part of the package"
     program = [sys.executable, "-I", code.origin, *script]
     if mpirun.flavor == "other" and (cluster is not None or any(r.variables for r in ranks)):
         raise LaunchError(
             f"{mpirun.path} is neither mpich's nor Open MPI's, and its flags for hosts and variables aren't known. "
-            "Start the ranks with it yourself: JAX_NUM_CPU_DEVICES, AUTOPAR_WATCHDOG and AUTOPAR_SERVERS are all that "
-            "launch sets"
+            "Start the ranks with it yourself, and give them the variables of your flags (docs/processes.md)"
         )
-    if mpirun.flavor == "other" and is_bound:
-        raise LaunchError(
-            f"--bind core: {mpirun.path} is neither mpich's nor Open MPI's, and its flag for it isn't known"
-        )
-    command = [mpirun.path, *_global_flags(mpirun.flavor, cluster, is_bound)]
+    command = [mpirun.path, *_global_flags(mpirun.flavor, cluster)]
     for number, part in enumerate(ranks):
         if number:
             command.append(":")
@@ -202,14 +193,14 @@ def mpirun_command(
     return command
 
 
-def _global_flags(flavor: Flavor, cluster: HostFile | None, is_bound: bool) -> list[str]:
+def _global_flags(flavor: Flavor, cluster: HostFile | None) -> list[str]:
     hosts = ",".join(f"{host.address}:{host.processes}" for host in cluster.hosts) if cluster else ""
     if flavor == "hydra":
-        return [*(["-bind-to", "core"] if is_bound else []), *(["-hosts", hosts] if hosts else [])]
+        return ["-hosts", hosts] if hosts else []
     if flavor == "other":
         return []
     # Open MPI binds by itself, which a rank with several devices, of which each has threads, can't do with.
-    flags = ["--bind-to", "core:overload-allowed" if is_bound else "none", "--oversubscribe"]
+    flags = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
     if hosts:
@@ -231,7 +222,7 @@ def _reachable(mpirun: Mpirun, cluster: HostFile) -> HostFile:
     program = ["-n", "1", sys.executable, "-I", "-S", "-c", ""]
     tries = [
         subprocess.Popen(
-            [mpirun.path, *_global_flags(mpirun.flavor, HostFile((host,)), False), *program],
+            [mpirun.path, *_global_flags(mpirun.flavor, HostFile((host,))), *program],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -280,7 +271,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--bind",
         choices=("core", "none"),
-        help="keep each rank on one core, or not (by itself: where ranks of one device take every core of the machine)",
+        help="keep each rank on one core, or not (by itself: where ranks of one device take every core of a machine)",
     )
     parser.add_argument(
         "--max-restarts",

@@ -18,6 +18,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.errors import LaunchError
+from autopar.launch.binding import bind
 from autopar.launch.coordinator import choose_coordinator
 from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
@@ -50,6 +51,7 @@ def start() -> None:
         return
     hooks = Hooks(here)
     hooks.install()
+    bind(here, computes_on_one=_has_one_cpu())
     if here.servers:
         check_same(here, {SERVERS_VARIABLE: str(here.servers), **_versions()})
     workers = world()
@@ -137,6 +139,13 @@ def _start_jax(here: World) -> None:
     jax.distributed.initialize(
         address, here.size, here.rank, _local_devices(here), cluster_detection_method="deactivate"
     )
+
+
+def _has_one_cpu() -> bool:
+    """Returns whether this process has a single device, a CPU, as far as is known before JAX's backend is up."""
+    forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    on_cpus = jax.config.values["jax_platforms"] == "cpu" or not nvidia_gpus()
+    return on_cpus and jax.config.values["jax_num_cpu_devices"] <= 1 and not forced
 
 
 def _local_devices(here: World) -> list[int] | None:

@@ -19,7 +19,7 @@ STEPS = 8
 
 @pytest.fixture
 def train(run_ranks: Run, tmp_path: Path) -> Any:
-    """`train(ranks, folder, die="", steps=STEPS) -> (the step it began at, the state at the end; None of a killed one)`."""
+    """`train(ranks, folder, die="", steps=STEPS) -> (the step it began at, the state at its end; None if killed)`."""
 
     def run(count: int, folder: Path, die: str = "", steps: int = STEPS) -> tuple[int, list[np.ndarray] | None]:
         result = tmp_path / f"{folder.name}-{count}-{die.replace(':', '-')}.npz"

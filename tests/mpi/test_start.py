@@ -239,3 +239,24 @@ def test_differences_are_shown() -> None:
 
 def test_a_world_of_one() -> None:
     assert world() == World(0, 1, None)
+
+
+def test_ranks_that_take_all_cores_are_bound(run_ranks: Run) -> None:
+    """With all their threads, those of the BLAS library among them, and they say so once."""
+    script = """
+    import os, numpy, threadpoolctl
+    free = os.sched_getaffinity(0)
+    import autopar, jax
+    rank = int(os.environ["PMI_RANK"])
+    jax.numpy.ones(3).block_until_ready()
+    found = {core for thread in os.listdir("/proc/self/task") for core in os.sched_getaffinity(int(thread))}
+    blas = {library["num_threads"] for library in threadpoolctl.threadpool_info()}
+    print("bound to", found == {sorted(free)[rank % len(free)]}, blas)
+    """
+    count = len(os.sched_getaffinity(0))
+    bound = run_ranks(count, script, AUTOPAR_BIND="")
+    assert bound.code == 0 and bound.output.count("bound to True {1}") == count, bound.output
+    assert bound.output.count("autopar: each rank keeps to one core") == 1
+    free = run_ranks(count, script, devices=2, AUTOPAR_BIND="")
+    assert free.code == 0 and free.output.count("bound to False") == count, free.output
+    assert "autopar:" not in free.output

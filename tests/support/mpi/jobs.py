@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 MPIEXEC = Path(sys.executable).with_name("mpiexec")
 #: Python's options for ranks. What another process is writing to JAX's cache is compiled once more.
 WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache:UserWarning")
+#: What ranks have in their environment: several jobs at a time share the cores, so none is bound to one.
+UNBOUND = {"AUTOPAR_BIND": "none"}
 
 #: Processes of a job are known by this variable in their environment.
 _MARK = "AUTOPAR_TEST_JOB"
@@ -59,7 +61,8 @@ def run_job(
       interrupt: Send Ctrl-C as soon as there is the line "fault" in the output.
     """
     mark = uuid.uuid4().hex
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", **env, _MARK: mark}
+    fixed = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1", _MARK: mark}
+    given = {**os.environ, **UNBOUND, **fixed, **env}
     start_s, fault_s = time.monotonic(), None
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.support.mpi.jobs import WARNINGS
+from tests.support.mpi.jobs import UNBOUND, WARNINGS
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -30,7 +30,7 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
     launcher = str(beside) if beside.exists() else shutil.which("mpiexec")
     assert launcher, "no mpiexec: pip install mpich"
     command = [launcher, "-n", str(count), sys.executable, *WARNINGS, "-m", "mpi4py.run", "-m", module, *arguments]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "AUTOPAR_SERVERS": str(servers)}
+    environment = {**os.environ, **UNBOUND, "PYTHONPATH": str(ROOT), "AUTOPAR_SERVERS": str(servers)}
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True

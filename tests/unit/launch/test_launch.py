@@ -50,9 +50,10 @@ def line(mpirun: launcher.Mpirun, ranks: list[launcher.RankGroup], cluster: obje
 
 
 def test_ranks_of_this_machine() -> None:
-    ranks = launcher.plan_ranks(4, 2, None, "60")
-    assert line(HYDRA, ranks) == "/opt/bin/mpiexec -n 4 -env JAX_NUM_CPU_DEVICES 2 -env AUTOPAR_WATCHDOG 60 RUN"
-    flags = "-x JAX_NUM_CPU_DEVICES=2 -x AUTOPAR_WATCHDOG=60"
+    ranks = launcher.plan_ranks(4, 2, None, watchdog="60", bind="none")
+    flags = "-env JAX_NUM_CPU_DEVICES 2 -env AUTOPAR_WATCHDOG 60 -env AUTOPAR_BIND none"
+    assert line(HYDRA, ranks) == f"/opt/bin/mpiexec -n 4 {flags} RUN"
+    flags = "-x JAX_NUM_CPU_DEVICES=2 -x AUTOPAR_WATCHDOG=60 -x AUTOPAR_BIND=none"
     assert line(OPEN_MPI, ranks).endswith(f"-n 4 {flags} RUN")
     assert line(OPEN_MPI, ranks).startswith("/opt/bin/mpirun --bind-to none --oversubscribe")
     assert line(launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(3, None, None)) == "/opt/x -n 3 RUN"
@@ -66,23 +67,6 @@ def test_ranks_of_this_machine() -> None:
         launcher.plan_ranks(6, None, None, servers=2, clients="3")
     with pytest.raises(LaunchError, match="--servers 4 of 4 processes"):
         launcher.plan_ranks(4, None, None, servers=4)
-
-
-def test_ranks_kept_on_a_core(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def flags(*arguments: str) -> str:
-        assert launcher.main(["--mpirun", str(MPIEXEC), "--dry-run", *arguments, __file__]) == 0
-        return capsys.readouterr().out.split(sys.executable)[0]
-
-    monkeypatch.setattr(launcher, "cores", lambda: 2)
-    assert all("-bind-to core" in flags(*a) for a in (["-n", "2"], ["-n", "4"], ["-n", "1", "--bind", "core"]))
-    others = (["-n", "1"], ["-n", "2", "--devices", "2"], ["-n", "2", "--bind", "none"])
-    assert not any("-bind-to" in flags(*a) for a in others)
-    command = launcher.mpirun_command(OPEN_MPI, launcher.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True)
-    assert command[1:4] == ["--bind-to", "core:overload-allowed", "--oversubscribe"]
-    with pytest.raises(LaunchError, match="--bind core: /opt/x is neither"):
-        launcher.mpirun_command(
-            launcher.Mpirun("/opt/x", "other"), launcher.plan_ranks(2, None, None), None, ["/train.py"], is_bound=True
-        )
 
 
 def test_ranks_of_a_cluster(tmp_path: Path) -> None:
