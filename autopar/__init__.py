@@ -56,6 +56,7 @@ with paused_collection():
     from autopar.state.checkpointer import Checkpointer
     from autopar.state.draining import ended, paired
     from autopar.state.init import init
+    from autopar.state.resize import resize
     from autopar.tables.averaging import average
     from autopar.tables.deferred import DeferredTable
     from autopar.tables.host import HostTable
@@ -130,6 +131,7 @@ __all__ = [
     "replay",
     "replay_timeline",
     "report",
+    "resize",
     "restore",
     "save",
     "shard",

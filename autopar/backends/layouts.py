@@ -11,6 +11,7 @@ parts: `ordinary` gives an array that is spread along another axis then, or, if 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -140,6 +141,20 @@ def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array]
     """`arrange` as a program of its own, in place."""
     run = functools.partial(arrange, layout=layout, axis=axis, devices=devices)
     return jax.jit(run, out_shardings=devices.sharding(axis), donate_argnums=0)
+
+
+def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
+    """Rows that are stored cyclically, cut or padded with zeros to another number of them: each stays where it is."""
+    return _to_extent(layout.shard_rows, dataclasses.replace(layout, extent=extent).shard_rows, axis, devices)(stored)
+
+
+@functools.cache
+def _to_extent(old: int, new: int, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
+    def run(shard: Array) -> Array:
+        widths = [(0, (new - old) * (d == axis), 0) for d in range(shard.ndim)]
+        return jax.lax.pad(shard, jnp.zeros((), shard.dtype), widths)
+
+    return jax.jit(lambda stored: devices.local(run, (axis,), axis, stored), out_shardings=devices.sharding(axis))
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:

@@ -26,9 +26,10 @@ from autopar.state.files.manifest import Manifest
 from autopar.state.files.structure import rebuild
 from autopar.state.init import unbound
 from autopar.state.pending_save import PendingSave
+from autopar.state.resize import home_before
+from autopar.state.resize import resize as with_rows_of
 from autopar.state.restoring import Keeper, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
 from autopar.tables.home import ArrayHome, Home, NumpyHome
-from autopar.tables.kinds import home_of
 
 
 class Restored(NamedTuple):
@@ -84,6 +85,7 @@ def restore(
     step: ParallelStep | BoundStep | None = None,
     batch: Any = None,
     call: Callable[[Any], Sequence[Any]] | None = None,
+    resize: bool = False,
 ) -> Restored:
     """What was saved at a path, onto the ranks and devices that there are now.
 
@@ -98,6 +100,9 @@ def restore(
         to it.
       step: What `parallelize` returned: leaves go where its plan has them, tables share by share.
       batch, call: With `step`, as for `init`.
+      resize: Whether tables that have other numbers of rows in `like` are resized to them, as by `autopar.resize`:
+        further rows are those of `like`, a state that `autopar.init` made. It is given up then, and says where leaves
+        go, so that `step` isn't needed.
 
     Returns:
       (state, position). Without `like` and `step` ordinary arrays, whole on each rank.
@@ -124,12 +129,17 @@ def restore(
         raise ArgumentsError("restore takes batch= and call= together with step=, to know the step's plan")
     if step is not None:
         step, batch, call = unbound("restore", "state", step, batch, call)
+    if resize and (like is None or step is not None):
+        raise ArgumentsError("restore(resize=True) takes like=, a state of the new size, and no step=")
     group = everyone()
     with PROGRESS.during("restoring a checkpoint"):
-        return _restore(Folder.of(path), like, step, batch, call, group)
+        state, position = _restore(Folder.of(path), like, step, batch, call, resize, group)
+    return Restored(with_rows_of(state, like) if resize else state, position)
 
 
-def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, group: Group) -> Restored:
+def _restore(
+    folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, resize: bool, group: Group
+) -> Restored:
     version, manifest = _manifest_of(folder, group)
     _warn_of_unchecked(version, manifest)
     template: Any = like
@@ -140,14 +150,15 @@ def _restore(folder: Folder, like: Any, step: ParallelStep | None, batch: Any, c
         if like is None:
             template = rebuild(manifest.structure, shapes_of(manifest))
         else:
-            numbers = matched(manifest, like)
+            numbers = matched(manifest, like, resize)
 
     group.together(CheckpointError, look, "what is restored")
     records = [manifest.leaves[k] for k in numbers]
     if like is None:  # ordinary arrays, of the kind that they were
         homes: list[Home] = [ArrayHome() if record.type == "jax" else NumpyHome() for record in records]
     else:
-        homes = [home_of(leaf) for leaf in jax.tree.leaves(template)]
+        pairs = zip(jax.tree.leaves(template), records, strict=True)
+        homes = [home_before(leaf, record.shape) for leaf, record in pairs]
     keeper: Keeper | None = None
     if step is not None:
         shapes = shapes_of(manifest)

@@ -23,6 +23,7 @@ from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
 from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
+from autopar.state.resize import resized_axis
 from autopar.state.saving import NUMBERS
 from autopar.tables.home import ArrayHome, Home, Whole
 from autopar.tables.host import HostHome
@@ -93,9 +94,9 @@ def warn_of_means(manifest: Manifest) -> None:
         )
 
 
-def matched(manifest: Manifest, like: Any) -> list[int]:
+def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
     """For each leaf of a template the number of the saved leaf that has its path; a CheckpointError if the structures
-    differ, or a shape or dtype does."""
+    differ, or a shape or dtype does. `resize`: shapes may differ along one axis."""
     pairs = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
     paths = [path for path, _ in pairs]
@@ -111,11 +112,11 @@ def matched(manifest: Manifest, like: Any) -> list[int]:
         )
     numbers = list(range(len(paths))) if in_order else [saved[path] for path in paths]
     for number, (path, leaf) in zip(numbers, pairs, strict=True):
-        _check_type(manifest.leaves[number], path, leaf)
+        _check_type(manifest.leaves[number], path, leaf, resize)
     return numbers
 
 
-def _check_type(record: LeafRecord, path: str, leaf: Any) -> None:
+def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
     if type(leaf) in NUMBERS.values():
         if record.type != type(leaf).__name__:
             raise CheckpointError(
@@ -129,9 +130,11 @@ def _check_type(record: LeafRecord, path: str, leaf: Any) -> None:
     key = str(leaf.dtype) if jax_compat.is_key(leaf.dtype) else None
     if (key is None) != (record.key is None) or (key and key != str(_key_dtype(record))):
         raise CheckpointError(f"{path} was saved as {_told(record)}, and is {leaf.dtype} in the template")
-    if tuple(leaf.shape) != record.shape:
+    axis = resized_axis(record.shape, leaf.shape)
+    if tuple(leaf.shape) != record.shape and (axis is None or not resize):
+        remedy = "" if axis is None else ". Where it is to get another number of rows: restore(..., resize=True)"
         raise CheckpointError(
-            f"{path} was saved with shape {list(record.shape)}, and has {list(leaf.shape)} in the template"
+            f"{path} was saved with shape {list(record.shape)}, and has {list(leaf.shape)} in the template{remedy}"
         )
     if key is None and np.dtype(leaf.dtype) != record.numpy_dtype:
         raise CheckpointError(

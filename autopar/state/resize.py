@@ -1,0 +1,227 @@
+"""`resize`: a state whose tables get more rows, or fewer.
+
+Rows are stored cyclically wherever they are spread (row r on device, or rank, r mod N), so that a row stays where it is
+however many there are: only tables in even shards of adjacent rows exchange any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.across import local, place_array
+from autopar.backends.devices import Devices
+from autopar.backends.host.storage import HostRows
+from autopar.backends.layouts import ordinary, placed, with_extent
+from autopar.errors import StateError, donated
+from autopar.interrupts import uninterrupted
+from autopar.ir.layout import RowLayout
+from autopar.ir.paths import path_name
+from autopar.run.buffers import with_own_buffers
+from autopar.state.files.manifest import LeafRecord
+from autopar.tables.home import ArrayHome, Home, NumpyHome, Whole
+from autopar.tables.host import HostHome, HostTable
+from autopar.tables.kinds import current, home_of, is_table
+from autopar.tables.leaf import TableLeaf
+from autopar.tables.pending import drain
+from autopar.tables.replica import Replica
+from autopar.tables.served import ServedLeaf
+from autopar.tables.sharded import RowsHome, Table
+
+
+@uninterrupted
+def resize(state: Any, fresh: Any) -> Any:
+    """The state with as many rows as a fresh one: its own rows, and those of `fresh` where it has none.
+
+    Of each leaf whose shape in `fresh` differs along one axis, the state's rows are kept, as many as there are to be,
+    and those of `fresh` follow; it is stored where that of `fresh` is. So what an optimizer begins a row's slots with
+    comes from its own `init`. All other leaves are the state's, as they are. The next step with the result computes
+    what it would in plain JAX with arrays that are cut, or concatenated, in the same way.
+
+    Where tables are spread over several processes, or ranks, all of them call it.
+
+    Args:
+      state: A state, which stays as it is. Rows that are deferred are brought up to date, and minibatches on their way
+        finished.
+      fresh: A state of the new size, as `autopar.init` makes it: the same leaves by their paths. It is given up: its
+        tables are updated in place.
+
+    Returns:
+      The leaves in the structure of `fresh`, whose static parts (a Flax module with its number of rows, say) go along.
+
+    Raises:
+      StateError: leaves that are in one of the two alone, of another dtype, or with a shape that differs along several
+        axes; replicas, and leaves that servers keep: average them first.
+      DonatedStateError: a state that was given to a step.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, autopar
+      >>> @autopar.parallelize
+      ... def step(table, ids):
+      ...     return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+      >>> ids = jnp.array([3, 5])
+      >>> table, _ = step(jnp.ones((100, 8)), ids)
+      >>> table = autopar.resize(table, jnp.zeros((120, 8)))
+      >>> table.shape, float(table[99, 0]), float(table[119, 0])
+      ((120, 8), 1.0, 0.0)
+    """
+    old, (new, tree) = _by_path(drain(state), "state")[0], _by_path(drain(fresh), "fresh")
+    _check_same_paths(old, new)
+    axes = {path: _checked_axis(path, old[path], leaf) for path, leaf in new.items()}
+    own = with_own_buffers(list(new.values()), [k for k, axis in enumerate(axes.values()) if axis is not None])
+    leaves = [
+        old[path] if axis is None else _resized(path, current(old[path]), current(leaf), axis)
+        for (path, axis), leaf in zip(axes.items(), own, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
+    """The only axis along which two shapes differ; None if that isn't so."""
+    if len(old) != len(new):
+        return None
+    differing = [axis for axis, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+    return differing[0] if len(differing) == 1 else None
+
+
+def home_before(leaf: Any, shape: Sequence[int]) -> Home:
+    """Where a leaf of some shape is to be that is resized to this one's: where this one is, if they have the same."""
+    leaf, axis = current(leaf), resized_axis(shape, np.shape(leaf))
+    if axis is None:
+        return home_of(leaf)
+    if isinstance(leaf, (HostTable, Table)):
+        layout = leaf.layout if axis != leaf.axis else dataclasses.replace(leaf.layout, extent=shape[axis])
+        return dataclasses.replace(leaf.home, layout=layout)
+    if isinstance(leaf, jax.Array):
+        devices = _devices_along(leaf, axis)
+        if devices is None:
+            return home_of(leaf)
+        return RowsHome(RowLayout(shape[axis], devices.count, cyclic=True), axis, devices.sharding(axis))
+    return NumpyHome()
+
+
+def _by_path(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
+    """Leaves by their paths, and the structure."""
+    pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
+    leaves = {path_name(path): leaf for path, leaf in pairs}
+    for path, leaf in leaves.items():
+        if isinstance(leaf, (Replica, ServedLeaf)):
+            raise StateError(
+                f"{path or name} is an autopar.{type(leaf).__name__}, of which each client, or a server, has its own: "
+                "resize autopar.average(state)"
+            )
+        if (isinstance(leaf, jax.Array) or is_table(leaf)) and leaf.is_deleted():
+            raise donated(path or name)
+    return leaves, structure
+
+
+def _check_same_paths(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+    for mine, theirs, name, other in ((old, new, "state", "fresh"), (new, old, "fresh", "state")):
+        alone = next((path for path in mine if path not in theirs), None)
+        if alone is not None:
+            raise StateError(
+                f"{name} has a leaf {alone or 'alone'}, which {other} has not: both are made by the same function, of "
+                "different numbers of rows"
+            )
+
+
+def _checked_axis(path: str, old: Any, new: Any) -> int | None:
+    """The axis along which a leaf is resized; None: it stays as it is."""
+    a, b = (getattr(leaf, "shape", ()) for leaf in (old, new))
+    if a == b:
+        return None
+    axis = resized_axis(a, b)
+    if axis is None:
+        raise StateError(
+            f"{path or 'state'} has the shape {list(a)} in state and {list(b)} in fresh: resize changes the size of "
+            "one axis"
+        )
+    if old.dtype != new.dtype:
+        raise StateError(
+            f"{path or 'state'} is of {old.dtype} in state, and of {new.dtype} in fresh: resize casts none"
+        )
+    if not isinstance(new, (TableLeaf, jax.Array, np.ndarray)):
+        raise StateError(
+            f"{path or 'fresh'} of fresh is a {type(new).__name__}, which has no rows: give a state, as autopar.init "
+            "makes it"
+        )
+    return axis
+
+
+def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
+    kept = min(old.shape[axis], new.shape[axis])
+    old = _brought(path, old, home_before(new, old.shape))
+    if isinstance(new, HostTable):
+        return _on_host(old, new, axis, kept)
+    if isinstance(new, Table):
+        rows = old.stored
+        if axis == new.axis:
+            devices = Devices.of_array(rows, axis)
+            rows = with_extent(rows, old.layout, new.layout.extent, axis, devices)
+        return Table(
+            _overwritten(rows, new.stored, axis, kept, new.layout if axis == new.axis else None), *new.stored_as
+        )
+    if isinstance(old, Table):
+        devices, extent = Devices.of_array(old.stored, axis), new.shape[axis]
+        rows = with_extent(old.stored, old.layout, extent, axis, devices)
+        rows = ordinary(rows, dataclasses.replace(old.layout, extent=extent), axis, devices)
+        return _overwritten(jax.device_put(rows, new.sharding), new, axis, kept)
+    if isinstance(new, jax.Array):
+        return _overwritten(old, new, axis, kept)
+    parts = [np.take(old, np.arange(kept), axis), np.take(np.asarray(new), np.arange(kept, new.shape[axis]), axis)]
+    record = LeafRecord(path, "", "rows", "jax", new.shape, str(new.dtype))
+    return home_of(new).made(Whole(np.concatenate(parts, axis)), record)
+
+
+def _brought(path: str, leaf: Any, home: Home) -> Any:
+    """A leaf at a home: itself if it is there."""
+    if is_table(leaf):
+        if leaf.home == home:
+            return leaf
+        leaf = leaf.read()
+    if isinstance(home, HostHome):
+        return HostTable(HostRows.of(local(leaf), home.axis, home.layout, home.rank, path))
+    if isinstance(home, RowsHome):
+        devices = Devices(home.sharding.mesh, home.sharding.spec[home.axis])
+        return Table(placed(leaf, home.layout, home.axis, devices), home.layout, home.axis)
+    if isinstance(home, ArrayHome):
+        return jnp.asarray(leaf) if home.sharding is None else place_array(leaf, home.sharding)
+    return np.asarray(local(leaf))
+
+
+def _devices_along(array: jax.Array, axis: int) -> Devices | None:
+    """The devices over which an array is spread along an axis; None: it isn't spread along this one."""
+    sharding = array.sharding
+    if sharding.shard_shape(array.shape)[axis] == array.shape[axis]:
+        return None
+    return Devices.of_array(array, axis)
+
+
+def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
+    """A table in host memory, which has this rank's rows of another one."""
+    rows, others = new.storage.rows, old.storage.rows
+    if axis == new.axis:
+        count = int(dataclasses.replace(new.layout, extent=kept).rows_on(np.asarray(new.storage.rank)))
+        rows[:count] = others[:count]
+    else:
+        part = (slice(None),) * (axis + 1 if axis < new.axis else axis) + (slice(kept),)
+        rows[part] = others[part]
+    return new.handed_on()
+
+
+@functools.partial(jax.jit, static_argnames=("axis", "kept", "layout"), donate_argnums=1)
+def _overwritten(old: jax.Array, new: jax.Array, axis: int, kept: int, layout: RowLayout | None = None) -> jax.Array:
+    """`new`, in place, with what `old` has up to `kept` along an axis. `layout`: how rows are stored along it."""
+    size = new.shape[axis]
+    if old.shape[axis] != size:  # along an axis that isn't spread
+        old = jax.lax.slice_in_dim(old, 0, kept, axis=axis)
+        widths = [(0, (size - kept) * (d == axis), 0) for d in range(old.ndim)]
+        old = jax.lax.pad(old, jnp.zeros((), old.dtype), widths)
+    places = jax.lax.broadcasted_iota(jnp.int32, new.shape, axis)
+    return jnp.where((places if layout is None else layout.row(places)) < kept, old, new)

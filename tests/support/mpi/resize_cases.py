@@ -1,0 +1,86 @@
+"""What every rank runs in `test_worlds.py`: tables that get other numbers of rows, against plain JAX."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import jax
+import numpy as np
+
+from autopar.tables.host import HostTable
+from tests.support.resized import Training, batch_in, plainly_resized, restore_resized, train_resized
+
+HOSTS = ("ps", "hosts")
+warnings.simplefilter("ignore", autopar.RecompileWarning)
+warnings.simplefilter("ignore", autopar.CapacityWarning)
+
+
+def planning(**options: Any) -> Callable[[Any], Any]:
+    return lambda step: autopar.parallelize(step, **options)
+
+
+def check_tables_on_hosts() -> None:
+    for optimizer, sizes in (("adamw", (37, 50, 20)), ("adagrad", (20, 21))):
+        state = train_resized(optimizer, planning(strategy=HOSTS), sizes)
+        assert isinstance(state["params"]["item"], HostTable)
+
+
+def check_dense_parameters_on_hosts() -> None:
+    """Along another axis than the one by which ranks share them."""
+
+    def train(weight: Any, x: Any) -> Any:
+        return weight - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(weight), x.sum()
+
+    def made(columns: int) -> Any:
+        make = functools.partial(jax.random.normal, shape=(7, columns))
+        return autopar.init(make, jax.random.key(columns), step=step, batch=np.ones((4, 7), np.float32))
+
+    step = autopar.parallelize(train, strategy={"weight": HOSTS})
+    old, fresh = made(5), made(9)
+    assert isinstance(fresh, HostTable)
+    expected = np.concatenate([np.asarray(old), np.asarray(fresh)[:, 5:]], 1)
+    np.testing.assert_array_equal(np.asarray(autopar.resize(old, fresh)), expected)
+
+
+def check_tables_over_processes() -> None:
+    """In a layout, and in even shards."""
+    for sizes in ((41, 46, 39), (40, 41, 44)):
+        train_resized("adamw", planning(strategy="ps"), sizes)
+
+
+def check_tables_at_stages() -> None:
+    pipeline = autopar.Pipeline([["params/item"], ["params/w"]], microbatches=2)
+    state = train_resized("adamw", planning(pipeline=pipeline), (41, 50))
+    assert isinstance(state["params"]["item"], autopar.StageArray)
+
+
+def check_restoring() -> None:
+    folder = Path(os.environ["XDG_CACHE_HOME"]).parent
+    restore_resized(folder / "resized-on-hosts", planning(strategy=HOSTS), 37, 50)
+    restore_resized(folder / "resized", planning(strategy="ps"), 41, 30)
+
+
+def check_replicas_are_refused() -> None:
+    training = Training("adagrad")
+    step = autopar.parallelize(training.step, sync=autopar.sync.Average(every=2))
+    state, _ = step(training.make_state(jax.random.key(0), 37), batch_in(37, jax.process_index()))
+    fresh = training.make_state(jax.random.key(1), 50)
+    try:
+        autopar.resize(state, fresh)
+    except autopar.StateError as error:
+        assert "is an autopar.Replica" in str(error) and "resize autopar.average(state)" in str(error), error
+    else:
+        raise AssertionError("replicas were resized")
+    mean = autopar.average(state)
+    expected = jax.tree.map(plainly_resized, mean, fresh)
+    found = autopar.resize(mean, fresh)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    step(found, batch_in(50, jax.process_index()))
