@@ -8,6 +8,7 @@ with paused_collection():
     from autopar.api import parallelize
     from autopar.batches.loops import uninterrupted
     from autopar.batches.shard import shard
+    from autopar.calibration import calibrate
     from autopar.errors import (
         AlphaDriftWarning,
         ArgumentsError,
@@ -34,7 +35,7 @@ with paused_collection():
     from autopar.ir.plan import Plan
     from autopar.launch.start import start as _start
     from autopar.launch.start import watchdog
-    from autopar.measure.cluster import Cluster, calibrate
+    from autopar.measure.cluster import Cluster
     from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
     from autopar.planning.check import Check, check
     from autopar.planning.explain import explain

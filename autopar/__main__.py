@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import sys
 
+from autopar import calibration
 from autopar.launch import launcher
 
 USAGE = """usage: python -m autopar COMMAND ...
 
 commands:
-  launch    start a script as several processes: python -m autopar launch -n 4 train.py"""
+  launch     start a script as several processes: python -m autopar launch -n 4 train.py
+  calibrate  measure ahead what plans are made by: python -m autopar calibrate --devices 4"""
 
 
 def main(arguments: list[str]) -> int:
     """Run a command; returns its exit code."""
     if arguments[:1] == ["launch"]:
         return launcher.main(arguments[1:])
+    if arguments[:1] == ["calibrate"]:
+        return calibration.main(arguments[1:])
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f"autopar: there is no command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
         return 2

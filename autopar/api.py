@@ -15,7 +15,6 @@ import numpy as np
 from autopar.backends.clients import clients_of, server_ranks_of, servers_of
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
-from autopar.cost.rates import StageRates
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
@@ -181,7 +180,6 @@ def parallelize(
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)
-    rates = functools.partial(rates_of, devices, functools.partial(_planned_by, devices))
     count = everyone().size if hosts else devices.count
     servers = 1 if clients is None else servers_of(sync, clients.processes.size)
     planner = Planner(
@@ -204,11 +202,7 @@ def parallelize(
             servers=servers,
             server_ranks=() if clients is None else server_ranks_of(servers),
         ),
-        machine=Machine(
-            rates=rates if plan is None else None,
-            memory=functools.partial(memory_of, devices),
-            stages=_divided_rates(devices) if plan is None else None,
-        ),
+        machine=_machine_of(devices, is_measured=plan is None),
         donate=donate,
         state_argnums=_positions(step, "state_argnums", state_argnums),
         batch_argnums=_positions(step, "batch_argnums", batch_argnums),
@@ -301,12 +295,16 @@ def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planne
     )
 
 
-def _divided_rates(devices: Devices) -> Callable[[], StageRates] | None:
-    """What measures the devices over which products are divided; None if there are none, or several processes have
-    them."""
-    if devices.tensor > 1 and not devices.processes.several:
-        return functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
-    return None
+def _machine_of(devices: Devices, *, is_measured: bool) -> Machine:
+    """What can be asked of the devices; nothing is measured for a step that is decided."""
+    memory = functools.partial(memory_of, devices)
+    if not is_measured:
+        return Machine(memory=memory)
+    rates = functools.partial(rates_of, devices, functools.partial(planned_by, devices))
+    stages = None
+    if devices.tensor > 1 and not devices.processes.several:  # over which products are divided
+        stages = functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
+    return Machine(rates, functools.partial(rates, steps=True), memory, stages)
 
 
 def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
@@ -374,7 +372,7 @@ def _decided(
     return plan, plan.strategy, plan.sparse, plan.emit, None
 
 
-def _planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
+def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
     """A step by a method, to be timed."""
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")
 

@@ -7,8 +7,7 @@ link, is in them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +67,7 @@ class Rates:
       flop_s: Seconds of a floating-point operation in large matrix products.
       moved_byte_s: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole
         steps; 0: as in `walk`.
+      assumed: Names of those above that there was no time to measure, and that are assumed.
     """
 
     all_to_all: Curve
@@ -83,6 +83,7 @@ class Rates:
     dense: Curve | None = None
     flop_s: float = 0.0
     moved_byte_s: float = 0.0
+    assumed: tuple[str, ...] = ()
 
     def update_s(self, size: float) -> float:
         """Seconds of an optimizer's update that reads and writes so many bytes."""
@@ -91,28 +92,6 @@ class Rates:
     def moved_s(self, size: float) -> float:
         """Seconds of a model's values of the batch, so many bytes of them."""
         return size * self.moved_byte_s or self.walk(size)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain lists and numbers, for a file."""
-        return asdict(self)
-
-    @staticmethod
-    def of_dict(fields: Mapping[str, Any]) -> Rates:
-        """The reverse of `as_dict`.
-
-        Raises:
-          ValueError, KeyError, TypeError: it is no such thing.
-        """
-
-        def curve(points: Any) -> Curve:
-            return Curve(tuple((float(size), float(seconds)) for size, seconds in points["points"]))
-
-        read: dict[str, Any] = {name: float(fields[name]) for name in ("call_s", "flop_s", "moved_byte_s")}
-        read |= {name: curve(fields[name]) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
-        read |= {name: None if fields[name] is None else curve(fields[name]) for name in ("update", "dense")}
-        for name in ("gather", "scatter"):
-            read[name] = RowRate(float(fields[name]["row_s"]), float(fields[name]["byte_s"]))
-        return Rates(**read, fixed={str(method): float(seconds) for method, seconds in fields["fixed"].items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,9 @@ SECTIONS = ("device", "link", "measured")
 LEVELS = ("inside", "between")
 LINKS = (*LEVELS, "host")
 #: What `measured` may name: collectives on the devices, and between ranks MPI's, in rings, and beside programs.
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
-COLLECTIVES += ("mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce", "beside_all_reduce")
+DEVICE_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+RANK_COLLECTIVES = ("mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce", "beside_all_reduce")
+COLLECTIVES = DEVICE_COLLECTIVES + RANK_COLLECTIVES
 
 _Check = tuple[Callable[[Any], bool], str]
 

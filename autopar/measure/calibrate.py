@@ -1,205 +1,189 @@
-"""Measures how long exchanges take on some devices, in some twenty seconds at first need; then read from a file."""
+"""Measures how long exchanges take on some devices: for a few seconds at first need, then read from a file.
+
+What there was no time for is assumed of devices like these, and measured by the next process, or by `calibrate`.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import itertools
+import functools
 import json
-import os
-import platform
-import re
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
+from typing import Literal
 
 from autopar.backends.devices import Devices
-from autopar.backends.indices import find, sorted_unique
-from autopar.cost.rates import Curve, Rates, RowRate
-from autopar.ir.strategy import METHODS
-from autopar.launch.notices import noticing
+from autopar.cost.planned_rates import planned_rates
+from autopar.cost.rates import Rates
 from autopar.measure import loops
-from autopar.measure.probe import Step, probe
+from autopar.measure.budget import Budget
+from autopar.measure.cache import Advance, cache_file, measuring, write_cache
+from autopar.measure.cluster import are_alike
+from autopar.measure.figures import BASE, DENSE, SIDE, Figures, rates_of_figures
+from autopar.measure.probe import StepPlanner, WholeSteps
+from autopar.measure.rows import RowLoops
 
-Array = Any
-StepPlanner = Callable[[Step, str], Step]
-#: Says what is measured next.
-Advance = Callable[[str], None]
+#: What figures are for: to compare methods, or to predict a whole step as well.
+Purpose = Literal["methods", "steps"]
+_WHY: dict[Purpose, str] = {"methods": "to choose each table's method", "steps": "to predict whole steps"}
 
-#: Of the result of a collective on one device, in bytes.
-_BYTES = (1 << 10, 1 << 17, 1 << 22)
+#: Seconds that measuring for a purpose may take where it was asked for by nobody.
+AT_FIRST_S = 5.0
+#: Of the result of a collective on one device, in bytes: of little and of much, and of what is between.
+_LITTLE, _BETWEEN, _MUCH = 1 << 10, 1 << 17, 1 << 22
 #: Of a dense gradient, which no cache holds.
 _GRADIENT = 1 << 24
-_IDS = (1 << 8, 1 << 13)
-_WALKED = (1 << 15, 1 << 19, 1 << 23, 1 << 25)
-_ROWS, _WIDTHS = 1024, (16, 256)
-#: The table that is gathered from, in bytes on one device: larger than a cache.
-_TABLE = 1 << 24
-#: Rows and columns of the matrices that are multiplied.
-_SIDE = 512
-#: How many parts `calibrate` has.
-PARTS = 7
-#: What is measured, and how: files of others aren't read.
-_VERSION = 9
+_FEW_IDS, _IDS = 1 << 8, 1 << 13
+#: Of a pass over memory: what is measured first, then the rest.
+_WALKED, _ALSO_WALKED = 1 << 23, (1 << 15, 1 << 19, 1 << 25)
+#: Of rows.
+_NARROW, _WIDE = 64, 1024
+
+#: What was found in this process, by which all of its plans are made. Unavoidably global, as the devices are.
+_known: dict[tuple[Devices, Purpose], Figures] = {}
 
 
-#: What was found in this process.
-_known: dict[Devices, Rates] = {}
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One measurement.
 
-
-def rates_of(devices: Devices, plan: StepPlanner) -> Rates:
-    """The rates of these devices: of this process, of an earlier one (a file in the user's cache), or measured now.
-
-    Where the devices are of several processes, these measure together, and take the first one's figures. `plan` gives
-    the planned form of a step by a method.
+    Attributes:
+      figure: Which figure it is a point of.
+      at: Where: bytes, ids, a method.
+      weight: How long it takes, in measurements of small arrays.
+      run: Returns seconds.
     """
-    if devices not in _known:
-        file = cache_file(devices)
-        kept = _first_rates(devices, _read(file))
-        if kept is None:
-            what, why = f"what exchanges cost on {devices.count} devices", "to choose each table's method"
-            shown = devices.processes.rank == 0
-            # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
-            with measuring(what, why, PARTS, file, shown=shown) as advance, ThreadPoolExecutor(1) as thread:
-                measured = thread.submit(calibrate_rates, devices, plan, advance).result()
-            kept = _first_rates(devices, measured)
-            assert kept is not None, "the first process has measured, too"
-            if devices.processes.rank == 0:
-                write_cache(file, json.dumps(kept.as_dict()))
-        _known[devices] = kept
-    return _known[devices]
+
+    figure: str
+    at: int | str
+    weight: float
+    run: Callable[[], float]
 
 
-def _first_rates(devices: Devices, own: Rates | None) -> Rates | None:
-    first = devices.processes.first(None if own is None else own.as_dict(), "rates of the devices")
-    return None if first is None else Rates.of_dict(first)
+def rates_of(
+    devices: Devices, plan: StepPlanner, *, steps: bool = False, budget: Budget | None = None, again: bool = False
+) -> Rates:
+    """The rates of these devices: of this process, of earlier ones (a file in the user's cache), or measured now.
 
+    Where the devices are of several processes, these measure together, and take the first one's figures. Collective at
+    the first call for each purpose.
 
-def _read(file: Path) -> Rates | None:
-    try:
-        return Rates.of_dict(json.loads(file.read_text()))
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def cache_file(devices: Devices, name: str = "rates-{}.json") -> Path:
-    """Where what was measured is kept: by machine, kind and number of devices, mesh, processes and JAX version."""
-    first = devices.mesh.devices.flat[0]
-    about = (
-        _VERSION,
-        platform.node(),
-        os.cpu_count(),
-        first.platform,
-        first.device_kind,
-        tuple(devices.mesh.shape.items()),
-        devices.axis,
-        len(devices.processes.members),
-        jax.__version__,
-    )
-    key = hashlib.sha256(repr(about).encode()).hexdigest()[:16]
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "autopar" / name.format(key)
-
-
-def write_cache(file: Path, text: str) -> None:
-    """All or nothing; where nothing can be written, the next process measures again."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-            new.write(text)
-        os.replace(new.name, file)
-    except OSError:
-        return
-
-
-@contextlib.contextmanager
-def measuring(what: str, why: str, parts: int, kept: Path, *, shown: bool = True) -> Iterator[Advance]:
-    """A line that says what is being measured, why, and that it is kept; with a bar on a terminal.
-
-    The block calls what it is given `parts` times. `kept`: where the figures are kept, told from the user's home folder
-    on. `shown`: whether this process is the one that says so.
+    Args:
+      devices: The devices.
+      plan: Gives the planned form of a step by a method.
+      steps: Whether whole steps are to be predicted, or only methods compared.
+      budget: What measuring may take, also if this process has measured before; `AT_FIRST_S` for each purpose if left
+        out.
+      again: Whether to measure what is known as well.
     """
-    home = re.escape(os.path.expanduser("~") + os.sep)
-    line = f"measuring {what}, {why}; kept in {re.sub(f'^{home}', '~/', str(kept))}"
-    with noticing(f"measuring {what}", parts=parts, at_once=line, shown=shown) as notice:
-        done = itertools.count()
-        yield lambda part: notice.tell(part, done=next(done))
+    purposes: tuple[Purpose, ...] = ("methods", "steps") if steps else ("methods",)
+    for purpose in purposes:
+        if budget is not None or (devices, purpose) not in _known:
+            _known[devices, purpose] = _figures_for(purpose, devices, plan, budget, again=again)
+    figures: Figures = {}
+    for purpose in reversed(purposes):  # methods are compared by what they were compared by before
+        figures |= _known[devices, purpose]
+    return rates_of_figures(figures, _assumed(devices))
 
 
-def calibrate_rates(devices: Devices, plan: StepPlanner, advance: Advance = lambda part: None) -> Rates:
-    """Measure now; arguments as for `rates_of`. `advance` is told what is measured next, `PARTS` times."""
-    count = devices.count
-
-    def collective(name: str, sizes: tuple[int, ...] = _BYTES) -> Curve:
-        advance(name)
-        return _curve(loops.collective_points(devices, name, sizes))
-
-    def route(ids: Array) -> Array:
-        mixed = (ids * 1103515245 + 12345) & 0xFFFFF
-        rows = sorted_unique(mixed, mixed.shape[0], 1 << 30)
-        return find(rows, mixed, 1 << 30) * 31 + mixed
-
-    advance("products")
-    # And once more at the end: others at work on the machine make it longer.
-    product = loops.product_seconds(devices, _SIDE)
-    advance("memory")
-    random = np.random.default_rng(0)
-    ids = {size: jnp.asarray(random.integers(0, 1 << 20, count * size), jnp.int32) for size in _IDS}
-    routes = _curve([(float(k), loops.loop_seconds(devices, route, x)) for k, x in ids.items()])
-    walked = [(2.0 * b, loops.walk_seconds(devices, b)) for b in _WALKED]
-    # A gradient is read, and was written, beside a parameter and its slot: half as much again.
-    updated = [(3.0 * b, loops.update_seconds(devices, b)) for b in _WALKED]
-    advance("rows")
-    gathered, scattered = [], []
-    for width in _WIDTHS:
-        rows = _TABLE // 4 // width
-        table = jnp.ones((count * rows, width), jnp.float32)
-        index = jnp.asarray(random.integers(0, rows, count * _ROWS), jnp.int32)
-        gathered.append(loops.loop_seconds(devices, _gather_rows, index, table))
-        values = jnp.ones((count * _ROWS, width), jnp.float32)
-        scattered.append(loops.loop_seconds(devices, _scatter_rows, values, index % _ROWS))
-    flop_s = min(product, loops.product_seconds(devices, _SIDE)) / (2 * _SIDE**3)
-    advance("whole steps")
-    probed = probe(plan, tuple(m for m in METHODS if m != "auto"), devices, flop_s)
-    call = min(probed.calls.values())
-    return Rates(
-        all_to_all=collective("all_to_all"),
-        all_gather=collective("all_gather"),
-        all_reduce=collective("all_reduce", (*_BYTES, _GRADIENT)),
-        route=routes,
-        walk=_curve(walked),
-        update=_curve(updated),
-        gather=_row_rate(gathered),
-        scatter=_row_rate(scattered),
-        fixed={method: seconds - call for method, seconds in probed.calls.items()},
-        call_s=call,
-        dense=probed.dense,
-        flop_s=flop_s,
-        moved_byte_s=probed.moved_byte_s,
-    )
+def _assumed(devices: Devices) -> Rates:
+    """Those of the known cluster whose devices are most like these."""
+    first, machines = devices.mesh.devices.flat[0], 1
+    if devices.processes.several:
+        machines = len({d.process_index for d in devices.mesh.devices.flat})
+    like = are_alike(first.platform, first.device_kind)
+    return planned_rates(like.of(machines, max(1, devices.count // machines)))
 
 
-def _curve(points: list[tuple[float, float]]) -> Curve:
-    return Curve(tuple(loops.undisturbed(points)))
+def _figures_for(
+    purpose: Purpose, devices: Devices, plan: StepPlanner, budget: Budget | None, *, again: bool
+) -> Figures:
+    """The first process's figures, and what it lacks of those for a purpose measured as far as there is time."""
+    file, processes = cache_file(devices, "rates-{}.json"), devices.processes
+    kept: Figures = processes.first(read_figures(file), "figures of the devices")
+    probes = [p for p in probes_for(purpose, devices, plan) if again or str(p.at) not in kept.get(p.figure, {})]
+    if not probes:
+        return kept
+    # First of all, known or not, what is soon done: it says how busy the machine is.
+    probes.insert(0, Probe("product", SIDE, 2, lambda: loops.product_seconds(devices, SIDE)))
+    what = f"what exchanges cost on {devices.count} devices"
+    # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
+    with (
+        measuring(what, _WHY[purpose], len(probes), file, shown=processes.rank == 0) as advance,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        budget = budget or Budget(AT_FIRST_S, processes)
+        measured = thread.submit(measure_probes, probes, budget, advance).result()
+    figures = {**kept, **{name: {**kept.get(name, {}), **points} for name, points in measured.items()}}
+    figures = processes.first(figures, "figures of the devices")
+    if processes.rank == 0:
+        write_cache(file, json.dumps(figures))
+    return figures
 
 
-def _gather_rows(index: Array, table: Array) -> Array:
-    rows = table.at[index].get(mode="clip")
-    return (index + rows.sum(1).astype(jnp.int32)) % table.shape[0]
+def read_figures(file: Path) -> Figures:
+    """Returns what an earlier process has kept; nothing if the file isn't there, or isn't such a file."""
+    try:
+        read = json.loads(file.read_text())
+        return {name: {str(at): float(s) for at, s in points.items()} for name, points in read.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
 
 
-def _scatter_rows(values: Array, index: Array) -> Array:
-    return jnp.zeros_like(values).at[index].add(values) * 0.5
+def measure_probes(probes: Sequence[Probe], budget: Budget, advance: Advance = lambda part: None) -> Figures:
+    """Measures what there is time for. `advance` is told what is measured next, for each probe."""
+    figures: Figures = {}
+    for probe in probes:
+        advance(probe.figure.replace("_", " "))
+        seconds = budget.run(probe.weight, probe.run)
+        if seconds is not None:
+            figures.setdefault(probe.figure, {})[str(probe.at)] = seconds
+    return figures
 
 
-def _row_rate(seconds: list[float]) -> RowRate:
-    """From the times of rows of two widths."""
-    (narrow, wide), (a, b) = (np.asarray(seconds) / _ROWS).tolist(), (4.0 * w for w in _WIDTHS)
-    per_byte = max(0.0, (wide - narrow) / (b - a))
-    return RowRate(max(0.0, narrow - per_byte * a), per_byte)
+def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Probe]:
+    """What is measured for a purpose; first what says most."""
+    whole = WholeSteps(plan, devices)
+    if purpose == "steps":
+
+        def moved_byte_s() -> float:
+            return whole.moved_byte_s(loops.product_seconds(devices, SIDE) / (2 * SIDE**3))
+
+        steps = [Probe("dense", size, 4, functools.partial(whole.dense_s, size)) for size in DENSE]
+        return [*steps, Probe("moved_byte", "batch", 6, moved_byte_s)]
+
+    def collective(name: str, size: int, weight: float = 1) -> Probe:
+        return Probe(name, size, weight, lambda: loops.collective_points(devices, name, (size,))[0][1])
+
+    def walk(size: int) -> Probe:
+        return Probe("walk", 2 * size, 1 + size / (1 << 24), lambda: loops.walk_seconds(devices, size))
+
+    def update(size: int) -> Probe:
+        # A gradient is read, and was written, beside a parameter and its slot: half as much again.
+        return Probe("update", 3 * size, 1 + size / (1 << 23), lambda: loops.update_seconds(devices, size))
+
+    def method(name: str, weight: float) -> Probe:
+        return Probe("more", name, weight, lambda: whole.method_s(name))
+
+    collectives = ("all_to_all", "all_gather", "all_reduce")
+    rows = RowLoops(devices)
+    return [
+        *(collective(name, _MUCH, 2) for name in collectives),
+        *(collective(name, _LITTLE) for name in collectives),
+        Probe("gather", _WIDE, 2, lambda: rows.gather_s(_WIDE)),
+        Probe("scatter", _WIDE, 2, lambda: rows.scatter_s(_WIDE)),
+        Probe("route", _IDS, 2, lambda: rows.route_s(_IDS)),
+        walk(_WALKED),
+        update(_WALKED),
+        Probe("call", BASE, 3, whole.call_s),
+        method("ps", 9),
+        method("allgather", 6),
+        method("allreduce_rows", 5),
+        Probe("gather", _NARROW, 2, lambda: rows.gather_s(_NARROW)),
+        Probe("scatter", _NARROW, 2, lambda: rows.scatter_s(_NARROW)),
+        Probe("route", _FEW_IDS, 2, lambda: rows.route_s(_FEW_IDS)),
+        collective("all_reduce", _GRADIENT, 3),
+        *(probe(size) for size in _ALSO_WALKED for probe in (walk, update)),
+        *(collective(name, _BETWEEN) for name in collectives),
+    ]

@@ -19,9 +19,11 @@ from autopar.cost.collectives import Reductions, reductions
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.launch.cluster_file import read_cluster
-from autopar.launch.group import everyone
+from autopar.launch.group import MpiGroup, everyone
+from autopar.launch.hardware import DEVICE_COLLECTIVES, RANK_COLLECTIVES
 from autopar.launch.toml_file import format_toml
-from autopar.measure.calibrate import cache_file, measuring, write_cache
+from autopar.measure.budget import Budget
+from autopar.measure.cache import cache_file, measuring, write_cache
 from autopar.measure.links import measure_links, measure_ranks
 from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.measure.machine import memory_of
@@ -33,6 +35,8 @@ _CPU_LENGTH, _CPU_WALKED = 384, 1 << 26
 _LENGTH, _WALKED = 4096, 1 << 28
 _RUNS = 3
 _GIB = 1 << 30
+#: What was found is kept in.
+_FILE = "cluster-{}.toml"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,43 +146,41 @@ class Cluster(ClusterSpec):
             raise ArgumentsError(f"{path}: the cluster can't be written: {error.strerror}") from error
 
 
-def calibrate(mesh: Mesh | None = None) -> Cluster:
-    """Measure how long exchanges take on the devices here, and between the ranks of an MPI job. Collective.
-
-    Each collective that plans use gets its latency and bandwidth, on each level of links, by least squares over several
-    sizes; how well they explain what was measured is in the links' `source`. They are kept in the user's cache, where
-    `Cluster.detect` finds them. Takes some ten seconds; nothing else should run on the machines meanwhile.
+def measure_cluster(mesh: Mesh | None, budget: Budget, *, again: bool) -> Cluster:
+    """The cluster that is here, with links that were kept, or else are measured now, and kept. Collective.
 
     Args:
       mesh: The devices; all if left out.
-
-    Returns:
-      The cluster, with `measured`. Levels with one participant can't be measured; their links are assumed, and say
-      so.
+      budget: What measuring the links may take.
+      again: Whether to measure what is kept as well.
 
     Raises:
       ArgumentsError: the machines have different numbers of devices.
-
-    Example:
-      >>> import autopar
-      >>> cluster = autopar.calibrate()
-      >>> cluster.machines, cluster.device.memory_bytes_s > 0
-      (1, True)
     """
-    devices, machines = _devices_here(mesh)
-    cluster = _without_links(devices, machines)
+    devices, _ = _devices_here(mesh)
+    cluster = Cluster.detect(mesh)
+    if not missing_links(cluster) and not again:
+        return cluster
     grid = devices.mesh.devices.reshape(cluster.machines, cluster.devices)
-    file = cache_file(devices, "cluster-{}.toml")
+    file = cache_file(devices, _FILE)
     shown = devices.processes.rank == 0
     with measuring("the links between devices", "for plans", 2, file, shown=shown) as advance:
         advance("between devices")
-        measured = measure_links(grid)
+        measured = measure_links(grid, budget)
         advance("between ranks")
-        measured |= measure_ranks(everyone())
-    cluster = _of_first(devices, _with_links(cluster, measured))
+        measured |= measure_ranks(everyone(), budget)
+    cluster = _of_first(devices, _with_links(cluster, {**cluster.measured, **measured}))
     if devices.processes.rank == 0:
         write_cache(file, format_toml(cluster.as_dict()))
     return cluster
+
+
+def missing_links(cluster: ClusterSpec) -> list[str]:
+    """Names the collectives of the devices, and of MPI's ranks, of which nothing was measured. Collective."""
+    ranks = everyone()
+    names = DEVICE_COLLECTIVES if cluster.count > 1 else ()
+    names += RANK_COLLECTIVES if ranks.several and isinstance(ranks, MpiGroup) else ()
+    return [name for name in names if name not in cluster.measured]
 
 
 @functools.cache
@@ -279,7 +281,7 @@ def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) ->
 def _kept(devices: Devices, machines: int) -> Cluster | None:
     """Returns what `calibrate` has kept of these devices; None if it hasn't."""
     try:
-        kept = Cluster.load(cache_file(devices, "cluster-{}.toml"))
+        kept = Cluster.load(cache_file(devices, _FILE))
     except AutoparError:
         return None
     return kept if (kept.machines, kept.count) == (machines, devices.count) else None

@@ -8,9 +8,10 @@ own number in the others.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,13 +22,16 @@ from autopar.backends.devices import Devices
 from autopar.cost.fit import fit_collective
 from autopar.ir.cluster import Link
 from autopar.launch.group import Group, MpiGroup
+from autopar.launch.hardware import DEVICE_COLLECTIVES
+from autopar.measure.budget import Budget
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import machine_name
 
-#: Of the result of a collective on one device, in bytes.
+#: Of the result of a collective on one device, in bytes; how many of them weigh as much as a compilation.
 _CPU_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _BYTES = (*_CPU_BYTES, 1 << 25)
+_WEIGHED = 1 << 22
 #: Of what ranks reduce, or of what one sends another one, in bytes; elements of a row; seconds of a round.
 _RANK_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
 _REDUCED_BYTES = (*_RANK_BYTES, 1 << 24)
@@ -40,25 +44,36 @@ _TARGET_S = 0.02
 _LONGER, _LEAST_S = 2, 1e-6
 
 
-def measure_links(grid: np.ndarray) -> dict[str, dict[str, Link]]:
-    """Collective -> level -> its link; nothing where there is one participant only. `grid`: `[machines, devices]`."""
+def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]]:
+    """Collective -> level -> its link; nothing where there is one participant only, or no time for two sizes. `grid`:
+    `[machines, devices]`."""
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
+    levels = {"inside": (Devices(mesh, "device"), 1), "between": (Devices(mesh, "machine"), grid.shape[1])}
+    timed: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for size, collective, level in itertools.product(_ends_first(sizes), DEVICE_COLLECTIVES, levels):
+        devices, _ = levels[level]
+        if devices.count > 1:
+            measure = functools.partial(collective_points, devices, collective, (size,))
+            timed.setdefault((collective, level), []).extend(budget.run(1 + size / _WEIGHED, measure) or [])
     links: dict[str, dict[str, Link]] = {}
-    for collective in ("all_reduce", "all_gather", "all_to_all"):
-        for level, axis, sharing in (("inside", "device", 1), ("between", "machine", grid.shape[1])):
-            devices = Devices(mesh, axis)
-            if devices.count > 1:
-                parts = 1 if collective == "all_reduce" else devices.count  # of the result
-                timed = undisturbed(collective_points(devices, collective, sizes))
-                points = [(size / parts, s) for size, s in timed]
-                link = fit_collective(collective, devices.count, points, sharing)
-                links.setdefault(collective, {})[level] = link
+    for (collective, level), points in timed.items():
+        if len(points) > 1:
+            devices, sharing = levels[level]
+            parts = 1 if collective == "all_reduce" else devices.count  # of the result
+            sent = [(size / parts, s) for size, s in undisturbed(sorted(points))]
+            links.setdefault(collective, {})[level] = fit_collective(collective, devices.count, sent, sharing)
     return links
 
 
-def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
-    """Collective of ranks -> level -> link; nothing where a level has one rank only, or without MPI. Collective.
+def _ends_first(sizes: Sequence[int]) -> list[int]:
+    """Sizes in the order in which they are measured: the least and the largest say most."""
+    return [sizes[0], sizes[-1], *sizes[1:-1]]
+
+
+def measure_ranks(group: Group, budget: Budget) -> dict[str, dict[str, Link]]:
+    """Collective of ranks -> level -> link; nothing where a level has one rank only, without MPI, or where there is no
+    time for two sizes. Collective.
 
     Where machines have different numbers of ranks, links between them aren't measured.
     """
@@ -74,45 +89,55 @@ def measure_ranks(group: Group) -> dict[str, dict[str, Link]]:
         with group.split(colour) as part:
             if part.several:
                 exchange = Exchange(part.rank, part.size, part.comm)
-                for collective, points in _points(exchange, part.comm).items():
-                    _, traffic = collective.split("_", 1)
-                    link = fit_collective(traffic, part.size, undisturbed(points), sharing)
-                    links.setdefault(collective, {})[level] = link
+                for collective, points in _points(exchange, part, budget).items():
+                    if len(points) > 1:
+                        _, traffic = collective.split("_", 1)
+                        link = fit_collective(traffic, part.size, undisturbed(sorted(points)), sharing)
+                        links.setdefault(collective, {})[level] = link
     return links
 
 
-def _points(exchange: Exchange, comm: Any) -> dict[str, list[tuple[float, float]]]:
+def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, list[tuple[float, float]]]:
     """(bytes, seconds) of sums, by MPI and in rings, of what they take longer than a program that they are made beside,
     and of rows from each rank to each other one."""
-    reduced: dict[str, list[tuple[float, float]]] = {}
-    device, compute = jax.local_devices()[0], jax.jit(_products)
-    matrix = jax.device_put(np.ones((_LENGTH, _LENGTH), np.float32), device)
-    product_s = _seconds(comm, lambda: compute(matrix, 8).block_until_ready()) / 8
-    for size in _REDUCED_BYTES:
-        array = np.ones(size // 4, np.float32)
-        memory = np.empty(exchange.packed_bytes([array]), np.uint8)
+    points: dict[str, list[tuple[float, float]]] = {}
+    reduced = functools.partial(_reduced_s, exchange, part.comm, jax.jit(_products))
+    sent = functools.partial(_sent_s, exchange, part.comm)
+    for measure, sizes, weight in ((reduced, _REDUCED_BYTES, 3), (sent, _RANK_BYTES, 1)):
+        for size in _ends_first(sizes):
+            seconds = budget.run(weight, functools.partial(measure, size), part)
+            for name, taken in (seconds or {}).items():
+                points.setdefault(name, []).append((float(size), taken))
+    return points
 
-        def reduce(beside: bool = False, array: np.ndarray = array, memory: np.ndarray = memory) -> None:
-            exchange.reduce([array], memory=memory, beside=beside)
 
-        ways = {"mpi_all_reduce": None, "ring_all_reduce": 0}
-        seconds = {}
-        for name, exchange.rings_from in ways.items():
-            seconds[name] = _seconds(comm, reduce)
-            reduced.setdefault(name, []).append((float(size), seconds[name]))
-        if size in _BESIDE_BYTES:
-            faster = min(seconds, key=seconds.__getitem__)
-            exchange.rings_from = ways[faster]
-            program = functools.partial(compute, matrix, math.ceil(_LONGER * seconds[faster] / product_s))
-            added = _added_seconds(comm, program, reduce)
-            reduced.setdefault("beside_all_reduce", []).append((float(size), added))
-    sent = []
-    for size in _RANK_BYTES:
-        count = size // 4 // _WIDTH
-        requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
-        rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
-        sent.append((float(size), _seconds(comm, lambda a=requested, r=rows, o=out: exchange.fetch(a, r, o))))
-    return {**reduced, "mpi_all_to_all": sent}
+def _reduced_s(exchange: Exchange, comm: Any, compute: Callable[..., jax.Array], size: int) -> dict[str, float]:
+    """Seconds of sums of so many bytes; `compute`: multiplies matrices, so often."""
+    array = np.ones(size // 4, np.float32)
+    memory = np.empty(exchange.packed_bytes([array]), np.uint8)
+
+    def reduce(beside: bool = False) -> None:
+        exchange.reduce([array], memory=memory, beside=beside)
+
+    ways, seconds = {"mpi_all_reduce": None, "ring_all_reduce": 0}, {}
+    for name, exchange.rings_from in ways.items():
+        seconds[name] = _seconds(comm, reduce)
+    if size in _BESIDE_BYTES:
+        faster = min(seconds, key=seconds.__getitem__)
+        exchange.rings_from = ways[faster]
+        matrix = jax.device_put(np.ones((_LENGTH, _LENGTH), np.float32), jax.local_devices()[0])
+        product_s = _seconds(comm, lambda: compute(matrix, 8).block_until_ready()) / 8
+        program = functools.partial(compute, matrix, math.ceil(_LONGER * seconds[faster] / product_s))
+        seconds["beside_all_reduce"] = _added_seconds(comm, program, reduce)
+    return seconds
+
+
+def _sent_s(exchange: Exchange, comm: Any, size: int) -> dict[str, float]:
+    """Seconds of so many bytes of rows from each rank to each other one."""
+    count = size // 4 // _WIDTH
+    requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
+    rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
+    return {"mpi_all_to_all": _seconds(comm, lambda: exchange.fetch(requested, rows, out))}
 
 
 def _products(x: jax.Array, count: jax.Array) -> jax.Array:

@@ -22,11 +22,13 @@ class Machine:
 
     Attributes:
       rates: What exchanges and updates take, measured if need be; None: nobody is to measure.
+      step_rates: The same with what whole steps take.
       memory: Bytes of memory of each device, None where that limits nothing; None: that isn't known.
       stages: What the programs of a pipeline's stages take; None: there is no pipeline.
     """
 
     rates: Callable[[], Rates] | None = None
+    step_rates: Callable[[], Rates] | None = None
     memory: Callable[[], int | None] | None = None
     stages: Callable[[], StageRates] | None = None
 

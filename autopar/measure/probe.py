@@ -1,5 +1,5 @@
 """Times whole steps: the methods against each other on a table so small that only what they always cost is left; and
-what dense parameters and a model's values add to such a step.
+what dense parameters and a model's values add to such a step. Two at a time, so that each pair can be timed by itself.
 
 In a whole step nothing waits in a cache, and threads wait for each other: what a loop of one operation takes says
 little of it.
@@ -7,10 +7,11 @@ little of it.
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -19,70 +20,72 @@ import numpy as np
 
 from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
-from autopar.cost.rates import Curve
+from autopar.measure.figures import BASE
 from autopar.measure.loops import agreed_turns
 
 Array = Any
 Step = Callable[[Any, Any], tuple[Any, Array]]
+#: Gives the planned form of a step by a method.
+StepPlanner = Callable[[Step, str], Any]
+#: A planned step, what makes its state, and its batch.
+Timed = tuple[Any, Callable[[], Any], Any]
 
 #: Rows, width and ids a device of the table.
 _ROWS, _WIDTH, _IDS = 1024, 8, 4
 #: Rounds, and the most turns in each; about the time that the turns of a round may take.
-_ROUNDS, _TURN, _TURN_S = 24, 16, 0.03
-#: Rows and columns of dense parameters, of which a step gets so many.
-_SIDES, _COUNT = (1, 64, 256, 1024), 2
+_ROUNDS, _TURN, _TURN_S = 12, 16, 0.02
+#: Dense parameters that a step gets.
+_COUNT = 2
 #: Examples a device, few and many, width and hidden units of a perceptron.
 _EXAMPLES, _IN, _HIDDEN = (32, 512), 64, 512
 
 
-@dataclass(frozen=True, slots=True)
-class Probed:
-    """What whole steps take.
+class WholeSteps:
+    """Steps that are compiled when they are first timed, each in turns with the base, the plain step by AllReduce.
 
-    Attributes:
-      calls: Method -> seconds of the step on the small table.
-      dense: Seconds that one more dense parameter costs a step, by its bytes: its gradient's AllReduce, clipping, and
-        Adagrad.
-      moved_byte_s: Seconds of a byte of the batch's values that a model reads or writes: what more examples add to a
-        perceptron's step, beside products.
+    Args:
+      plan: Gives the planned form of a step by a method.
+      devices: Those that run them.
     """
 
-    calls: Mapping[str, float]
-    dense: Curve
-    moved_byte_s: float
+    def __init__(self, plan: StepPlanner, devices: Devices) -> None:
+        self._plan, self._devices = plan, devices
+        self._ids = jnp.arange(devices.count * _IDS, dtype=jnp.int32) * 7 % _ROWS
 
+    @functools.cached_property
+    def _base(self) -> Timed:
+        return self._plan(_step, BASE), _table, self._ids
 
-def probe(plan: Callable[[Step, str], Step], methods: tuple[str, ...], devices: Devices, flop_s: float) -> Probed:
-    """Time all steps, in turns.
+    def call_s(self) -> float:
+        """Seconds of the base."""
+        return _times({BASE: self._base}, self._devices)[BASE]
 
-    `plan` gives the planned form of a step by a method; "allreduce" is one of the methods. `flop_s`: seconds of an
-    operation of products.
-    """
-    n = devices.count
-    ids = jnp.arange(n * _IDS, dtype=jnp.int32) * 7 % _ROWS
-    steps: dict[str, tuple[Any, Any, Any]] = {m: (plan(_step, m), _table(), ids) for m in methods}
-    for side in _SIDES:
-        state = _with_dense([(side, side)] * _COUNT)
-        steps[f"dense {side}"] = plan(_dense_step, "allreduce"), state, ids
-    for count in _EXAMPLES:
-        batch = {"ids": ids, "x": jnp.full((n * count, _IN), 1e-3, jnp.float32)}
-        steps[f"examples {count}"] = (
-            plan(_perceptron, "allreduce"),
-            _with_dense([(_IN, _HIDDEN), (_HIDDEN, _IN)]),
-            batch,
-        )
-    few, many = (steps[f"examples {count}"] for count in _EXAMPLES)
-    work = [count_work(step.entry(state, batch).compiled.analysed) for step, state, batch in (few, many)]
-    seconds = _times(steps, devices)
-    more = [max(0.0, seconds[f"dense {side}"] - seconds["allreduce"]) / _COUNT for side in _SIDES]
-    added = seconds[f"examples {_EXAMPLES[1]}"] - seconds[f"examples {_EXAMPLES[0]}"]
-    products = (work[1].on(n) - work[0].on(n)) * flop_s
-    moved = (work[1].moved_bytes - work[0].moved_bytes) / n
-    return Probed(
-        calls={m: seconds[m] for m in methods},
-        dense=Curve(tuple((4.0 * side**2, max(more[: k + 1])) for k, side in enumerate(_SIDES))),
-        moved_byte_s=max(0.0, added - products) / moved,
-    )
+    def method_s(self, method: str) -> float:
+        """Seconds that the step takes longer by a method than by the base's."""
+        return self._more((self._plan(_step, method), _table, self._ids))
+
+    def dense_s(self, size: int) -> float:
+        """Seconds that one more dense parameter of so many bytes costs a step."""
+        side = math.isqrt(size // 4)
+        state = functools.partial(_with_dense, [(side, side)] * _COUNT)
+        return max(0.0, self._more((self._plan(_dense_step, BASE), state, self._ids)) / _COUNT)
+
+    def moved_byte_s(self, flop_s: float) -> float:
+        """Seconds of a byte of the batch's values that a model reads or writes: what more examples add to a
+        perceptron's step, beside products. `flop_s`: seconds of an operation of those."""
+        n = self._devices.count
+        state = functools.partial(_with_dense, [(_IN, _HIDDEN), (_HIDDEN, _IN)])
+        batches = [{"ids": self._ids, "x": jnp.full((n * count, _IN), 1e-3, jnp.float32)} for count in _EXAMPLES]
+        few, many = ((self._plan(_perceptron, BASE), state, batch) for batch in batches)
+        seconds = _times({"few": few, "many": many}, self._devices)
+        work = [count_work(step.entry(state(), batch).compiled.analysed) for step, _, batch in (few, many)]
+        products = (work[1].on(n) - work[0].on(n)) * flop_s
+        moved = (work[1].moved_bytes - work[0].moved_bytes) / n
+        return max(0.0, seconds["many"] - seconds["few"] - products) / moved
+
+    def _more(self, timed: Timed) -> float:
+        seconds = _times({"base": self._base, "step": timed}, self._devices)
+        return seconds["step"] - seconds["base"]
 
 
 def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
@@ -122,9 +125,9 @@ def _with_dense(shapes: list[tuple[int, int]]) -> Any:
     return {**_table(), "dense": dense, "slots": slots}
 
 
-def _times(steps: Mapping[str, tuple[Step, Any, Any]], devices: Devices) -> dict[str, float]:
-    """Seconds of each step, all of them in turns for some seconds; each has a state and a batch."""
-    states = {name: state for name, (_, state, _) in steps.items()}
+def _times(steps: Mapping[str, Timed], devices: Devices) -> dict[str, float]:
+    """Seconds of each step, all of them in turns."""
+    states = {name: make() for name, (_, make, _) in steps.items()}
     timed: dict[str, list[float]] = {name: [] for name in steps}
 
     def turn(name: str) -> float:

@@ -32,7 +32,9 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
             f"{step.name} divides products over {tensor} devices, and {cluster} has {cluster.count}: give a multiple"
         )
     count = 1 if step.options.pipeline is not None else cluster.count // tensor
-    there = on_devices(step, count, Machine(rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy))
+    there = on_devices(
+        step, count, Machine(rates, rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy)
+    )
     options = dataclasses.replace(there.options, stage_devices=cluster.count // tensor)
     planner, in_stages = dataclasses.replace(there.planner, options=options), step.planner.in_stages
     if in_stages is not None:

@@ -68,7 +68,7 @@ def plan_of(
     program, made = entry.compiled.analysed, entry.compiled.plan
     decided = {t.path: t for t in made.tables}
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
-    measure = entry.machine.rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
+    measure = entry.machine.step_rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     tables = []

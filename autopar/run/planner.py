@@ -37,6 +37,7 @@ from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.cluster import reductions_here
+from autopar.measure.figures import assumed_note
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
@@ -157,7 +158,7 @@ class Planner:
             if planned is not None:
                 return planned
             notes = [*notes, note]
-        notes = [*notes, *_reduction_notes(compiled)]
+        notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
@@ -217,6 +218,13 @@ class Planner:
         except StrategyError as error:
             return None, f"{note}, and in stages it doesn't run: {error}."
         return dataclasses.replace(entry, notes=(*entry.notes, f"{note}, so it is run in stages.")), ""
+
+    def _rate_notes(self, compiled: Compiled) -> list[str]:
+        """Says which rates a plan was made by that are assumed."""
+        if self.machine.rates is None or not any(table.terms for table in compiled.plan.tables):
+            return []
+        note = assumed_note(self.machine.rates())
+        return [note] if note else []
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""

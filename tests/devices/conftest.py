@@ -17,6 +17,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 def rates(monkeypatch: pytest.MonkeyPatch, tmp_path: Any, request: pytest.FixtureRequest) -> None:
     """Nothing is measured, except in tests marked so."""
     if request.node.get_closest_marker("measures") is None:
-        monkeypatch.setattr(calibrate, "calibrate_rates", lambda devices, plan, advance: RATES)
+        for module in ("api", "calibration"):
+            monkeypatch.setattr(f"autopar.{module}.rates_of", lambda *_, **__: RATES)
     monkeypatch.setattr(calibrate, "_known", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-from typing import Any
 
 import jax
 import pytest
 
 import autopar
-from autopar.backends.devices import Devices
 from autopar.compile import analyze_program, compile_program
-from autopar.cost import Rates, Sizes, sent_bytes, step_seconds
+from autopar.cost import Sizes, sent_bytes, step_seconds
 from autopar.cost.measurements import Measurements
 from autopar.cost.rates import Curve
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
-from autopar.measure import calibrate, probe
-from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.rates import rates
 from tests.support.row_steps import ids_in, make_state, same, step
@@ -113,70 +108,3 @@ def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
     methods = [planned.plan.parameters[0].method for planned in (free, tight)]
     assert methods[0] != "ps" and methods[1] == "ps" and not tight.plan.on_hosts
     assert f"{methods[0]} would take " in tight.plan.parameters[0].reason
-
-
-def test_rates_are_measured_once_and_kept(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    devices, measured = Devices.of(mesh_of(2)), []
-
-    def once(devices: Devices, plan: Any, advance: Any) -> Rates:
-        measured.append(devices)
-        return rates(walk=1.0)
-
-    def read() -> Rates:
-        calibrate._known.clear()
-        return calibrate.rates_of(devices, lambda step, method: step)
-
-    monkeypatch.setattr(calibrate, "calibrate_rates", once)
-    assert read() == read() == rates(walk=1.0)
-    assert len(measured) == 1
-    (file,) = (tmp_path / "autopar").iterdir()
-    assert file == calibrate.cache_file(devices)
-    why = "what exchanges cost on 2 devices, to choose each table's method"
-    assert caplog.messages == [f"autopar: measuring {why}; kept in {file}"]
-    for broken in ("", "{}", json.dumps({"walk": {"points": []}})):
-        file.write_text(broken)
-        assert read() == rates(walk=1.0)
-    assert len(measured) == 4
-
-
-def test_rates_are_measured_outside_of_what_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = []
-
-    def concrete(devices: Devices, plan: Any, advance: Any) -> Rates:
-        measured.append(float(jax.jit(lambda x: x + 1)(1.0)))  # part of the trace, and no number, otherwise
-        return rates(walk=1.0)
-
-    monkeypatch.setattr(calibrate, "calibrate_rates", concrete)
-    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
-    same(
-        jax.jit(lambda s, b: planned(s, b))(make_state(4000), ids_in(0, 4000)),
-        jax.jit(step)(make_state(4000), ids_in(0, 4000)),
-    )
-    assert measured == [2.0]
-
-
-def test_rates_survive_a_file() -> None:
-    found = rates(walk=0.25, gather_row=3.0)
-    assert Rates.of_dict(json.loads(json.dumps(found.as_dict()))) == found
-
-
-@pytest.mark.measures
-def test_measured_rates_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each is a time, and a step by them agrees with the plain one. Small arrays, and few turns, will do."""
-    small = {"_BYTES": (1 << 10, 1 << 14), "_WALKED": (1 << 15, 1 << 17), "_GRADIENT": 1 << 16, "_TABLE": 1 << 16}
-    for name, value in small.items():
-        monkeypatch.setattr(calibrate, name, value)
-    monkeypatch.setattr(probe, "_ROUNDS", 4)
-    planned = autopar.parallelize(step, mesh=mesh_of(4))
-    same(planned(make_state(4000), ids_in(0, 4000)), jax.jit(step)(make_state(4000), ids_in(0, 4000)))
-    found = calibrate._known[Devices.of(mesh_of(4))]
-    assert min(found.fixed.values()) == 0 and set(found.fixed) == {"ps", "allgather", "allreduce_rows", "allreduce"}
-    for curve in (found.all_to_all, found.all_gather, found.all_reduce, found.route, found.walk):
-        assert all(seconds >= 0 for _, seconds in curve.points)
-    assert found.gather(100, 1024) > 0 and found.scatter(100, 1024) > 0
-    assert found.dense is not None and found.dense(4) >= 0
-    assert found.flop_s > 0 and found.moved_byte_s >= 0 and found.call_s > 0
-    text = explained(planned)
-    assert "predicted" in text and "Parallax's table 3" in text

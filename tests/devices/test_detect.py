@@ -13,7 +13,8 @@ from autopar.backends.devices import Devices
 from autopar.cost import Link
 from autopar.measure import cluster as measured_cluster
 from autopar.measure import links
-from autopar.measure.calibrate import cache_file
+from autopar.measure.budget import Budget
+from autopar.measure.cache import cache_file
 from autopar.measure.cluster import Cluster
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.limits import total_bytes
@@ -21,6 +22,10 @@ from tests.support.meshes import mesh_of
 
 #: (size of the mesh's axis) -> what its links would take; see `pretend`.
 INSIDE, BETWEEN = Link(1e-6, 10e9), Link(5e-6, 2e9)
+
+
+def budget() -> Budget:
+    return Budget(60.0, Devices.of(None).processes)
 
 
 @pytest.fixture
@@ -93,13 +98,13 @@ def test_a_collective_is_timed_by_its_results_size(collective: str, monkeypatch:
 
 def test_links_of_both_levels_are_found(pretend: None) -> None:
     """What times by hand are made of comes out again, for each collective on each level."""
-    found = links.measure_links(np.array(jax.devices()[:8]).reshape(4, 2))
+    found = links.measure_links(np.array(jax.devices()[:8]).reshape(4, 2), budget())
     assert set(found) == {"all_reduce", "all_gather", "all_to_all"}
     for levels in found.values():
         for level, expected in (("inside", INSIDE), ("between", BETWEEN)):
             assert levels[level].latency_s == pytest.approx(expected.latency_s)
             assert levels[level].bytes_s == pytest.approx(expected.bytes_s)
-    alone = links.measure_links(np.array(jax.devices()[:3]).reshape(3, 1))
+    alone = links.measure_links(np.array(jax.devices()[:3]).reshape(3, 1), budget())
     assert all(set(levels) == {"between"} for levels in alone.values())
 
 
@@ -134,6 +139,6 @@ def test_machines_are_told_apart() -> None:
 def test_measured_links_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a busy machine measures is a time."""
     monkeypatch.setattr(links, "_CPU_BYTES", (1 << 10, 1 << 16, 1 << 22))
-    found = links.measure_links(np.array(jax.devices()[:2]).reshape(1, 2))
+    found = links.measure_links(np.array(jax.devices()[:2]).reshape(1, 2), budget())
     assert all(link.latency_s >= 0 and link.bytes_s > 0 for (link,) in map(dict.values, found.values()))
     assert Cluster.detect(mesh_of(1)).device.flops_s > 0

@@ -14,7 +14,6 @@ import optax
 import pytest
 
 import autopar
-from autopar.measure import calibrate
 from autopar.run.drift import AlphaWatch
 from tests.support.meshes import mesh_of
 from tests.support.pairs import long
@@ -88,7 +87,7 @@ def test_the_plan_is_made_again(optimizer: str) -> None:
 def test_the_method_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exchange costs by its bytes: 4 x 40 rows by all_to_all more than all_gather's 4 x 80, 4 x 8 rows less."""
     costs = seconds_of(all_to_all=1, all_gather=0.5, all_reduce=1)
-    monkeypatch.setattr(calibrate, "calibrate_rates", lambda devices, plan, advance: costs)
+    monkeypatch.setattr("autopar.api.rates_of", lambda *_, **__: costs)
     planned = autopar.parallelize(training("adagrad")[0], mesh=mesh_of(4), replan="auto")
     planned.watch = AlphaWatch("auto", every=2)
     told = trained(planned, "adagrad", (ROWS, 1), (12, 15))

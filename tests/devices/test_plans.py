@@ -79,7 +79,7 @@ def test_leaves_in_shares_stay_so() -> None:
 
 
 def test_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(*_: Any) -> Any:
+    def measure(*_: Any, **__: Any) -> Any:
         raise AssertionError("rates are measured")
 
     made = autopar.plan(by("auto"), make_state(), BATCH)

@@ -18,5 +18,7 @@ def set_options(step: ParallelStep, **changes: Any) -> None:
 def set_machine(step: ParallelStep, memory: int, rates: Rates | None = None) -> None:
     """Plan for devices of so many bytes, and of these rates."""
     old = step.planner.machine
-    new = dataclasses.replace(old, memory=lambda: memory, rates=old.rates if rates is None else lambda: rates)
+    new = dataclasses.replace(old, memory=lambda: memory)
+    if rates is not None:
+        new = dataclasses.replace(new, rates=lambda: rates, step_rates=lambda: rates)
     step.planner = dataclasses.replace(step.planner, machine=new)

@@ -18,10 +18,11 @@ from autopar.cost import Link
 from autopar.launch.hardware import COLLECTIVES
 from autopar.launch.toml_file import format_toml
 from autopar.measure import cluster, links
-from autopar.measure.calibrate import cache_file, write_cache
+from autopar.measure.cache import cache_file, write_cache
 from autopar.measure.cluster import Cluster
 from autopar.mpi.machines import exchange
 from tests.support.explained import explained
+from tests.support.rates import RATES
 
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
 EACH = COUNT // RANKS
@@ -29,6 +30,7 @@ links._CPU_BYTES = (1 << 8, 1 << 14)
 cluster._CPU_LENGTH, cluster._CPU_WALKED = 64, 1 << 16
 links._RANK_BYTES = links._REDUCED_BYTES = links._BESIDE_BYTES = (1 << 10, 1 << 16)
 links._TARGET_S = 0.001
+autopar.calibration.rates_of = lambda *_, **__: RATES
 
 
 def same_everywhere(found: Cluster) -> None:
@@ -37,7 +39,7 @@ def same_everywhere(found: Cluster) -> None:
 
 
 def check_one_machine() -> None:
-    found = autopar.calibrate()
+    found = autopar.calibrate(again=True)
     assert (found.machines, found.devices) == (1, COUNT)
     assert set(found.measured) == set(COLLECTIVES)
     assert all(set(levels) == {"inside"} for levels in found.measured.values())
@@ -49,7 +51,7 @@ def check_one_machine() -> None:
 
 def keep_calibration(fast: str, slow: Link, but: Collection[str] = ()) -> None:
     """Keep one in which a collective is fast, and the others slow. Collective."""
-    found = autopar.calibrate()
+    found = autopar.calibrate(again=True)
     links = {name: Link(1e-6, 1e9) if name == fast else slow for name in found.measured if name not in but}
     kept = dataclasses.replace(found, measured={name: {"inside": link} for name, link in links.items()})
     write_cache(cache_file(Devices.of(None), "cluster-{}.toml"), format_toml(kept.as_dict()))
@@ -134,7 +136,7 @@ def check_several_machines() -> None:
     """Each rank as on a machine of its own: its devices are inside, the ranks between."""
     for module in (cluster, links):
         module.machine_name = lambda: f"machine {RANK}"
-    found = autopar.calibrate()
+    found = autopar.calibrate(again=True)
     assert (found.machines, found.devices) == (RANKS, EACH)
     levels = {"inside", "between"} if EACH > 1 else {"between"}
     assert all(set(found.measured[c]) == levels for c in ("all_reduce", "all_gather", "all_to_all"))

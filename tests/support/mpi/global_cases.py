@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.backends import layouts
 from autopar.backends.across import local
-from autopar.cost import Rates
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops, probe
 from tests.support import dense_steps
@@ -31,7 +30,7 @@ RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count(
 BATCH = 2 * COUNT
 ROWS = 12 * COUNT + 1
 ALL = StoreGroup(tuple(range(RANKS)))
-calibrate.calibrate_rates = lambda devices, plan, advance: RATES
+autopar.api.rates_of = lambda *_, **__: RATES
 #: Compiling is what takes time.
 PLAIN, PS = jax.jit(step), autopar.parallelize(step, strategy="ps")
 
@@ -268,16 +267,16 @@ def check_rates_are_the_first_ones() -> None:
     """Each rank would measure something else, and reads another cache."""
     calibrate._known.clear()
     os.environ["XDG_CACHE_HOME"] += "/new"
-    mine = Rates.of_dict({**RATES.as_dict(), "fixed": {**RATES.fixed, "ps": 0.001 * (RANK + 1)}})
-    calibrate.calibrate_rates, kept = (lambda devices, plan, advance: mine), calibrate.calibrate_rates
+    mine = {"all_reduce": {"1024": 0.001 * (RANK + 1), "4194304": 1.0}}
+    calibrate.measure_probes, kept = (lambda probes, budget, advance: mine), calibrate.measure_probes
     try:
         devices = autopar.parallelize(step).devices
         assert devices is not None
         found = calibrate.rates_of(devices, lambda *_: step)
-        assert found.fixed["ps"] == 0.001
-        assert calibrate.cache_file(devices).exists() or RANK
+        assert found.all_reduce(1) == 0.001 and "all_gather" in found.assumed
+        assert calibrate.cache_file(devices, "rates-{}.json").exists() or RANK
     finally:
-        calibrate.calibrate_rates = kept
+        calibrate.measure_probes = kept
         calibrate._known.clear()
 
 
@@ -294,7 +293,7 @@ def check_turns_are_measured_together() -> None:
     kept, rounds = probe._TURN_S, probe._ROUNDS
     probe._TURN_S, probe._ROUNDS = 0.001 * (1 + 40 * RANK), 4
     try:
-        found = probe._times({"ps": (PS, make_state(ROWS), ids_of(ROWS))}, devices)
+        found = probe._times({"ps": (PS, lambda: make_state(ROWS), ids_of(ROWS))}, devices)
         assert found["ps"] > 0
     finally:
         probe._TURN_S, probe._ROUNDS = kept, rounds

@@ -18,7 +18,7 @@ import pytest
 import autopar
 from autopar.launch import notices
 from autopar.launch.notices import noticing, tell
-from autopar.measure.calibrate import measuring
+from autopar.measure.cache import measuring
 from autopar.run.one_device import OneDeviceRunner
 
 FOREVER = 3600.0
