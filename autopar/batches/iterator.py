@@ -191,15 +191,15 @@ class Batches(Iterator[Any]):
         weights = np.concatenate([np.arange(each) < real for real in part.reals]).astype(np.float32)
         whole = {**batch, mask: weights}
         axis = jax.tree.unflatten(jax.tree.structure(whole), axes_of(whole, self._options.batch_axis))[mask]
-        return {**batch, mask: place_array(weights, devices.sharding(None if part.total % devices.count else axis))}
+        return {**batch, mask: _placed(weights, None if part.total % devices.count else axis, devices)}
 
 
 def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array:
     if axis is None or leaf.shape[axis] != part.size:
-        return place_array(leaf, devices.sharding(None))
-    sharding = devices.sharding(None if part.total % devices.count else axis)
+        return _placed(leaf, None, devices)
+    along = None if part.total % devices.count else axis
     if part.held.runs == ((0, part.total),):
-        return place_array(leaf, sharding)
+        return _placed(leaf, along, devices)
     shape = (*leaf.shape[:axis], part.total, *leaf.shape[axis + 1 :])
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
 
@@ -212,7 +212,15 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
             )
         return np.asarray(leaf)[(*index[:axis], held)].astype(dtype, copy=False)
 
-    return jax.make_array_from_callback(shape, sharding, own)
+    return jax.make_array_from_callback(shape, devices.sharding(along), own)
+
+
+def _placed(leaf: Any, along: int | None, devices: Devices) -> jax.Array:
+    """Puts a leaf on the devices; on an only one like any other array, not committed to it.
+
+    A step makes a committed state of a committed batch, and would be compiled once more for that state.
+    """
+    return jax.device_put(leaf) if jax.device_count() == 1 else place_array(leaf, devices.sharding(along))
 
 
 def _check_same(part: Part, processes: StoreGroup) -> None:

@@ -195,3 +195,19 @@ def test_going_to_and_fro_compiles_once(caplog: pytest.LogCaptureFixture) -> Non
             planned(state, IDS, False)
     compiled = [r for r in caplog.messages if r.startswith("Finished XLA compilation of jit(step)")]
     assert len(compiled) == 2
+
+
+def test_batches_of_shard_compile_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The state comes back where it was."""
+
+    def step(state: Any, batch: Any) -> Any:
+        _, new, loss = CASES["gradients of the state's form"].step(state, batch)
+        return new, loss
+
+    planned = autopar.parallelize(step, strategy="ps")
+    state = {"table": some(1)}
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for batch in autopar.shard([np.asarray(IDS)] * 3):
+            state, _ = planned(state, batch)
+    compiled = [r for r in caplog.messages if r.startswith("Finished XLA compilation of jit(step)")]
+    assert len(compiled) == 1
