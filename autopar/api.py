@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.clients import clients_of, server_ranks_of, servers_of
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
@@ -27,8 +27,10 @@ from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.run.drift import AlphaWatch, Replan
 from autopar.run.joined_step import JoinedStep, WarmedStep
+from autopar.run.late_step import LateStep
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
+from autopar.run.positions import positions_of
 from autopar.run.step import ParallelStep
 from autopar.sync import Async, Sync
 
@@ -173,6 +175,8 @@ def parallelize(
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
+    if mesh is None and sync is None and not jax_compat.backend_is_up():
+        return LateStep(step, lambda: parallelize(step, **arguments))
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
@@ -204,9 +208,9 @@ def parallelize(
         ),
         machine=_machine_of(devices, is_measured=plan is None),
         donate=donate,
-        state_argnums=_positions(step, "state_argnums", state_argnums),
-        batch_argnums=_positions(step, "batch_argnums", batch_argnums),
-        static_argnums=_positions(step, "static_argnums", static_argnums) or (),
+        state_argnums=positions_of(step, "state_argnums", state_argnums),
+        batch_argnums=positions_of(step, "batch_argnums", batch_argnums),
+        static_argnums=positions_of(step, "static_argnums", static_argnums) or (),
         devices=devices if devices.mesh.size > 1 and not whole else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         clients=clients,
@@ -375,24 +379,3 @@ def _decided(
 def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
     """A step by a method, to be timed."""
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")
-
-
-def _positions(step: Callable[..., Any], option: str, positions: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    """Positions of arguments; negative ones count from the last parameter."""
-    if positions is None:
-        return None
-    several = isinstance(positions, Iterable) and not isinstance(positions, (str, bytes))
-    numbers: tuple[Any, ...] = tuple(cast(Any, positions)) if several else (positions,)
-    if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in numbers):
-        raise ArgumentsError(f"{option}={positions!r}: give positions of the step's arguments, whole numbers from 0")
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # of some builtins nobody knows
-        return numbers
-    count = len(parameters)
-    open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    for k in numbers:
-        if k < -count or (k >= count and not open_ended):
-            name = getattr(step, "__name__", type(step).__name__)
-            raise ArgumentsError(f"{option} names argument {k}; {name} takes {count}, numbered from 0")
-    return tuple(int(k) + count if k < 0 else int(k) for k in numbers)
