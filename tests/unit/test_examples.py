@@ -1,0 +1,34 @@
+"""The examples, each for a few steps in a process of its own: what they train gets better."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.mpi.jobs import ROOT, WARNINGS
+
+CORPUS = ROOT / "autopar" / "analysis"
+
+
+def run(name: str, *flags: str | Path | int) -> str:
+    """What an example prints."""
+    command = [sys.executable, *WARNINGS, ROOT / "examples" / name, *map(str, flags)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert job.returncode == 0, job.stdout + job.stderr
+    return job.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step .* loss (\S+)", text, re.MULTILINE)]
+
+
+def test_word2vec() -> None:
+    text = run("word2vec.py", "--corpus", CORPUS, "--steps", 100, "--batch", 512, "--dim", 16, "--words", "shape", "if")
+    first, *_, last = losses(text)
+    assert last < first - 0.5
+    (near,) = re.findall("^ +shape: (.*)", text, re.MULTILINE)
+    assert len(set(near.split(", ")) - {"shape"}) == 6
