@@ -108,6 +108,10 @@ class CapacityWarning(UserWarning):
     """A batch exceeded a measured capacity: its step took longer, and the plan grows."""
 
 
+class SlowPlanWarning(UserWarning):
+    """A small change of the step, or of its batch, would make it many times faster."""
+
+
 class AlphaDriftWarning(UserWarning):
     """Batches touch many more or many fewer rows of a table than the one that the plan was made by."""
 

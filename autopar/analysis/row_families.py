@@ -192,7 +192,7 @@ class Families:
         read = next(iter(self._reads(space.family)), None)
         if read is not None:
             reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
-            return Refusal(reason, read.source, read.remedy)
+            return Refusal(reason, read.source, read.remedy, read.kind)
         written = next(iter(self._notes(space)), None)
         return None if written is None else Refusal(f"all of its rows move in every step, and {written}")
 

@@ -100,7 +100,7 @@ class Deferred:
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
     ) -> Sequence[Array]:
-        """Changed leaves of rows [U, ...] with the steps from each one's first (`begin`, int32[U]) to `now` replayed."""
+        """Changed leaves of rows [U, ...] with the steps from each one's first, `begin` int32[U], to `now` replayed."""
         count = begin.shape[0]
         group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // _row_elements(changed, count)))
         order = jnp.argsort(begin)

@@ -19,7 +19,6 @@ from autopar.measure.alpha import batch_alpha
 from autopar.planning.elsewhere import elsewhere
 from autopar.planning.explain_notes import (
     hosted_text,
-    is_undivided,
     isolated_notes,
     memory_notes,
     predicted_note,
@@ -30,6 +29,7 @@ from autopar.planning.explain_notes import (
 from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
+from autopar.run.slow_plans import is_undivided
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 

@@ -8,7 +8,6 @@ from typing import Any
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.examples import example_axes
 from autopar.ir.plan import Plan
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
@@ -21,16 +20,6 @@ from autopar.sync import stable_alpha, stable_slope
 
 #: Lines kept from XLA that are listed where not all are asked for.
 _SHOWN = 8
-
-
-def is_undivided(entry: Entry) -> bool:
-    """Whether the batch has examples, and several devices don't divide them."""
-    program, options = entry.compiled.analysed, entry.options
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    batch = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
-    axes = example_axes(options.batch_axis, [(path, v.shape) for v, path in batch])
-    has_examples = any(axis is not None for axis in axes) and entry.compiled.plan.devices > 1
-    return has_examples and not any(v in program.batch for v, _ in batch)
 
 
 def isolated_notes(entry: Entry, devices: int, verbose: bool) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from autopar.run.entry import Entry
 from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
+from autopar.run.slow_plans import warn_of_slow_plan
 from autopar.tables.kinds import is_table, layout_of, materialize
 from autopar.tables.replica import Replica
 from autopar.tables.served import ServedLeaf
@@ -171,6 +172,8 @@ class ParallelStep:
                 "this client's own"
             )
         entry = self.entry(*args, **kwargs)
+        if all(ready.entry is not entry for ready in self._ready.values()):
+            warn_of_slow_plan(self.name, entry)
         if any(map(is_traced, leaves)):
             self._check_is_one_program(entry)
             ready = _Ready(key, entry, None)

@@ -1,0 +1,78 @@
+"""Plans that a small change of the step, or of its batch, would make many times faster: said at the first call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost.model import touched_bytes
+from autopar.cost.units import format_bytes
+from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.examples import example_axes
+from autopar.run.entry import Entry
+
+#: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
+_BYTES, _TIMES = 64 << 20, 4
+#: Examples for each device from which on a batch that isn't divided is worth a warning.
+_EXAMPLES = 16
+
+
+def warn_of_slow_plan(name: str, entry: Entry) -> None:
+    """Warn of what costs much and needn't.
+
+    Args:
+      name: The step's.
+      entry: Its plan, at the first call by it.
+    """
+    for told in (*_dense_tables(entry), *_undivided_batch(entry)):
+        warn(f"{name}: {told}", SlowPlanWarning)
+
+
+def is_undivided(entry: Entry) -> bool:
+    """Whether the batch has examples, and several devices don't divide them."""
+    program = entry.compiled.analysed
+    return (
+        entry.compiled.plan.devices > 1
+        and _examples(entry) > 0
+        and not any(v in program.batch for v in program.block.inputs)
+    )
+
+
+def _dense_tables(entry: Entry) -> Iterator[str]:
+    """Tells of tables that are updated as a whole because of what else the step does with them."""
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    looked_up = {table.path: table.ids for table in plan.tables if table.refused}
+    for space in program.rows.spaces:
+        table = program.inputs[space.tables[0]].path if space.tables else ""
+        refusal, ids = space.refusal, looked_up.get(table, 0)
+        if refusal is None or refusal.kind == "softmax" or not ids:
+            continue
+        family = sum(program.block.inputs[k].type.nbytes for k in space.leaves)
+        dense = touched_bytes(table_bytes=program.block.inputs[space.tables[0]].type.nbytes, family_bytes=family)
+        touched = dense * ids // space.extent
+        if dense < max(_BYTES, _TIMES * touched):
+            continue
+        remedy = f"To change that: {refusal.remedy}." if refusal.remedy else "autopar.explain says more."
+        yield (
+            f"every step updates all {space.extent} rows of {table}, which moves {format_bytes(dense)} of memory, "
+            f"{format_bytes(touched)} for the at most {ids} rows that it looks up: {refusal}. {remedy}"
+        )
+
+
+def _undivided_batch(entry: Entry) -> Iterator[str]:
+    """Tells of a batch that every device computes as a whole, because their number doesn't divide it."""
+    devices, examples = entry.compiled.plan.devices, _examples(entry)
+    if examples >= _EXAMPLES * devices and examples % devices and is_undivided(entry):
+        fewer = examples - examples % devices
+        yield (
+            f"{devices} devices don't divide a batch of {examples}, so each of them computes all of it. Give batches "
+            f"of {fewer} or {fewer + devices}; autopar.shard(..., last='pad') fills up those at the end of an epoch"
+        )
+
+
+def _examples(entry: Entry) -> int:
+    """How many examples the batch has; 0 if that isn't known."""
+    program = entry.compiled.analysed
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    batch = [(input_.path, v.shape) for v, input_ in pairs if input_.role == "batch"]
+    axes = example_axes(entry.options.batch_axis, batch)
+    return next((shape[axis] for (_, shape), axis in zip(batch, axes, strict=True) if axis is not None), 0)

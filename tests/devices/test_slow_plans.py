@@ -1,0 +1,74 @@
+"""Warnings of plans that a small change of the step, or of its batch, would make many times faster."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.run import slow_plans
+from tests.support.meshes import mesh_of
+
+ROWS, WIDTH = 4000, 4
+TX = optax.adamw(0.1)
+
+
+def _step(metric: Any) -> Any:
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_fn(table: jax.Array) -> jax.Array:
+            rows = table[batch["ids"]]
+            scores = rows @ table.T if metric == "softmax" else rows
+            return -jax.nn.log_softmax(scores).mean()
+
+        loss, gradient = jax.value_and_grad(loss_fn)(state["emb"])
+        updates, opt = TX.update(gradient, state["opt"], state["emb"])
+        table = optax.apply_updates(state["emb"], updates)
+        return {"emb": table, "opt": opt}, (loss, metric(table) if callable(metric) else loss)
+
+    return train_step
+
+
+def _told(metric: Any, examples: int, **options: Any) -> list[str]:
+    table = jnp.ones((ROWS, WIDTH))
+    step = autopar.parallelize(_step(metric), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", autopar.SlowPlanWarning)
+        state = {"emb": table, "opt": TX.init(table)}
+        for _ in range(2):
+            state, _ = step(state, {"ids": np.arange(examples, dtype=np.int32)})
+    return [str(w.message) for w in caught]
+
+
+@pytest.fixture
+def every_byte_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slow_plans, "_BYTES", 1)
+
+
+@pytest.mark.usefixtures("every_byte_counts")
+def test_a_metric_that_makes_a_table_dense() -> None:
+    (told,) = _told(jnp.linalg.norm, 8)
+    assert f"all {ROWS} rows of emb" in told and "at most 8 rows" in told and "test_slow_plans.py:" in told
+    assert "compute it apart from the step" in told
+
+
+@pytest.mark.usefixtures("every_byte_counts")
+@pytest.mark.parametrize(("metric", "examples"), [(None, 8), ("softmax", 8), (jnp.linalg.norm, ROWS // 2)])
+def test_nothing_to_change(metric: Any, examples: int) -> None:
+    assert _told(metric, examples, strategy="ps" if metric is None else "auto") == []
+
+
+def test_small_tables_are_dense_without_a_word() -> None:
+    assert _told(jnp.linalg.norm, 8) == []
+
+
+@pytest.mark.parametrize(("examples", "warns"), [(66, True), (64, False), (6, False)])
+def test_a_batch_that_devices_do_not_divide(examples: int, warns: bool) -> None:
+    told = _told(None, examples, mesh=mesh_of(4), strategy="allreduce")
+    assert [f"4 devices don't divide a batch of {examples}" in text for text in told] == [True] * warns
+    assert not warns or "64 or 68" in told[0]
