@@ -202,7 +202,7 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Path, Manifest]:
 
 
 def _warn_of_unchecked(version: Path, manifest: Manifest) -> None:
-    unchecked = [file.name for file in manifest.files if file.crc32 is None]
+    unchecked = [file.name for file in manifest.files if not file.is_checked]
     if unchecked or manifest.format == 1:
         files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"
         warn(

@@ -15,18 +15,18 @@ import jax
 from autopar.errors import CheckpointError
 from autopar.launch.group import Group
 from autopar.state.files.dense import require_orbax, write_dense
-from autopar.state.files.folder import Folder, await_visible, flush, named
+from autopar.state.files.folder import Folder, await_visible
 from autopar.state.files.manifest import FileRecord, Manifest
-from autopar.state.files.rows import ROWS_FOLDER, write_rows
+from autopar.state.files.rows import require_tensorstore, write_rows
 from autopar.state.files.structure import Node, describe_tree
 from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, on_one_process, saved_leaves
 
 
 @dataclass(frozen=True)
 class Written:
-    """The files that one process wrote. `rows`: (leaf, shard, file)."""
+    """The files that one process wrote. `rows`: (leaf, shard, files)."""
 
-    rows: Sequence[tuple[int, int, FileRecord]]
+    rows: Sequence[tuple[int, int, Sequence[FileRecord]]]
     dense: tuple[FileRecord, ...]
 
 
@@ -70,6 +70,8 @@ class PendingSave:
             known.extend(leaves_beside(state))
             if any(leaf.record.kind == "dense" for leaf in known):
                 require_orbax()
+            if any(leaf.record.kind == "rows" for leaf in known):
+                require_tensorstore()
             lines = [f"position {json.dumps(_plain(position), sort_keys=True)}"]
             lines += [leaf.record.told for leaf in known]
             if copied:
@@ -92,9 +94,6 @@ class PendingSave:
                 rows += [(number, shard, write_rows(version, name, part)) for name, shard, part in leaf.parts()]
         if self.group.rank == 0:
             dense = write_dense(version, {x.record.name: x.array() for x in self.leaves if x.record.kind == "dense"})
-        if rows:
-            with named(version / ROWS_FOLDER, "written"):
-                flush(version / ROWS_FOLDER)
         return Written(rows, dense)
 
     def commit(self, written: Callable[[], Written]) -> None:
@@ -112,15 +111,17 @@ class PendingSave:
                 self.folder.clean()
 
     def _manifest(self, written: Sequence[Written]) -> Manifest:
-        files: dict[int, dict[int, FileRecord]] = {}
-        for number, shard, file in (row for each in written for row in each.rows):
-            files.setdefault(number, {})[shard] = file
+        files: dict[int, dict[int, Sequence[FileRecord]]] = {}
+        for number, shard, own in (row for each in written for row in each.rows):
+            files.setdefault(number, {})[shard] = own
         records = []
         for number, leaf in enumerate(self.leaves):
             parts, layout = files.get(number, {}), leaf.record.layout
             complete = layout is None or sorted(parts) == list(range(layout.devices))
             assert complete, f"shards of {leaf.record.path}: {parts}"
-            records.append(dataclasses.replace(leaf.record, files=tuple(parts[shard] for shard in sorted(parts))))
+            records.append(
+                dataclasses.replace(leaf.record, files=tuple(file for shard in sorted(parts) for file in parts[shard]))
+            )
         return Manifest(
             self.structure,
             tuple(records[: self.count]),

@@ -20,7 +20,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.launch.group import Group
 from autopar.state.files.manifest import LeafRecord
-from autopar.state.files.rows import file_name
+from autopar.state.files.rows import array_name
 from autopar.tables.averaging import average
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
@@ -54,11 +54,11 @@ class SavedLeaf:
         return value if isinstance(value, jax.Array) and jax.process_count() == 1 else np.asarray(value)
 
     def parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Of rows: (file, share, rows first axis first) of what this process has, each share by one process only."""
+        """Of rows: (array, share, rows first axis first) of what this process has, each share by one process only."""
         assert self.shards is not None, "rows are in shards"
         for shard, rows in self.shards.own():
             count = int(self.shards.layout.rows_on(np.asarray(shard)))
-            yield file_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]
+            yield array_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]
 
     def copied(self, *, writes_dense: bool) -> SavedLeaf:
         """Returns the same leaf with a copy of what this process will write, in its memory; steps may go on then."""

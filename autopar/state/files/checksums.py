@@ -1,10 +1,12 @@
 """Checksums: CURRENT holds the manifest's, the manifest those of all other files: no byte is read unchecked.
 
-A checksum is a CRC-32 (zlib's). Rows have theirs computed while they are written, other files are read again for it.
+Files are read again for theirs, a CRC-32 (zlib's), but for chunks of rows, which TensorStore writes with a CRC-32C at
+their end, and checks when it reads them.
 """
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,8 +28,12 @@ def flushed(version: Path, path: Path) -> FileRecord:
 
 
 def check_files(version: Path, files: Iterable[FileRecord]) -> None:
-    """Check that files hold what was written; those without a checksum (of format 1) only that they are as long. The
-    DamagedCheckpointError names the first that doesn't, or isn't there."""
+    """Check that files hold what was written; of chunks of rows, which are checked when they are read, that they are
+    those of the checkpoint, and of files without a checksum (of format 1) that they are as long.
+
+    Raises:
+      DamagedCheckpointError: a file doesn't, or isn't there; it is named.
+    """
     for record in files:
         path = version / record.name
         with named(path, "read"):
@@ -39,7 +45,8 @@ def check_files(version: Path, files: Iterable[FileRecord]) -> None:
                 raise DamagedCheckpointError(
                     f"{path} has {nbytes} bytes instead of {record.nbytes}: it was cut short, or written to. {_REMEDY}"
                 )
-            if record.crc32 is not None and _crc32(path, "restoring") != record.crc32:
+            differs = record.crc32 is not None and _crc32(path, "restoring") != record.crc32
+            if differs or (record.crc32c is not None and _last_word(path) != record.crc32c):
                 raise DamagedCheckpointError(
                     f"{path} isn't what was written (its checksum differs): it is damaged. {_REMEDY}"
                 )
@@ -56,3 +63,9 @@ def _crc32(path: Path, doing: str) -> int:
             crc = zlib.crc32(block, crc)
             go_on(f"{doing} a checkpoint")
     return crc
+
+
+def _last_word(path: Path) -> int:
+    with path.open("rb") as file:
+        file.seek(-4, os.SEEK_END)
+        return int.from_bytes(file.read(), "little")

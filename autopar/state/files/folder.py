@@ -105,9 +105,10 @@ class Folder:
     def commit(self, version: Path, crc32: int) -> None:
         """Make a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
         pointer = self.path / _NEW_POINTER
-        with named(self.path, "written"):
-            for folder, _, _ in os.walk(version):
+        for folder, _, _ in os.walk(version):
+            with named(Path(folder), "written"):
                 flush(Path(folder))
+        with named(self.path, "written"):
             write_file(pointer, f"{version.name} crc32={crc32:08x}\n".encode())
             os.replace(pointer, self.path / POINTER)
             flush(self.path)

@@ -17,9 +17,9 @@ from autopar.ir.layout import RowLayout
 from autopar.state.files.folder import POINTER, write_file
 from autopar.state.files.structure import Node
 
-#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone; replicas
-#: are in format 3, and what has none is written in format 2.
-FORMAT = 3
+#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone, format 2 no
+#: replicas; up to format 3 rows are in NumPy's files.
+FORMAT = 4
 NAME = "manifest.json"
 #: What `RowLayout.cyclic` is called in files.
 _CYCLIC = "dealt"
@@ -32,11 +32,22 @@ LeafType = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file, under the checkpoint's directory. `crc32`: of its bytes; None if none was computed, in format 1."""
+    """A file, under the checkpoint's directory.
+
+    Attributes:
+      crc32: Of its bytes; None of chunks, and of files for which format 1 has none.
+      crc32c: Of a chunk of rows, at its end as well.
+    """
 
     name: str
     nbytes: int
     crc32: int | None = None
+    crc32c: int | None = None
+
+    @property
+    def is_checked(self) -> bool:
+        """Whether there is a checksum of it."""
+        return self.crc32 is not None or self.crc32c is not None
 
 
 @dataclass(frozen=True)
@@ -52,7 +63,7 @@ class LeafRecord:
       axis, layout: Of rows: the row axis, and which row is in which file.
       value: Of a Python number, as text.
       replicas: C, where each client has its own; `layout` is that of C rows, the clients' replicas.
-      files: Of rows: one for each shard of the layout, in order.
+      files: Of rows; up to format 3 one for each shard of the layout, in order.
     """
 
     path: str
@@ -111,12 +122,7 @@ class Manifest:
     def write(self, version: Path) -> int:
         """To a version's directory, down to the disk; returns its checksum."""
         fields = dataclasses.asdict(self)
-        if not self.beside:
-            fields["format"] = 2
-            del fields["beside"]
-            for leaf in fields["leaves"]:
-                del leaf["replicas"]
-        for leaf in (*fields["leaves"], *fields.get("beside", ())):
+        for leaf in (*fields["leaves"], *fields["beside"]):
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
         data = (json.dumps(fields, indent=1) + "\n").encode()

@@ -1,63 +1,126 @@
-"""Rows of a table in files: one for each share of its layout, `[rows, ...]`, row axis first, without spare rows.
+"""Rows of a table in zarr arrays, by TensorStore: one for each shard of its layout, row axis first, without spare rows.
 
-The files are NumPy's (.npy), so that anything reads them; dtypes that NumPy doesn't know (bfloat16) are stored as
-unsigned integers of their width. They are written from where the rows are, block by block, and read through a memory
-map: no table is in memory twice. Not written through one: on a full disk that would be a SIGBUS.
+Chunks of rows are written from where the rows are, one after the other, and read when a row of them is asked for: no
+table is in memory twice. Each chunk ends with its CRC-32C, by zarr's codec of that name, which TensorStore checks
+whenever it reads the chunk; the manifest has it, too, so that a chunk of another checkpoint isn't taken for this one's.
+dtypes that zarr doesn't know are stored as unsigned integers of their width.
+
+Formats 1 to 3 have rows in NumPy's files, which are read as well.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import math
-import os
 import zlib
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import DamagedCheckpointError
+from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.launch.group import go_on
-from autopar.state.files.folder import named
+from autopar.state.files.folder import disk_space
 from autopar.state.files.manifest import FileRecord, LeafRecord
 
 ROWS_FOLDER = "rows"
 
-#: Bytes that are written at a time.
-BLOCK = 1 << 24
+#: Bytes of a chunk, and of the chunks that are kept while a leaf is read.
+CHUNK, _CACHE = 1 << 24, 1 << 27
+#: Bytes of a checksum at the end of a chunk.
+_DIGEST = 4
 
 
-def file_name(leaf: str, shard: int, shards: int) -> str:
-    """Where a shard of a leaf is stored, under the checkpoint's directory."""
-    return f"{ROWS_FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}.npy"
+def require_tensorstore() -> Any:
+    """Returns the module `tensorstore`; a CheckpointError if it isn't installed."""
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise CheckpointError(
+            f"checkpoints of tables need TensorStore, which can't be imported ({error}): "
+            "pip install 'autopar[checkpoint]'"
+        ) from error
+    return tensorstore
 
 
-def block_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
-    """How many rows of these make a block; `shape` is [rows, ...]."""
-    return max(1, BLOCK // max(1, math.prod(shape[1:]) * dtype.itemsize))
+def array_name(leaf: str, shard: int, shards: int) -> str:
+    """Returns where a shard of a leaf is stored, under the checkpoint's directory."""
+    return f"{ROWS_FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}"
 
 
-def write_rows(version: Path, name: str, rows: np.ndarray) -> FileRecord:
-    """Write a shard, [n, ...] in any order in memory, to a file of this name in a checkpoint, down to the disk."""
-    path, head = version / name, io.BytesIO()
-    stored = rows.dtype if rows.dtype.kind in "biufc" else np.dtype(f"u{rows.dtype.itemsize}")
-    descr = np.lib.format.dtype_to_descr(stored)
-    np.lib.format.write_array_header_1_0(head, {"descr": descr, "fortran_order": False, "shape": rows.shape})
-    crc, step = zlib.crc32(head.getvalue()), block_rows(rows.shape, rows.dtype)
-    with named(path, "written"):
-        path.parent.mkdir(exist_ok=True)
-    with named(path, "written"), path.open("wb") as file:
-        file.write(head.getvalue())
-        for start in range(0, rows.shape[0], step):
-            block = np.ascontiguousarray(rows[start : start + step]).reshape(-1).view(np.uint8)
-            file.write(block.data)
-            crc = zlib.crc32(block.data, crc)
+def _chunk_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+    """Returns how many rows make a chunk; `shape` is [rows, ...]. Chunks are as equal as can be: the last one is stored
+    whole."""
+    most = max(1, CHUNK // max(1, math.prod(shape[1:]) * dtype.itemsize))
+    return max(1, math.ceil(shape[0] / max(1, math.ceil(shape[0] / most))))
+
+
+def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.kind in "biufc" or dtype.name == "bfloat16" else np.dtype(f"u{dtype.itemsize}")
+
+
+def _open(path: Path, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -> Any:
+    store = require_tensorstore()
+    spec = {
+        "driver": "zarr3",
+        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "metadata": {
+            "chunk_grid": {
+                "name": "regular",
+                "configuration": {"chunk_shape": [_chunk_rows(shape, dtype), *shape[1:]]},
+            },
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},  # all in one directory
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}],
+        },
+        "store_data_equal_to_fill_value": True,
+        "recheck_cached_data": False,
+    }
+    context = store.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+    return store.open(spec, dtype=_stored_dtype(dtype), shape=shape, context=context, **how).result()
+
+
+def write_rows(version: Path, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
+    """Write a shard, [n, ...] in any order in memory, to an array of this name in a checkpoint, down to the disk."""
+    if not rows.size:
+        return ()
+    with _told(version / name, "written"):
+        array = _open(version / name, rows.shape, rows.dtype, create=True)
+        step = _chunk_rows(rows.shape, rows.dtype)
+        starts = range(0, rows.shape[0], step)
+        under_way: deque[Any] = deque()
+        for start in starts:
+            block = np.ascontiguousarray(rows[start : start + step]).view(array.dtype.numpy_dtype)
+            under_way.append(array[start : start + len(block)].write(block))
+            if len(under_way) > 1:  # one is flushed while the next one is prepared
+                under_way.popleft().result()
             go_on("saving a checkpoint")
-        file.flush()
-        os.fsync(file.fileno())
-        nbytes = file.tell()
-    return FileRecord(name, nbytes, crc)
+        under_way.pop().result()
+        read = array.kvstore.read
+        about = read("zarr.json").result().value
+        records = [FileRecord(f"{name}/zarr.json", len(about), crc32=zlib.crc32(about))]
+        for number in range(len(starts)):
+            key = ".".join(["c", str(number), *"0" * (rows.ndim - 1)])
+            digest = read(key, byte_range=slice(-_DIGEST, None)).result().value
+            nbytes = step * rows[:1].nbytes + _DIGEST
+            records.append(FileRecord(f"{name}/{key}", nbytes, crc32c=int.from_bytes(digest, "little")))
+    return tuple(records)
+
+
+@contextlib.contextmanager
+def _told(path: Path, done: str) -> Iterator[None]:
+    """Give TensorStore's errors, which are of any class, the array that they are about."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        message = str(error).partition(" [tensorstore_spec=")[0]
+        if "DATA_LOSS" in message:
+            raise DamagedCheckpointError(f"{path} isn't what was written: it is damaged: {message}") from error
+        space = disk_space(path.parent, error) if done == "written" else ""
+        raise CheckpointError(f"{path} can't be {done} by TensorStore: {message}{space}") from error
 
 
 class RowFiles:
@@ -69,24 +132,25 @@ class RowFiles:
         self.layout = record.layout
         self.dtype = record.numpy_dtype
         self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
-        self._shards = [self._open(version, shard) for shard in range(self.layout.devices)]
+        self._shards = [self._reader(version, shard) for shard in range(self.layout.devices)]
 
-    def _open(self, version: Path, shard: int) -> np.ndarray:
+    def _reader(self, version: Path, shard: int) -> Callable[[Any], np.ndarray]:
+        """Returns what reads rows of a shard: those of an index, a slice or places."""
         count = int(self.layout.rows_on(np.asarray(shard)))
         shape = (count, *self._others)
         if not math.prod(shape):
-            return np.empty(shape, self.dtype)
-        path = version / self.record.files[shard].name
-        try:
-            array = np.load(path, mmap_mode="r")
-        except (ValueError, EOFError) as error:
-            raise DamagedCheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
-        if array.shape != shape or array.dtype.itemsize != self.dtype.itemsize:
-            raise DamagedCheckpointError(
-                f"{path} holds {array.dtype}{list(array.shape)} instead of {self.dtype}{list(shape)}: "
-                "it is of another checkpoint"
-            )
-        return array.view(self.dtype)
+            return np.empty(shape, self.dtype).__getitem__
+        if self.record.files[0].name.endswith(".npy"):
+            return _npy(version / self.record.files[shard].name, shape, self.dtype).__getitem__
+        path = version / array_name(self.record.name, shard, self.layout.devices)
+        with _told(path, "read"):
+            array = _open(path, shape, self.dtype, open=True)
+
+        def read(index: Any) -> np.ndarray:
+            with _told(path, "read"):
+                return np.asarray(array[index].read().result()).view(self.dtype)
+
+        return read
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
         """[n, ...]: a copy of rows by their numbers, row axis first."""
@@ -94,10 +158,10 @@ class RowFiles:
         picked = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
         owners, places = places // self.layout.shard_rows, places % self.layout.shard_rows
-        for shard, rows in enumerate(self._shards):
+        for shard, read in enumerate(self._shards):
             (wanted,) = np.nonzero(owners == shard)
             if wanted.size:
-                picked[_run(wanted)] = rows[_run(places[wanted])]
+                picked[_run(wanted)] = read(_run(places[wanted]))
         return picked
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
@@ -110,7 +174,7 @@ class RowFiles:
         """The table, [..., V, ...]."""
         extent = self.layout.extent
         table = np.empty((extent, *self._others), self.dtype)
-        step = block_rows(table.shape, self.dtype)
+        step = _chunk_rows(table.shape, self.dtype)
         for start in range(0, extent, step):
             numbers = np.arange(start, min(start + step, extent))
             table[start : start + step] = self.read(numbers)
@@ -131,3 +195,17 @@ def _run(numbers: np.ndarray) -> Any:
     if step > 0 and np.all(np.diff(numbers) == step):
         return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
     return numbers
+
+
+def _npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns the rows of formats 1 to 3, mapped into memory."""
+    try:
+        array = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
+    if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
+        raise DamagedCheckpointError(
+            f"{path} holds {array.dtype}{list(array.shape)} instead of {dtype}{list(shape)}: "
+            "it is of another checkpoint"
+        )
+    return array.view(dtype)

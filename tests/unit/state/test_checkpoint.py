@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import doctest
 import errno
 import json
 import os
 import re
+import resource
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -25,8 +28,9 @@ from autopar.backends.host.storage import HostRows
 from autopar.ir.layout import RowLayout
 from autopar.launch.progress import PROGRESS
 from autopar.state import checkpoint, pending_save
+from autopar.state.files import rows
 from autopar.state.files.manifest import LeafRecord
-from autopar.state.files.rows import RowFiles, file_name, write_rows
+from autopar.state.files.rows import RowFiles, array_name, write_rows
 from autopar.tables.host import HostTable
 from tests.support.checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
 
@@ -103,16 +107,17 @@ def test_a_manifest_names_its_layout_as_it_always_did(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("extent", [1, 3, 10, 37])
 def test_rows_of_any_number_of_ranks_are_read_by_any_other(
-    cyclic: bool, dtype: str, extent: int, tmp_path: Path
+    cyclic: bool, dtype: str, extent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(rows, "CHUNK", 2 * 2 * np.dtype(dtype).itemsize)  # two rows
     table = np.arange(extent * 2).reshape(extent, 2).astype(dtype)
     for ranks in (1, 2, 3, 4):
         layout = RowLayout(extent, ranks, cyclic)
         files = []
         for rank in range(ranks):
-            rows = HostRows.of(table, 0, layout, rank, "t").rows[: int(layout.rows_on(np.asarray(rank)))]
-            files.append(write_rows(tmp_path, file_name(f"t{ranks}", rank, ranks), rows))
-        record = LeafRecord("t", "t", "rows", "jax", table.shape, dtype, layout=layout, files=tuple(files))
+            own = HostRows.of(table, 0, layout, rank, "t").rows[: int(layout.rows_on(np.asarray(rank)))]
+            files += write_rows(tmp_path, array_name(f"t{ranks}", rank, ranks), own)
+        record = LeafRecord("t", f"t{ranks}", "rows", "jax", table.shape, dtype, layout=layout, files=tuple(files))
         read = RowFiles(tmp_path, record)
         np.testing.assert_array_equal(read.whole(), table)
         for others in (1, 2, 3, 5):
@@ -122,6 +127,9 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
         picked = np.random.default_rng(0).integers(0, extent, 9)
         np.testing.assert_array_equal(read.read(picked), table[picked])
         np.testing.assert_array_equal(read.part((slice(0, 1), slice(1, 2))), table[:1, 1:])
+
+
+WRITERS = ((pending_save, "write_dense"), (pending_save, "write_rows"), (rows, "_open"))
 
 
 def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
@@ -148,7 +156,7 @@ def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
 
     for value in (1.0, 2.0):
         with monkeypatch.context() as patched:
-            for module, name in ((os, "fsync"), (os, "replace"), (pending_save, "write_dense"), (shutil, "rmtree")):
+            for module, name in ((os, "fsync"), (os, "replace"), (shutil, "rmtree"), *WRITERS):
                 watch(patched, module, name)
             autopar.save(folder, hosted(value), position={"value": value})
         before, seen[:] = list(seen), []
@@ -169,6 +177,17 @@ def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
         assert 10 < change < len(found) - 1
 
 
+@contextlib.contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """To the system the disk is full: files mustn't be longer."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
     real = os.fsync
@@ -181,7 +200,21 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: p
 
         return fsync
 
-    for file in (r"0000_t\.\S+npy$", "version-000002/rows$", r"manifest\.ocdbt", r"manifest\.json$", r"CURRENT\.new$"):
+    with (
+        limited_files(100),
+        pytest.raises(
+            autopar.CheckpointError,
+            match=r"rows/0000_t\.\S+ can't be written by TensorStore: .*File too large.*\(\S+ MB are free at ",
+        ),
+    ):
+        autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
+    for file in (
+        r"rows/0000_t\.\S+-of-00001$",
+        "version-000002/rows$",
+        r"manifest\.ocdbt",
+        r"manifest\.json$",
+        r"CURRENT\.new$",
+    ):
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full(file))
             found = file.removesuffix("$")
@@ -265,7 +298,11 @@ def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(autopar.CheckpointError, match=r"need Orbax.*pip install 'autopar\[checkpoint\]'"):
         autopar.save(tmp_path, new)
-    autopar.save(tmp_path, {"emb": new["params"]["emb"], "n": 3})  # needs none
+    tables = {"emb": new["params"]["emb"], "n": 3}
+    autopar.save(tmp_path, tables)  # needs none
+    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    with pytest.raises(autopar.CheckpointError, match=r"need TensorStore.*pip install 'autopar\[checkpoint\]'"):
+        autopar.save(tmp_path, tables)
 
 
 def test_a_step_of_another_state(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_last_and_the_best_are_kept(tmp_path: Path) -> None:
 def test_damaged_checkpoints_are_left_out_and_replaced(tmp_path: Path) -> None:
     step = planned()
     trained(tmp_path, step, 4, every=1)
-    for name, file in (("step-00000004", "rows/*emb*"), ("step-00000003", "manifest.json")):
+    for name, file in (("step-00000004", "rows/*emb*/c.0.0"), ("step-00000003", "manifest.json")):
         (path, *_) = (tmp_path / name / "version-000001").glob(file)
         data = path.read_bytes()
         path.write_bytes(data[:-2] + bytes([data[-2] ^ 1]) + data[-1:])
@@ -164,7 +164,7 @@ def test_damaged_checkpoints_are_left_out_and_replaced(tmp_path: Path) -> None:
         state = trained(tmp_path, step, 6, every=1, keep=2)
     equal(state, undisturbed(6))
     assert sorted(p.name for p in tmp_path.glob("step*")) == ["step-00000005", "step-00000006"]
-    for path in tmp_path.glob("step-*/version-*/rows/*emb*"):
+    for path in tmp_path.glob("step-*/version-*/rows/*emb*/c*"):
         path.unlink()
     with (
         pytest.warns(autopar.StateWarning, match="is left out"),
