@@ -74,7 +74,7 @@ def test_killed_ranks_are_started_again(train: Any, launch: Run, tmp_path: Path,
     _, expected = train(2, tmp_path / "undisturbed", steps=steps)
     files = {"FOLDER": str(tmp_path / "checkpoint"), "RESULT": str(tmp_path / "result.npz")}
     flags = ["-n", "2", "--max-restarts", str(kills)]
-    job = launch(flags, TRAINING, timeout_s=30 * kills, KILLS=str(kills), STEPS=str(steps), **files)
+    job = launch(flags, TRAINING, timeout_s=60 * kills, KILLS=str(kills), STEPS=str(steps), **files)
     assert job.code == 0, job.output
     assert job.output.count("was killed by SIGKILL") == job.output.count(f" of {kills}\n") == kills, job.output
     assert (tmp_path / "kills").stat().st_size == kills
