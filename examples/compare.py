@@ -24,13 +24,11 @@ Step = Callable[[Any, Any], tuple[Any, dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Form:
-    """One form of the step, what makes its first state, the bytes that each device sends in a step, and whether its
-    minibatches follow one another without a flush, which makes it another function."""
+    """One form of the step, what makes its first state, and the bytes that each device sends in a step."""
 
     step: Step
     make_state: Callable[[], Any]
     sent: int | None = None
-    asynchronous: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,10 @@ class Comparison:
     seconds: Mapping[str, float]
     sent: Mapping[str, int | None]
     steps: int  # timed, of each form
-    difference: float | None  # of any metric after any step, relative to the first form's: the largest; None: others
+    difference: float  # of any metric after any step, relative to the first form's: the largest
 
     def __str__(self) -> str:
         agreement = f"differ by at most {self.difference:.1e}" if self.difference else "are equal to the last bit"
-        agreement = "are those of other functions, by design" if self.difference is None else agreement
         first, *_ = self.seconds
         width = max(map(len, self.seconds))
         lines = [f"one train step, median of {self.steps}, taking turns on the same batches:"]
@@ -60,30 +57,17 @@ class Runner:
     """A form with its own state, and what was measured."""
 
     def __init__(self, form: Form) -> None:
-        self.step, self.state, self.asynchronous = form.step, form.make_state(), form.asynchronous
+        self.step, self.state = form.step, form.make_state()
         self.seconds: list[float] = []
         self.metrics: list[float] = []
 
     def turn(self, batches: list[Any]) -> None:
-        if self.asynchronous:
-            self._turn_together(batches)
-            return
         for place, batch in enumerate(batches):
             start = time.perf_counter()
             self.state, metrics = jax.block_until_ready(self.step(self.state, batch))
             if place:
                 self.seconds.append(time.perf_counter() - start)
             self.metrics.extend(float(metrics[name]) for name in sorted(metrics))
-
-    def _turn_together(self, batches: list[Any]) -> None:
-        """Steps that nobody waits for one by one: each takes its share of all."""
-        start = time.perf_counter()
-        for place, batch in enumerate(batches):
-            if place == 1:
-                start = time.perf_counter()
-            self.state, metrics = self.step(self.state, batch)
-            jax.block_until_ready(metrics)  # of a minibatch that came earlier
-        self.seconds.append((time.perf_counter() - start) / (len(batches) - 1))
 
 
 def compare(forms: Mapping[str, Form], batches: Iterator[Any], turns: int) -> Comparison:
@@ -93,10 +77,10 @@ def compare(forms: Mapping[str, Form], batches: Iterator[Any], turns: int) -> Co
         shared = list(islice(batches, 1 + TIMED_STEPS))
         for runner in runners.values():
             runner.turn(shared)
-    first, *others = (runner for runner in runners.values() if not runner.asynchronous)
+    first, *others = runners.values()
     apart = [
         abs(b - a) / max(abs(a), 1e-30) for other in others for a, b in zip(first.metrics, other.metrics, strict=True)
     ]
     seconds = {name: median(runner.seconds) for name, runner in runners.items()}
     sent = {name: form.sent for name, form in forms.items()}
-    return Comparison(seconds, sent, len(first.seconds), max(apart) if others else None)
+    return Comparison(seconds, sent, len(first.seconds), max(apart, default=0.0))

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import transformer
 from compare import Form, Step, compare
 from corpus import UNKNOWN, Batch, Corpus, CorpusError, batches, held_out_windows, load_corpus, unigram_perplexity
 from flax.training.train_state import TrainState
@@ -197,8 +196,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=positive, default=20, help="words in a text (default %(default)s)")
     parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
-    parser.add_argument("--pipeline", type=positive, help="train a transformer in so many stages (transformer.py)")
-    parser.add_argument("--schedule", choices=transformer.SCHEDULES, default="1f1b", help="of the stages")
     return parser
 
 
@@ -235,7 +232,6 @@ def read_task(parser: argparse.ArgumentParser, args: argparse.Namespace, screen:
 def main() -> None:
     parser = make_parser()
     args = parser.parse_args()
-    args.devices = args.pipeline or args.devices
     if args.batch % args.devices:
         parser.error(f"{args.devices} devices can't share a batch of {args.batch} texts equally: change --batch")
     if args.devices > 1:  # before JAX is used at all
@@ -243,9 +239,6 @@ def main() -> None:
     screen = Screen()
 
     screen.print("reading the corpus ...")
-    if args.pipeline:
-        transformer.run(parser, args, screen)
-        return
     task = read_task(parser, args, screen)
     make_state, training_data = task.make_state, task.data(args.seed)
     state = make_state()

@@ -1,16 +1,16 @@
-"""The demo in stages, `make demo ARGS="--pipeline 4"`: a transformer on the demo's corpus, each stage on a device.
+"""A small GPT on bytes, after nanoGPT, by default on the Python source of this machine. A sample is printed at the end.
 
-An ordinary Flax model and Optax step for one device; nothing in it is written for stages. The demo prints the stages
-that autopar finds, trains, and at the end times the plain step beside the pipeline, whose numbers must agree, unless it
-is asynchronous (`--schedule spectrain`): then they are another function's.
+python examples/transformer.py --devices 4                             4 devices divide the batch
+python examples/transformer.py --devices 4 --stages 2 --tensor 2       2 stages; 2 devices divide products in each
+mpirun -n 2 python examples/transformer.py --stages 2                  a stage on each process
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -18,25 +18,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from compare import Form, compare
-from corpus import Batch, CorpusError, batches, held_out_windows, load_corpus
+from corpus import python_sources, text_files
 from flax.training.train_state import TrainState
-from progress import Screen
+from rich.progress import track
 
 import autopar
 
-VOCABULARY = 4_000  # the most frequent words, unless --vocab says otherwise
-LAYERS, HEADS = 8, 4
-MICROBATCHES = 8
-ASYNCHRONOUS = ("async", "stash", "spectrain")  # minibatches follow one another without a flush
-SCHEDULES = ("1f1b", "gpipe", "zero-bubble", *ASYNCHRONOUS)
-RATE, CLIP_NORM = 1e-3, 1.0
-REPORT_EVERY = 10  # steps
-TURNS = 3  # of each form, in the comparison at the end
+Batch = dict[str, Any]
+MAX_BYTES = 20_000_000  # of the corpus
 
 
 class Block(nn.Module):
-    """Causal attention and an MLP, each behind a layer norm."""
+    """Causal attention and a perceptron, each behind a norm and beside a residual."""
 
     heads: int
 
@@ -48,95 +41,109 @@ class Block(nn.Module):
         return x + nn.Dense(x.shape[-1])(h)
 
 
-class Transformer(nn.Module):
-    """A word-level language model whose softmax has the embedding's weights."""
+class GPT(nn.Module):
+    """[batch, length] bytes -> [batch, length, 256] logits of the bytes that follow."""
 
-    vocab: int
+    layers: int
+    heads: int
     dim: int
-    layers: int = LAYERS
 
     @nn.compact
     def __call__(self, ids: jax.Array) -> jax.Array:
-        embedding = nn.Embed(self.vocab, self.dim)
-        places = self.param("places", nn.initializers.normal(0.02), (ids.shape[1], self.dim))
-        x = embedding(ids) + places
+        positions = self.param("positions", nn.initializers.normal(0.02), (ids.shape[1], self.dim))
+        x = nn.Embed(256, self.dim)(ids) + positions
         for _ in range(self.layers):
-            x = Block(HEADS)(x)
-        return embedding.attend(nn.LayerNorm()(x))
+            x = Block(self.heads)(x)
+        return nn.Dense(256)(nn.LayerNorm()(x))
+
+
+def loss_of(state: TrainState, params: Any, batch: Batch) -> jax.Array:
+    logits = state.apply_fn({"params": params}, batch["inputs"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
 def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-    """An ordinary step."""
-
-    def loss_of(params: Any) -> jax.Array:
-        logits = state.apply_fn({"params": params}, batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-
-    loss, grads = jax.value_and_grad(loss_of)(state.params)
-    return state.apply_gradients(grads=grads), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+    loss, grads = jax.value_and_grad(lambda params: loss_of(state, params, batch))(state.params)
+    return state.apply_gradients(grads=grads), {"loss": loss}
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace, screen: Screen) -> None:
-    """Trains in `args.pipeline` stages, and compares the pipeline with the plain step."""
-    try:
-        corpus = load_corpus(args.corpus, args.vocab or VOCABULARY)
-        windows = held_out_windows(corpus, tokens=4096, length=args.length)
-        data = _without_negatives(batches(corpus, batch=args.batch, length=args.length, negatives=1, seed=args.seed))
-    except CorpusError as error:
-        parser.error(str(error))
-    model = Transformer(len(corpus.words), args.dim)
-    tx = optax.chain(optax.clip_by_global_norm(CLIP_NORM), optax.adam(args.learning_rate or RATE))
+@autopar.parallelize
+def evaluate(state: TrainState, batch: Batch) -> jax.Array:
+    return loss_of(state, state.params, batch)
 
-    def make_state() -> TrainState:
-        params = jax.jit(model.init)(jax.random.key(args.seed), jnp.zeros((1, args.length), jnp.int32))["params"]
+
+def parallelize(args: argparse.Namespace) -> autopar.ParallelStep:
+    """Divides the step as the flags say; devices that are left divide the batch."""
+    options: dict[str, Any] = {}
+    rows = jax.device_count() // args.tensor
+    if args.tensor > 1:
+        options = {"mesh": jax.make_mesh((rows, args.tensor), ("data", "tensor")), "strategy": "tensor"}
+    if args.stages > 1:
+        options["pipeline"] = autopar.Pipeline(
+            stages=args.stages, microbatches=args.microbatches, replicas=rows // args.stages
+        )
+    elif args.microbatches:
+        options["microbatches"] = args.microbatches
+    return autopar.parallelize(train_step, **options)
+
+
+def windows(text: np.ndarray, args: argparse.Namespace, seed: int) -> Iterator[Batch]:
+    """Endless batches of pieces of the text."""
+    rng = np.random.default_rng(seed)
+    while True:
+        places = rng.integers(len(text) - args.length, size=(args.batch, 1)) + np.arange(args.length)
+        yield {"inputs": text[places], "targets": text[places + 1]}
+
+
+def sample(model: GPT, params: Any, prompt: np.ndarray, count: int) -> str:
+    """Returns what the model writes behind a prompt."""
+
+    def write(ids: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        new = jax.random.categorical(key, model.apply({"params": params}, ids[None])[0, -1] / 0.8)
+        return jnp.append(ids[1:], new), new
+
+    written = jax.lax.scan(write, jnp.asarray(prompt), jax.random.split(jax.random.key(0), count))[1]
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--corpus", type=Path, help="a text file or a folder of them (default: Python's own source)")
+    for name, default in {"layers": 4, "heads": 4, "dim": 128, "length": 64, "batch": 32, "steps": 300}.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--devices", type=int, help="CPU devices of each process")
+    parser.add_argument("--stages", type=int, default=1)
+    parser.add_argument("--microbatches", type=int, help="of a batch, one behind the other")
+    parser.add_argument("--tensor", type=int, default=1, help="devices that divide products")
+    args = parser.parse_args()
+    if args.devices:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    say = print if jax.process_index() == 0 else lambda _: None  # under mpirun, one process prints
+
+    files = text_files(args.corpus) if args.corpus else python_sources()
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[:MAX_BYTES], np.uint8).astype(np.int32)
+    cut = len(text) * 95 // 100
+    batches, held_out = autopar.shard(windows(text[:cut], args, seed=0)), next(windows(text[cut:], args, seed=1))
+    model = GPT(args.layers, args.heads, args.dim)
+    rate = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, args.steps // 10, args.steps)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
+
+    def make_state(key: jax.Array) -> TrainState:
+        params = model.init(key, held_out["inputs"])["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    asynchronous = args.schedule in ASYNCHRONOUS
-    count = None if asynchronous else MICROBATCHES
-    pipeline = autopar.Pipeline(stages=args.pipeline, schedule=args.schedule, microbatches=count)
-    step = autopar.parallelize(train_step, pipeline=pipeline)
-    state = make_state()
-    screen.print(autopar.explain(step, state, next(data)))
-    screen.print()
-    held_out = _perplexity(model, windows)
-    screen.print(f"held-out perplexity before training: {held_out(state.params):,.0f}")
-    with screen.training(args.steps) as update:
-        start, words = time.perf_counter(), 0
-        for done, batch in enumerate(islice(data, args.steps), 1):
-            state, metrics = step(state, batch)
-            words += batch["inputs"].size
-            if done <= 2:  # it compiles, for the state as it is made and as it comes back
-                jax.block_until_ready(metrics)
-                start, words = time.perf_counter(), 0
-            elif metrics is not None and (done % REPORT_EVERY == 0 or done == args.steps):
-                loss = float(metrics["loss"])  # waits for the step
-                update(done, words / (time.perf_counter() - start), loss)
-    state = autopar.drain(state)  # of a schedule without a flush, minibatches are on their way
-    screen.print(f"held-out perplexity after {args.steps:,} steps: {held_out(state.params):,.0f}")
-    del state
-    screen.print()
-    screen.print("timing the plain train step on one device beside the pipeline ...")
-    forms = {
-        "plain jax.jit": Form(jax.jit(train_step, donate_argnums=0), make_state),
-        f"{args.pipeline} stages, {args.schedule}": Form(step, make_state, asynchronous=asynchronous),
-    }
-    screen.print(compare(forms, data, TURNS))
+    step = parallelize(args)
+    state = autopar.init(make_state, jax.random.key(0), step=step, batch=held_out)
+    say(autopar.explain(step, state, held_out))
+    bar = track(islice(batches, args.steps), "training", args.steps, disable=say is not print)
+    for done, batch in enumerate(bar, 1):
+        state, metrics = step(state, batch)
+        if done % max(1, args.steps // 10) == 0:
+            say(f"step {done:>6}   loss {metrics['loss']:.3f}   held out {evaluate(state, held_out):.3f}")
+    params = autopar.materialize(state.params)
+    say(sample(model, params, text[cut : cut + args.length], 300))
 
 
-def _without_negatives(data: Iterator[Batch]) -> Iterator[Batch]:
-    """A full softmax needs none."""
-    return ({name: batch[name] for name in ("inputs", "targets")} for batch in data)
-
-
-def _perplexity(model: Transformer, windows: Batch) -> Callable[[Any], float]:
-    """Of parameters on whichever devices."""
-    losses = jax.jit(
-        lambda params, batch: optax.softmax_cross_entropy_with_integer_labels(
-            model.apply({"params": params}, batch["inputs"]), batch["targets"]
-        ).mean()
-    )
-
-    def perplexity(params: Any) -> float:
-        return float(np.exp(losses(jax.device_put(params, jax.devices()[0]), windows)))
-
-    return perplexity
+if __name__ == "__main__":
+    main()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,12 @@ def skip_grams(corpus: Corpus, args: argparse.Namespace) -> Iterator[Batch]:
         yield {"words": text[places], "contexts": contexts, "labels": labels}
 
 
-def neighbours(table: np.ndarray, corpus: Corpus, word: str, count: int = 6) -> list[str]:
-    """The words whose rows have the largest cosine with `word`'s."""
-    unit = table / np.linalg.norm(table, axis=1, keepdims=True)
-    nearest = np.argsort(-unit @ unit[corpus.words.index(word)])
-    return [corpus.words[i] for i in nearest[1 : 1 + count]]
+@autopar.parallelize(batch_axis={"**": None})
+def nearest(params: Any, words: jax.Array) -> jax.Array:
+    """[words] ids -> [words, 7] ids of the rows with the largest cosines, each word's own first."""
+    table = params["words"]["embedding"]
+    table /= jnp.linalg.norm(table, axis=1, keepdims=True)
+    return jax.lax.top_k(table[words] @ table.T, 7)[1]
 
 
 def main() -> None:
@@ -94,35 +96,29 @@ def main() -> None:
     args = parser.parse_args()
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
-    first = jax.process_index() == 0  # under mpirun, one process prints
+    say = print if jax.process_index() == 0 else lambda _: None  # under mpirun, one process prints
 
     corpus = load_corpus(args.corpus, args.vocab)
-    batches = iter(autopar.shard(skip_grams(corpus, args)))
+    batches, example = autopar.shard(skip_grams(corpus, args)), next(skip_grams(corpus, args))
     model = SkipGram(len(corpus.words), args.dim)
     tx = optax.adagrad(args.learning_rate)
 
     def make_state(key: jax.Array) -> TrainState:
-        batch = next(skip_grams(corpus, args))
-        params = model.init(key, batch["words"], batch["contexts"])["params"]
+        params = model.init(key, example["words"], example["contexts"])["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    batch = next(batches)
-    state = autopar.init(make_state, jax.random.key(args.seed), step=train_step, batch=batch)
-    plan = autopar.explain(train_step, state, batch)
-    if first:
-        print(plan)
-    for step in track(range(1, args.steps + 1), "training", disable=not first):
+    state = autopar.init(make_state, jax.random.key(args.seed), step=train_step, batch=example)
+    say(autopar.explain(train_step, state, example))
+    bar = track(islice(batches, args.steps), "training", args.steps, disable=say is not print)
+    for done, batch in enumerate(bar, 1):
         state, metrics = train_step(state, batch)
-        batch = next(batches)
-        if step % max(1, args.steps // 10) == 0:
-            loss = float(metrics["loss"])
-            if first:
-                print(f"step {step:>6}   loss {loss:.3f}")
+        if done % max(1, args.steps // 10) == 0:
+            say(f"step {done:>6}   loss {metrics['loss']:.3f}")
 
-    table = np.asarray(autopar.materialize(state.params, copy=False)["words"]["embedding"])
-    if first:
-        for word in args.words or corpus.words[20:400:40]:
-            print(f"{word:>16}: {', '.join(neighbours(table, corpus, word))}")
+    words = args.words or corpus.words[20:400:40]
+    ids = np.asarray([corpus.words.index(word) for word in words])
+    for word, *neighbours in np.asarray(nearest(state.params, ids)):
+        say(f"{corpus.words[word]:>16}: {', '.join(corpus.words[k] for k in neighbours)}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.mpi.jobs import ROOT, WARNINGS
 
 CORPUS = ROOT / "autopar" / "analysis"
@@ -32,3 +34,12 @@ def test_word2vec() -> None:
     assert last < first - 0.5
     (near,) = re.findall("^ +shape: (.*)", text, re.MULTILINE)
     assert len(set(near.split(", ")) - {"shape"}) == 6
+
+
+@pytest.mark.parametrize("flags", [(), ("--devices", 2, "--stages", 2, "--microbatches", 2)], ids=["one", "stages"])
+def test_transformer(flags: tuple[str | int, ...]) -> None:
+    sizes = ("--layers", 2, "--heads", 2, "--dim", 16, "--length", 16, "--batch", 16, "--learning-rate", 0.02)
+    text = run("transformer.py", "--corpus", CORPUS, "--steps", 40, *sizes, *flags)
+    first, *_, last = losses(text)
+    assert last < first - 1
+    assert ("2 microbatches" in text) == bool(flags)
