@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     missing = missing_links(cluster)
     if devices.count > 1:
         rates = rates_of(devices, functools.partial(planned_by, devices), steps=True)
-        lines += ["exchanges and steps, of all devices at once", *_lines(rates), "links", *_link_lines(cluster)]
+        lines += ["exchanges and steps, of all devices at once:", *_lines(rates), *_link_lines(cluster)]
         missing = [*rates.assumed, *missing]
     lines += [f"no time for: {', '.join(missing)}; call it again, or give it more --seconds"] if missing else []
     if devices.processes.rank == 0:
@@ -109,11 +109,14 @@ def _lines(rates: Rates) -> Iterator[str]:
         rate = getattr(rates, name)
         yield _row(text, *(f"{format_bytes(width)} {1e6 * rate(1, width):.3f} us" for width in (64, 1024)))
     yield _row("products", f"{1e-9 / rates.flop_s:.1f} GFLOP/s")
-    yield _row("a small step", *(f"{method} {_ms(rates.call_s + s)}" for method, s in rates.fixed.items()))
+    if rates.fixed:
+        yield _row("a small step", *(f"{method} {_ms(rates.call_s + s)}" for method, s in rates.fixed.items()))
 
 
 def _link_lines(cluster: Cluster) -> Iterator[str]:
     """The links of each collective."""
+    if cluster.measured:
+        yield "links:"
     for collective, levels in cluster.measured.items():
         shown = (f"{k} {1e6 * x.latency_s:.1f} us a message, {x.bytes_s / 1e9:.2f} GB/s" for k, x in levels.items())
         yield _row(collective, *shown)

@@ -77,8 +77,9 @@ def main(arguments: Sequence[str]) -> int:
 def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None) -> list[str]:
     """The line that starts the job on these hosts."""
     script = Path(options.script).absolute()
-    if not script.is_file():
+    if not options.module and not script.is_file():
         raise LaunchError(f"{options.script}: there is no such script")
+    program = ["-m", options.script] if options.module else [str(script)]
     ranks = plan_ranks(
         options.n,
         options.devices,
@@ -88,7 +89,7 @@ def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None)
         servers=options.servers,
         clients=options.clients,
     )
-    return mpirun_command(mpirun, ranks, cluster, [str(script), *options.arguments])
+    return mpirun_command(mpirun, ranks, cluster, [*program, *options.arguments])
 
 
 def find_mpirun(mpirun: str | None = None) -> Mpirun:
@@ -173,7 +174,7 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
 def mpirun_command(
     mpirun: Mpirun, ranks: Sequence[RankGroup], cluster: HostFile | None, script: Sequence[str]
 ) -> list[str]:
-    """The command that starts all ranks of a script (absolute path, arguments)."""
+    """The command that starts all ranks of a script (its absolute path, or -m and a module; arguments)."""
     code = importlib.util.find_spec("autopar.launch.supervise")
     assert code is not None and code.origin is not None, "autopar/launch/supervise.py is a part of the package"
     program = [sys.executable, "-I", code.origin, *script]
@@ -282,6 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--mpirun", metavar="PATH", help="the mpirun to use")
     parser.add_argument("--dry-run", action="store_true", help="print the mpirun line, and run nothing")
+    parser.add_argument("-m", dest="module", action="store_true", help="the script is a module's name, as in python -m")
     parser.add_argument("script", help="the Python script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser

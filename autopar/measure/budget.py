@@ -10,6 +10,9 @@ from autopar.launch.group import Group
 
 T = TypeVar("T")
 
+#: Seconds that measuring for a purpose may take where it was asked for by nobody.
+AT_FIRST_S = 5.0
+
 
 class Budget:
     """Time for measurements. Most of one is a compilation, which nobody can cut short, so one begins only if it should

@@ -17,7 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.cost.planned_rates import planned_rates
 from autopar.cost.rates import Rates
 from autopar.measure import loops
-from autopar.measure.budget import Budget
+from autopar.measure.budget import AT_FIRST_S, Budget
 from autopar.measure.cache import Advance, cache_file, measuring, write_cache
 from autopar.measure.cluster import are_alike
 from autopar.measure.figures import BASE, DENSE, SIDE, Figures, rates_of_figures
@@ -28,8 +28,6 @@ from autopar.measure.rows import RowLoops
 Purpose = Literal["methods", "steps"]
 _WHY: dict[Purpose, str] = {"methods": "to choose each table's method", "steps": "to predict whole steps"}
 
-#: Seconds that measuring for a purpose may take where it was asked for by nobody.
-AT_FIRST_S = 5.0
 #: Of the result of a collective on one device, in bytes: of little and of much, and of what is between.
 _LITTLE, _BETWEEN, _MUCH = 1 << 10, 1 << 17, 1 << 22
 #: Of a dense gradient, which no cache holds.

@@ -21,7 +21,7 @@ DENSE = tuple(4 * side**2 for side in (1, 64, 256, 1024))
 #: The method of the step that others are compared with.
 BASE = "allreduce"
 
-#: What figures that methods are compared by are called.
+#: What figures are called by which methods are compared.
 NAMES = {
     "all_to_all": "AllToAll",
     "all_gather": "AllGather",

@@ -184,6 +184,8 @@ def test_a_dry_run_prints_the_line(
     words = shlex.split(printed)
     assert words[0] == str(MPIEXEC) and words[words.index("-n") + 1] == "2" and printed.count("\n") == 1
     assert shlex.split(printed)[-3:] == [str(tmp_path / "train me.py"), "-n", "3"]
+    assert launcher.main(["-n", "2", "--dry-run", "-m", "autopar", "calibrate", "--again"]) == 0
+    assert shlex.split(capsys.readouterr().out)[-4:] == ["-m", "autopar", "calibrate", "--again"]
 
 
 @pytest.mark.parametrize("in_loop", [False, True])
