@@ -15,8 +15,6 @@ import autopar
 from tests.support.meshes import mesh_of
 from tests.support.resized import Training, alike, batch_in, plainly_resized, restore_resized, train_resized
 
-pytestmark = pytest.mark.filterwarnings("ignore::autopar.CapacityWarning", "ignore::autopar.RecompileWarning")
-
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "sizes"),

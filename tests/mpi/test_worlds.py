@@ -79,6 +79,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "piece_cases": {(2, 1): (), (2, 2): ("check_large_weights_of_a_centre_are_kept_by_all",)},
     "kvstore_cases": {(2, 1): ()},
     "ring_cases": {(2, 1): (), (3, 1): ("check_odd_rings_are_refused",)},
+    "resize_cases": {(2, 1): ()},
 }
 #: The rest of the product.
 MORE: dict[str, dict[World, tuple[str, ...]]] = {
@@ -119,6 +120,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_runs_without_a_flush",
         ),
     },
+    "resize_cases": {(2, 2): ("check_tables_over_processes",), (3, 1): ("check_tables_on_hosts", "check_restoring")},
     "shard_cases": {(2, 1): ()},
     "replica_cases": {(2, 2): (), (4, 1): ()},
     "kvstore_cases": {(3, 1): (), (4, 1): ()},

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import autopar
 from autopar.backends.across import local
@@ -59,7 +60,7 @@ def plainly_resized(old: Any, fresh: Any) -> Any:
     return jnp.concatenate([old[:kept], fresh[kept:]])
 
 
-def train_resized(optimizer: str, planned_for: Callable[[Any], Any], sizes: Sequence[int], steps: int = 4) -> Any:
+def train_resized(optimizer: str, planned_for: Callable[[Any], Any], sizes: Sequence[int], steps: int = 3) -> Any:
     """Train some steps with each number of rows; the plain training beside it is the truth.
 
     Args:
@@ -68,48 +69,60 @@ def train_resized(optimizer: str, planned_for: Callable[[Any], Any], sizes: Sequ
       sizes: Numbers of rows, one after the other.
       steps: With each of them.
     """
-    training = Training(optimizer)
-    planned, plain = planned_for(training.step), jax.jit(training.step)
-    mine: Any = None
-    truth: Any = None
-    for n, rows in enumerate(sizes):
-        key = jax.random.key(n)
-        fresh = autopar.init(training.fresh(rows), key, step=planned, batch=batch_in(rows, 0))
-        mine = fresh if mine is None else autopar.resize(mine, fresh)
-        plain_fresh = training.make_state(key, rows)
-        truth = plain_fresh if truth is None else jax.tree.map(plainly_resized, truth, plain_fresh)
-        for k in range(steps):
-            mine, loss = planned(mine, batch_in(rows, 100 * n + k))
-            truth, expected = plain(truth, batch_in(rows, 100 * n + k))
+    both = _Both(optimizer, planned_for, sizes[0])
+    both.train(steps)
+    for rows in sizes[1:]:
+        fresh, plain_fresh = both.fresh(rows)
+        both.go_on(autopar.resize(both.state, fresh), plain_fresh)
+        both.train(steps)
+    return both.state
+
+
+def restore_resized(folder: Path, planned_for: Callable[[Any], Any], saved: int, rows: int) -> Any:
+    """Save a training's state, and go on from it with another number of rows."""
+    both = _Both("adamw", planned_for, saved)
+    both.train(3)
+    autopar.save(folder, both.state, position={"batch": 3})
+    fresh, plain_fresh = both.fresh(rows)
+    state, position = autopar.restore(folder, fresh, resize=True)
+    assert position == {"batch": 3}
+    both.go_on(state, plain_fresh)
+    both.train(3)
+    return both.state
+
+
+class _Both:
+    """The planned training and the plain one."""
+
+    def __init__(self, optimizer: str, planned_for: Callable[[Any], Any], rows: int) -> None:
+        self._training = training = Training(optimizer)
+        self._planned, self._plain = planned_for(training.step), jax.jit(training.step)
+        self._key, self._batches, self._rows = jax.random.key(0), 0, rows
+        self.state = autopar.init(training.fresh(rows), self._key, step=self._planned, batch=batch_in(rows, 0))
+        self._truth = training.make_state(self._key, rows)
+
+    def fresh(self, rows: int) -> tuple[Any, Any]:
+        """States of another size, of which the user hears that it is compiled for."""
+        self._key, self._rows = jax.random.key(rows), rows
+        with pytest.warns(autopar.RecompileWarning, match="/item was"):
+            fresh = autopar.init(self._training.fresh(rows), self._key, step=self._planned, batch=batch_in(rows, 0))
+        return fresh, self._training.make_state(self._key, rows)
+
+    def go_on(self, resized: Any, plain_fresh: Any) -> None:
+        self._truth = jax.tree.map(plainly_resized, self._truth, plain_fresh)
+        self.state = resized
+        jax.tree.map(alike, self.state, self._truth)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            batch = batch_in(self._rows, self._batches)
+            self._batches += 1
+            self.state, loss = self._planned(self.state, batch)
+            self._truth, expected = self._plain(self._truth, batch)
             np.testing.assert_allclose(np.asarray(local(loss)), expected, rtol=1e-5)
-        jax.tree.map(alike, mine, truth)
-    return mine
 
 
 def alike(a: Any, b: Any) -> None:
     """Arrays and tables, of this process or of several, but for roundings."""
     a, b = (np.asarray(local(autopar.materialize(x))) for x in (a, b))
     np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
-
-
-def restore_resized(
-    folder: Path, planned_for: Callable[[Any], Any], saved: int, rows: int, optimizer: str = "adamw"
-) -> Any:
-    """Save a training's state, and go on from it with another number of rows."""
-    training, key = Training(optimizer), jax.random.key(0)
-    planned, plain = planned_for(training.step), jax.jit(training.step)
-    mine = autopar.init(training.fresh(saved), key, step=planned, batch=batch_in(saved, 0))
-    truth = training.make_state(key, saved)
-    for k in range(3):
-        (mine, _), (truth, _) = planned(mine, batch_in(saved, k)), plain(truth, batch_in(saved, k))
-    autopar.save(folder, mine, position={"batch": 3})
-    key = jax.random.key(1)
-    fresh = autopar.init(training.fresh(rows), key, step=planned, batch=batch_in(rows, 0))
-    mine, position = autopar.restore(folder, fresh, resize=True)
-    assert position == {"batch": 3}
-    truth = jax.tree.map(plainly_resized, truth, training.make_state(key, rows))
-    jax.tree.map(alike, mine, truth)
-    for k in range(3):
-        (mine, _), (truth, _) = planned(mine, batch_in(rows, k)), plain(truth, batch_in(rows, k))
-    jax.tree.map(alike, mine, truth)
-    return mine

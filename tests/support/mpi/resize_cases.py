@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,13 @@ import autopar  # first: it makes the ranks JAX's processes
 import jax
 import numpy as np
 
+from autopar.measure import calibrate
 from autopar.tables.host import HostTable
-from tests.support.resized import Training, batch_in, plainly_resized, restore_resized, train_resized
+from tests.support.rates import RATES
+from tests.support.resized import Training, alike, batch_in, plainly_resized, train_resized
 
 HOSTS = ("ps", "hosts")
-warnings.simplefilter("ignore", autopar.RecompileWarning)
-warnings.simplefilter("ignore", autopar.CapacityWarning)
+calibrate.calibrate_rates = lambda devices, plan, advance: RATES
 
 
 def planning(**options: Any) -> Callable[[Any], Any]:
@@ -28,9 +28,8 @@ def planning(**options: Any) -> Callable[[Any], Any]:
 
 
 def check_tables_on_hosts() -> None:
-    for optimizer, sizes in (("adamw", (37, 50, 20)), ("adagrad", (20, 21))):
-        state = train_resized(optimizer, planning(strategy=HOSTS), sizes)
-        assert isinstance(state["params"]["item"], HostTable)
+    state = train_resized("momentum", planning(strategy=HOSTS), (37, 50, 20))
+    assert isinstance(state["params"]["item"], HostTable)
 
 
 def check_dense_parameters_on_hosts() -> None:
@@ -40,10 +39,10 @@ def check_dense_parameters_on_hosts() -> None:
         return weight - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(weight), x.sum()
 
     def made(columns: int) -> Any:
+        step = autopar.parallelize(train, strategy={"weight": HOSTS})
         make = functools.partial(jax.random.normal, shape=(7, columns))
         return autopar.init(make, jax.random.key(columns), step=step, batch=np.ones((4, 7), np.float32))
 
-    step = autopar.parallelize(train, strategy={"weight": HOSTS})
     old, fresh = made(5), made(9)
     assert isinstance(fresh, HostTable)
     expected = np.concatenate([np.asarray(old), np.asarray(fresh)[:, 5:]], 1)
@@ -52,20 +51,27 @@ def check_dense_parameters_on_hosts() -> None:
 
 def check_tables_over_processes() -> None:
     """In a layout, and in even shards."""
-    for sizes in ((41, 46, 39), (40, 41, 44)):
-        train_resized("adamw", planning(strategy="ps"), sizes)
+    train_resized("adagrad", planning(strategy="ps"), (41, 45, 40))
 
 
 def check_tables_at_stages() -> None:
     pipeline = autopar.Pipeline([["params/item"], ["params/w"]], microbatches=2)
-    state = train_resized("adamw", planning(pipeline=pipeline), (41, 50))
+    state = train_resized("adagrad", planning(pipeline=pipeline), (41, 50))
     assert isinstance(state["params"]["item"], autopar.StageArray)
 
 
 def check_restoring() -> None:
-    folder = Path(os.environ["XDG_CACHE_HOME"]).parent
-    restore_resized(folder / "resized-on-hosts", planning(strategy=HOSTS), 37, 50)
-    restore_resized(folder / "resized", planning(strategy="ps"), 41, 30)
+    """Onto hosts and onto devices, from hosts."""
+    training, key = Training("adagrad"), jax.random.key(0)
+    hosts, devices = (planning(strategy=strategy)(training.step) for strategy in (HOSTS, "ps"))
+    folder, state = Path(os.environ["XDG_CACHE_HOME"]).parent / "resized", training.make_state(key, 37)
+    saved = autopar.init(training.fresh(37), key, step=hosts, batch=batch_in(37, 0))
+    autopar.save(folder, saved)
+    for rows, step in ((50, hosts), (21, devices)):
+        fresh = autopar.init(training.fresh(rows), jax.random.key(1), step=step, batch=batch_in(rows, 0))
+        found, _ = autopar.restore(folder, fresh, resize=True)
+        jax.tree.map(alike, found, jax.tree.map(plainly_resized, state, training.make_state(jax.random.key(1), rows)))
+        assert type(found["params"]["item"]) is type(fresh["params"]["item"])
 
 
 def check_replicas_are_refused() -> None:
@@ -83,4 +89,4 @@ def check_replicas_are_refused() -> None:
     expected = jax.tree.map(plainly_resized, mean, fresh)
     found = autopar.resize(mean, fresh)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-    step(found, batch_in(50, jax.process_index()))
+    planning(sync=autopar.sync.Average(every=2))(training.step)(found, batch_in(50, jax.process_index()))
