@@ -30,7 +30,7 @@ from autopar.run.step import ParallelStep
 from autopar.state.checkpoint import restore
 from autopar.state.files.history import Best, History
 from autopar.state.init import init
-from autopar.state.leaving import Leaving, leave
+from autopar.state.leaving import Leaving
 from autopar.state.pending_save import PendingSave, Written
 
 _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "max": max, "min": min}
@@ -123,7 +123,8 @@ class Checkpointer:
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
         self._group = everyone()
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
-        self._leaving = Leaving(self._group)
+        clients = None if step is None else step.clients
+        self._leaving = Leaving(self._group, seldom=clients is not None)
         self._batches: Positioned | None = None
         self._latest: tuple[Any, Any] | None = None
         self._saving: _Saving | None = None
@@ -208,10 +209,7 @@ class Checkpointer:
         self.steps += 1
         self._latest = state, None if self._batches is None else dict(self._batches.state())
         self._look()
-        number = self._leaving.asked(self.steps)
-        if number is not None:
-            self._finish()
-            leave(number)
+        self._leaving.answer(self.steps, self._finish)
         if self._every is not None and self.steps % self._every == 0:
             self._save()
 
@@ -254,18 +252,13 @@ class Checkpointer:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         try:
-            if kind is None:
-                self._finish()
-                number = self._leaving.asked(self.steps + 1)
-                if number is not None:
-                    leave(number)
-            elif issubclass(kind, KeyboardInterrupt):
+            if kind is None or issubclass(kind, KeyboardInterrupt):
                 self._finish()
             elif not self._group.several:
                 self.wait()
         finally:
             self._thread.shutdown()
-            self._leaving.exit()
+            self._leaving.exit(answers=kind is None)
 
     # --- saving ---
 

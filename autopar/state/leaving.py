@@ -10,6 +10,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -27,10 +28,11 @@ class Leaving:
 
     Args:
       group: All processes.
+      seldom: As for `telling`.
     """
 
-    def __init__(self, group: Group) -> None:
-        self._tell = telling(group)
+    def __init__(self, group: Group, *, seldom: bool = False) -> None:
+        self._tell = telling(group, seldom=seldom)
         self._before: dict[int, Any] = {}
         #: Signals, and when the first one came, by `time.monotonic()`.
         self._noted: dict[int, float] = {}
@@ -46,27 +48,34 @@ class Leaving:
                 self._before[number] = handler
                 signal.signal(number, self._note)
 
-    def exit(self) -> None:
-        """Give the signals back to the handlers before."""
+    def exit(self, *, answers: bool) -> None:
+        """Give the signals back to the handlers before.
+
+        Args:
+          answers: Whether to leave by a signal that came behind the last step.
+        """
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
+        if answers and self._noted:
+            self._leave(next(iter(self._noted)))
 
-    def asked(self, step: int) -> int | None:
-        """Returns a signal by which any process is asked to leave, or None. Collective: all are at the same step."""
+    def answer(self, step: int, save: Callable[[], None]) -> None:
+        """Save and leave, if any process is asked to. Collective: all are at the same step."""
         told = self._tell(tuple(self._noted))
-        if told:
-            return told[0]
-        return signal.SIGTERM if jax_compat.reached_preemption(step) else None
+        if not told and not jax_compat.reached_preemption(step):
+            return
+        save()
+        self._leave(told[0] if told else signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         first_s = self._noted.setdefault(number, time.monotonic())
         if time.monotonic() - first_s >= SECOND_S:  # whatever is lost
-            leave(number)
+            self._leave(number)
 
-
-def leave(number: int) -> NoReturn:
-    """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    sys.exit(128 + number)
+    def _leave(self, number: int) -> NoReturn:
+        """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
+        self._noted.clear()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import jax
 import optax
 import pytest
 
 import autopar
-from tests.support.documented_loop import check_interrupted_script
+from tests.support.documented_loop import check_interrupted_checkpointer, check_interrupted_script
 from tests.support.interrupting import Loop, check_interrupted, lookup_step
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same
@@ -26,6 +27,12 @@ def test_training_goes_on(tx: optax.GradientTransformation) -> None:
 def test_the_documented_script_goes_on_where_it_was() -> None:
     make, step = lookup_step(optax.sgd(0.1))
     check_interrupted_script(autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), make, mesh_of(4))
+
+
+def test_the_documented_checkpointer_goes_on_where_it_was(tmp_path: Path) -> None:
+    make, step = lookup_step(optax.adam(1e-2))
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    check_interrupted_checkpointer(tmp_path, planned, make, mesh_of(4), count=4)
 
 
 def test_a_capacity_warning_that_is_an_error_costs_no_state() -> None:

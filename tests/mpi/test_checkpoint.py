@@ -21,11 +21,12 @@ STEPS = 8
 def train(run_ranks: Run, tmp_path: Path) -> Any:
     """`train(ranks, folder, die="", steps=STEPS) -> (the step it began at, the state at its end; None if killed)`."""
 
-    def run(count: int, folder: Path, die: str = "", steps: int = STEPS) -> tuple[int, list[np.ndarray] | None]:
+    def run(
+        count: int, folder: Path, die: str = "", steps: int = STEPS, **more: str
+    ) -> tuple[int, list[np.ndarray] | None]:
         result = tmp_path / f"{folder.name}-{count}-{die.replace(':', '-')}.npz"
-        job = run_ranks(
-            count, TRAINING, timeout_s=120, FOLDER=str(folder), STEPS=str(steps), DIE=die, RESULT=str(result)
-        )
+        given = {"FOLDER": str(folder), "STEPS": str(steps), "DIE": die, "RESULT": str(result), **more}
+        job = run_ranks(count, TRAINING, timeout_s=120, **given)
         assert (job.code == 0) == (not die), job.output
         began = {int(line.removeprefix("begins at ")) for r in job.ranks for line in r.splitlines() if "begins" in line}
         assert len(began) == 1, job.output
@@ -80,6 +81,17 @@ def test_killed_ranks_are_started_again(train: Any, launch: Run, tmp_path: Path,
     assert (tmp_path / "kills").stat().st_size == kills
     found = list(np.load(files["RESULT"]).values())
     for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b, strict=True)
+
+
+def test_a_training_that_is_killed_while_it_saves_beside_its_steps(train: Any, tmp_path: Path) -> None:
+    """A rank's thread has written one of its arrays for step 4, and the other rank trains on."""
+    folder = tmp_path / "run"
+    assert train(2, folder, "rows:1:3", BESIDE="1") == (0, None)
+    assert not (folder / "step-00000004" / "CURRENT").exists() and (folder / "step-00000004").exists()
+    began, found = train(2, folder, BESIDE="1")
+    assert began == 2
+    for a, b in zip(found, train(2, tmp_path / "undisturbed")[1], strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
 
 

@@ -45,6 +45,8 @@ class Folder:
         """The place that a user names; a CheckpointError if it is no local path."""
         if not isinstance(path, (str, os.PathLike)):
             raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
+        if isinstance(path, str):
+            path = path.removeprefix("file://")
         if "://" in str(path):
             raise CheckpointError(f"{path}: checkpoints are saved to file systems; mount it, and give its path here")
         return Folder(Path(path).expanduser().absolute())

@@ -4,7 +4,8 @@ ranks of `test_checkpoint` run.
 Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
 kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
 what was written becomes the checkpoint, "clean": right after). Or KILLS, how often a rank is killed in all, at moments
-that chance chooses, while `python -m autopar launch --max-restarts` starts the ranks again.
+that chance chooses, while `python -m autopar launch --max-restarts` starts the ranks again. BESIDE: `Checkpointer`
+saves, beside the training.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class Death:
         """Be called where a save is."""
         write_rows, replace = pending_save.write_rows, os.replace
 
-        def write(*args: Any) -> Any:
-            written = write_rows(*args)
-            self.comes("rows")  # the rank's first file is there, others aren't
+        def write(version: Path, *args: Any) -> Any:
+            written = write_rows(version, *args)
+            if version.parent.name.startswith("step-"):  # by a thread: the training is further
+                self.now = int(version.parent.name.removeprefix("step-")) - 1
+            self.comes("rows")  # the rank's first array is there, others aren't
             return written
 
         def put(old: Any, new: Any) -> None:
@@ -113,6 +116,32 @@ class RandomDeath(Death):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _trained(folder: Path, batches: Any, batch: Any, death: Death, steps: int) -> Any:
+    try:
+        state, position = autopar.restore(folder, step=train_step, batch=batch)
+        batches.restore(position)
+    except autopar.MissingCheckpointError:
+        state = autopar.init(make_state, jax.random.key(0), step=train_step, batch=batch)
+    print(f"begins at {int(state['step'])}")
+    for step in range(int(state["step"]), steps):
+        death.now = step
+        death.comes("step")
+        state, _ = train_step(state, next(batches))
+        if (step + 1) % 2 == 0:
+            autopar.save(folder, state, position=batches.state())
+    return state
+
+
+def _trained_beside(folder: Path, batches: Any, batch: Any, death: Death, steps: int) -> Any:
+    with autopar.Checkpointer(folder, step=train_step, batch=batch, every=2) as checkpoints:
+        state, batches = checkpoints.resume(make_state, jax.random.key(0), batches=batches)
+        print(f"begins at {checkpoints.steps}")
+        while checkpoints.steps < steps:
+            state, _ = train_step(state, next(batches))
+            checkpoints.step(state)
+    return state
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, ROWS, 10 * BATCH).astype(np.int32)
@@ -122,18 +151,8 @@ def main() -> None:
     folder, kills = Path(os.environ["FOLDER"]), int(os.environ.get("KILLS", "0"))
     death = RandomDeath(kills, folder.with_name("kills")) if kills else Death(os.environ.get("DIE", ""))
     death.wait_in_saving()
-    try:
-        state, position = autopar.restore(folder, step=train_step, batch=batch)
-        batches.restore(position)
-    except autopar.MissingCheckpointError:
-        state = autopar.init(make_state, jax.random.key(0), step=train_step, batch=batch)
-    print(f"begins at {int(state['step'])}")
-    for step in range(int(state["step"]), int(os.environ["STEPS"])):
-        death.now = step
-        death.comes("step")
-        state, _ = train_step(state, next(batches))
-        if (step + 1) % 2 == 0:
-            autopar.save(folder, state, position=batches.state())
+    trained = _trained_beside if os.environ.get("BESIDE") else _trained
+    state = trained(folder, batches, batch, death, int(os.environ["STEPS"]))
     leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
     if world().rank == 0:
         np.savez(os.environ["RESULT"], *leaves)

@@ -252,7 +252,7 @@ def test_a_place_without_a_checkpoint(tmp_path: Path) -> None:
         autopar.save("gs://bucket/it", {})
     (tmp_path / "notes.txt").unlink()
     autopar.save(tmp_path, {})
-    assert autopar.restore(tmp_path).state == {}
+    assert autopar.restore(f"file://{tmp_path}").state == {}
 
 
 @pytest.mark.parametrize(

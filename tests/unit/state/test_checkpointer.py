@@ -190,6 +190,17 @@ def test_a_signal_is_answered_when_the_state_is_saved(number: int, tmp_path: Pat
     equal(autopar.restore(checkpoints.path(4), jax.eval_shape(make_state, KEY)).state, undisturbed(4))
 
 
+def test_a_signal_behind_the_last_step_is_answered_in_the_end(tmp_path: Path) -> None:
+    step = planned()
+    with pytest.raises(KeyboardInterrupt):
+        with opened(tmp_path, step) as checkpoints:
+            state, _ = checkpoints.resume(make_state, KEY)
+            state, _ = step(state, batch_of(0))
+            checkpoints.step(state)
+            signal.raise_signal(signal.SIGINT)
+    assert checkpoints.all_steps() == [1]
+
+
 def test_a_users_handler_interrupts_between_two_batches(tmp_path: Path) -> None:
     step, before = planned(), signal.signal(signal.SIGUSR1, signal.default_int_handler)
     try:
