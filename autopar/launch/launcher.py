@@ -69,9 +69,14 @@ def main(arguments: Sequence[str]) -> int:
     print(shlex.join(command), flush=True)
     if options.dry_run:
         return 0
-    return run_job(
-        command, options.max_restarts, lambda: _plan(options, mpirun, cluster and _reachable(mpirun, cluster))
-    )
+
+    def plan_again() -> list[str]:
+        if cluster is None:
+            return _plan(options, mpirun, None)
+        options.n = None  # fewer may be left
+        return _plan(options, mpirun, _reachable(mpirun, cluster))
+
+    return run_job(command, options.max_restarts, plan_again)
 
 
 def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None) -> list[str]:

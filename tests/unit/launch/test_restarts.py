@@ -116,7 +116,7 @@ def test_a_cluster_goes_on_with_the_hosts_that_are_left(
     cluster.write_text("".join(f'[[host]]\nname = "{h}"\nprocesses = {n}\n' for h, n in hosts.items()))
     monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(tmp_path / "ssh"))
     monkeypatch.setenv("HOSTS_GONE", str(tmp_path))
-    flags = ["--cluster", str(cluster), "--max-restarts", "9"]
+    flags = ["-n", "4", "--cluster", str(cluster), "--max-restarts", "9"]
     assert launcher.main([*flags, str(tmp_path / "train.py"), str(tmp_path / "sizes")]) == 5
     assert (tmp_path / "sizes").read_text() == "413"
     err = capfd.readouterr().err
