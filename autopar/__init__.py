@@ -47,6 +47,7 @@ with paused_collection():
     from autopar.planning.simulate import Simulation, simulate
     from autopar.planning.simulate_clients import SyncSimulation
     from autopar.planning.staleness import Staleness, staleness
+    from autopar.planning.trace_file import save_trace
     from autopar.planning.verification import Verification
     from autopar.planning.verify import verify
     from autopar.planning.why import Why, why
@@ -137,6 +138,7 @@ __all__ = [
     "resize",
     "restore",
     "save",
+    "save_trace",
     "shard",
     "simulate",
     "staleness",

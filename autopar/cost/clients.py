@@ -47,6 +47,7 @@ class ClientTime:
 
     Attributes:
       ends: When each of its minibatches was done: applied by all servers, or merged.
+      own_steps: When each of its own steps begins, and its seconds.
       computing_s: Seconds of its own steps.
       slowest_s: Seconds for which it waited for slower clients: a mean's, or those that a staleness bound holds it for.
       exchange_s: Seconds for which it waited for wires, servers and copies.
@@ -54,6 +55,7 @@ class ClientTime:
     """
 
     ends: list[float] = field(default_factory=list)
+    own_steps: list[tuple[float, float]] = field(default_factory=list)
     computing_s: float = 0.0
     slowest_s: float = 0.0
     exchange_s: float = 0.0
@@ -69,6 +71,11 @@ class ClientTime:
         """Returns the share of its time in which it waited."""
         waited = self.slowest_s + self.exchange_s
         return waited / (waited + self.computing_s) if waited else 0.0
+
+    def compute(self, now: float, seconds: float) -> None:
+        """Begin a step of its own."""
+        self.own_steps.append((now, seconds))
+        self.computing_s += seconds
 
     def rate(self, until: float, period: int) -> float:
         """Returns its minibatches a second, in the second half of what it did until a time, in whole periods of so many
@@ -126,7 +133,7 @@ def simulate_averages(
     for step in range(1, steps + 1):
         for w, client in enumerate(clients):
             seconds = next(own[w])
-            client.computing_s += seconds
+            client.compute(now[w], seconds)
             now[w] += seconds
         for n in due(step):
             begun = max(wires_free, *now)

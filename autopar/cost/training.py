@@ -114,7 +114,7 @@ class Training(abc.ABC):
 
     def _compute(self, worker: int, then: Callable[[int], None]) -> None:
         seconds = next(self._seconds[worker])
-        self.clients[worker].computing_s += seconds
+        self.clients[worker].compute(self._clock.now, seconds)
         self._clock.after(seconds, functools.partial(then, worker))
 
     def _end(self, worker: int) -> None:
