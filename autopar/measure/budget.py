@@ -10,6 +10,8 @@ from autopar.launch.group import Group
 
 T = TypeVar("T")
 
+#: How much longer than the others before it a measurement may take: a busy machine isn't always equally busy.
+_MARGIN = 1.3
 #: Seconds that measuring for a purpose may take where it was asked for by nobody.
 AT_FIRST_S = 5.0
 
@@ -37,7 +39,7 @@ class Budget:
           among: The processes that do; all if left out.
         """
         elapsed = self._clock() - self._begin
-        expected = weight * elapsed / self._weight if self._weight else 0.0
+        expected = _MARGIN * weight * elapsed / self._weight if self._weight else 0.0
         if not (among or self._processes).first(elapsed + expected < self._seconds, "time to measure"):
             return None
         found = measure()

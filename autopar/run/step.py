@@ -126,7 +126,7 @@ class ParallelStep:
         if runner is None:  # traced: part of another program
             return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
         if runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
-            runner, has_run = self._grow(ready.entry).runner, False
+            runner, has_run = self._grow(ready.entry, leaves).runner, False
         mark(self._calls, self.name)
         self._calls += 1
         try:
@@ -252,11 +252,12 @@ class ParallelStep:
 
     # --- planning ---
 
-    def _grow(self, entry: Entry) -> Entry:
-        """Plan once more with larger capacities, after batches that exceeded those of the plan."""
-        grown = entry
+    def _grow(self, entry: Entry, leaves: Sequence[Any]) -> Entry:
+        """Plan once more with larger capacities, after batches that exceeded those of the plan: twice as large, or as a
+        batch like the one at hand needs them."""
+        needed, grown = self.planner.headroom_for(entry, leaves), entry
         while grown is entry:  # capacities are rounded
-            grown = self._again(entry, entry.example, 2 * entry.headroom)
+            grown = self._again(entry, entry.example, max(2 * entry.headroom, needed))
         old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
         shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         warn(

@@ -80,6 +80,18 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
     assert small is not None and planned.latest.compiled.bound.families[0].bounds.capacity > small
 
 
+def test_capacities_grow_at_once_to_what_the_batches_need() -> None:
+    """The first batch asks for a few rows only; a second compilation is enough for all others."""
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
+    plain, mine, theirs = jax.jit(step), make_state(4000), make_state(4000)
+    batches = [ids_in(0, 8, length=100), *(ids_in(0, 4000, seed, length=100) for seed in range(1, 6))]
+    with pytest.warns(autopar.CapacityWarning, match="capacities grow from 16 to 64 ") as told:
+        for batch in batches:
+            (mine, _), (theirs, _) = planned(mine, batch), plain(theirs, batch)
+            same(jax.block_until_ready(mine), theirs)
+    assert len(told) == 1
+
+
 def test_shapes_alone_give_the_safe_capacity() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (make_state(400), ids_in(0, 400)))

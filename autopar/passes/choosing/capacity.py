@@ -76,6 +76,14 @@ def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
     return int(max(loads, default=0))
 
 
+def needed_share(bounds: Bounds, ids: RowIds, flat: Sequence[np.ndarray]) -> float:
+    """What a batch with these flat ids needs of a measured capacity, before that was rounded."""
+    assert bounds.capacity is not None, "only sharded rows have a capacity"
+    layout = bounds_layout(bounds)
+    requested = device_ids(flat, ids.batched, layout.devices, layout.extent)
+    return _busiest(requested, layout) / (bounds.capacity - _STEP / 2)
+
+
 def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Rows that all devices together ask the busiest owner for."""
     layout = bounds_layout(bounds)

@@ -14,7 +14,7 @@ WEIGHTS = (2.0, 2.0, 1.0, 1.0, 9.0, 6.0, 1.0, 1.0, 1.0)
     ("pace_s", "measured"),
     [
         (0.1, [True] * 9),
-        (0.3, [True, True, True, True, True, False, True, False, False]),
+        (0.25, [True, True, True, True, True, False, True, True, True]),
         (0.5, [True, True, True, True, False, False, True, True, True]),
         (2.0, [True, False, False, False, False, False, False, False, False]),
     ],
