@@ -8,16 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.mpi.jobs import ROOT, WARNINGS
+from tests.support.mpi.jobs import MPIEXEC, ROOT, WARNINGS
 
 CORPUS = ROOT / "autopar" / "analysis"
 
 
-def run(name: str, *flags: str | Path | int) -> str:
-    """What an example prints."""
-    command = [sys.executable, *WARNINGS, ROOT / "examples" / name, *map(str, flags)]
+def run(name: str, *flags: str | Path | int, ranks: int = 1) -> str:
+    """Runs an example, under mpiexec if there are several ranks, and returns what it prints."""
+    launcher = [MPIEXEC, "-n", str(ranks)] if ranks > 1 else []
+    command = [*launcher, sys.executable, *WARNINGS, ROOT / "examples" / name, *map(str, flags)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     job = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert job.returncode == 0, job.stdout + job.stderr
@@ -36,10 +35,19 @@ def test_word2vec() -> None:
     assert len(set(near.split(", ")) - {"shape"}) == 6
 
 
-@pytest.mark.parametrize("flags", [(), ("--devices", 2, "--stages", 2, "--microbatches", 2)], ids=["one", "stages"])
-def test_transformer(flags: tuple[str | int, ...]) -> None:
+def test_transformer() -> None:
     sizes = ("--layers", 2, "--heads", 2, "--dim", 16, "--length", 16, "--batch", 16, "--learning-rate", 0.02)
-    text = run("transformer.py", "--corpus", CORPUS, "--steps", 40, *sizes, *flags)
+    stages = ("--devices", 2, "--stages", 2, "--microbatches", 2)
+    text = run("transformer.py", "--corpus", CORPUS, "--steps", 40, *sizes, *stages)
     first, *_, last = losses(text)
     assert last < first - 1
-    assert ("2 microbatches" in text) == bool(flags)
+    assert "2 microbatches" in text
+
+
+def test_recommender(tmp_path: Path) -> None:
+    """Two ranks go on from the checkpoint of one process."""
+    sizes = ("--lines", 8000, "--rows", 500, "--batch", 256, "--every", 40, "--checkpoint", tmp_path)
+    scores = re.findall(r"AUC (\S+)", run("recommender.py", "--steps", 80, *sizes))
+    assert len(scores) == 2 and float(scores[-1]) > 0.6
+    again = run("recommender.py", "--steps", 120, *sizes, ranks=2)
+    assert re.findall(r"^step +(\d+) +loss", again, re.MULTILINE) == ["120"]
