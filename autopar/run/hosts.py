@@ -24,7 +24,7 @@ from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
-from autopar.ir.program import ArrayType, Program
+from autopar.ir.program import ArrayType, Block, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
@@ -82,6 +82,7 @@ class HostRunner:
                 least[space.family] = limits[space.family]
         self._buckets = ShapeBuckets(least, limits)
         self._pulled = {f.family for f in there if f.table.pulled}
+        self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
         self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's, with which the next one begins.
@@ -127,11 +128,11 @@ class HostRunner:
         self._require_memory(leaves)
         tables = self._storages(leaves)
         leaves = self._separated(leaves)
-        logs = self._logs(tables)
+        logs, lagging = self._logs(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
         inputs += [x for log in logs for x in (log.stamps, *log.entries)]
         before = {out: _read(tables[k] if k in tables else leaves[k]) for out, k in self._old.items()}
-        step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes})
+        step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes}, lagging=lagging)
         try:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
@@ -167,8 +168,9 @@ class HostRunner:
 
     # --- deferred rows ---
 
-    def _logs(self, tables: Mapping[int, HostRows]) -> list[HostUpdateLog]:
-        """What deferred rows miss: an update log for each family of such. All other tables are brought up to date."""
+    def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[HostUpdateLog], frozenset[HostRows]]:
+        """What deferred rows miss: an update log for each family of such. Other tables are brought up to date, but for
+        those of which the step does nothing but pull rows."""
         logs = []
         waiting: set[int] = set()
         for spec in self._log_specs:
@@ -179,10 +181,11 @@ class HostRunner:
             log.make_room()
             logs.append(log)
             waiting.update(members)
-        for k, storage in tables.items():
-            if k not in waiting:
+        others = {k: storage for k, storage in tables.items() if k not in waiting}
+        for k, storage in others.items():
+            if k not in self._pulled_alone:
                 storage.bring_up_to_date()
-        return logs
+        return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
     def _written(self, results: Sequence[Any], logs: Sequence[HostUpdateLog]) -> Sequence[Any]:
         """The step's own results; the update logs have what it wrote down."""
@@ -366,3 +369,10 @@ def _read(value: Any) -> jax.Array:
 
 def _has_dynamic_ids(space: Any) -> bool:
     return any(a.equation.op not in ("slice", "pad") for a in space.accesses)
+
+
+def _is_pulled_alone(block: Block, k: int) -> bool:
+    """Whether nothing is done with an input but that its rows are pulled."""
+    leaf = block.inputs[k]
+    uses = [e for e in block.walk() if leaf in e.inputs]
+    return leaf not in block.outputs and all(e in block.equations and e.op == "ap.pull" for e in uses)

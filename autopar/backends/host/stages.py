@@ -74,6 +74,7 @@ class RunningStep:
       needs: By family, rows of this owner and rows that this rank asks for.
       reduced: By level, bucket and operation.
       beside: Reductions that go on beside programs, and where their results go.
+      lagging: Tables of which rows are brought up to date when they are pulled.
       has_written: Whether a table has changed.
     """
 
@@ -82,6 +83,7 @@ class RunningStep:
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
     beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Any]]]] = field(default_factory=list)
+    lagging: frozenset[HostRows] = frozenset()
     has_written: bool = False
 
 
@@ -248,6 +250,8 @@ class StagedProgram:
         if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
             layout = self._layouts[equation.inputs[1].type.family]
             leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
+        elif leaf in step.lagging and leaf.log is not None:
+            leaf.log.catch_up(route.rows[: route.count])
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:

@@ -21,6 +21,7 @@ class Updatable(Protocol):
     """What the rows of a family still miss (`log.HostUpdateLog`)."""
 
     def bring_up_to_date(self) -> None: ...
+    def catch_up(self, rows: np.ndarray) -> None: ...
 
 
 @dataclass(eq=False, repr=False)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.deferred import Entries
@@ -44,6 +45,10 @@ class HostUpdateLogSpec:
             new = deferred.catch_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
             return *new, deferred.stamps(new)
 
+        def caught_up(*operands: Any) -> tuple[Any, ...]:
+            stamps, entries = operands[m], Entries.of(self.replay, operands[m + 1 :])
+            return *deferred.catch_up(operands[:m], stamps, entries), jnp.full_like(stamps, entries.now)
+
         def past_older(*operands: Any) -> tuple[Any, ...]:
             new = deferred.past_older(operands[:m], operands[m], operands[m + 2 :])
             return *new, deferred.stamps(new, operands[m + 1])
@@ -51,6 +56,7 @@ class HostUpdateLogSpec:
         elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
         self.times = deferred.times(elements)
         self._up_to_date = jax.jit(up_to_date)
+        self._caught_up = jax.jit(caught_up)
         self._past_older = jax.jit(past_older)
         self._close = jax.jit(lambda *entries: deferred.close(Entries.of(self.replay, entries)))
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
@@ -73,6 +79,13 @@ class HostUpdateLogSpec:
         """Bring all rows up to date, in place. `entries`: now, segment, records, segments."""
         rows = self._rows(leaves)
         self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
+
+    def catch_up(
+        self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray
+    ) -> None:
+        """Bring these rows up to date, in place."""
+        lagging = rows[stamps.rows[rows] < entries[0]]
+        self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
 
     def catch_up_some(
         self, leaves: Sequence[HostRows], stamps: HostRows, segment: Any, older: Sequence[np.ndarray], which: int
@@ -166,6 +179,12 @@ class HostUpdateLog:
             part = np.full((), self.spec.replay.part, np.int32)
             self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
             self._is_up_to_date = True
+
+    @uninterrupted
+    def catch_up(self, rows: np.ndarray) -> None:
+        """Bring some rows of this rank's shard up to date."""
+        if not self._is_up_to_date:
+            self.spec.catch_up(self.leaves, self.stamps, self.entries, rows)
 
     @uninterrupted
     def make_room(self) -> None:

@@ -137,6 +137,7 @@ def check_deferred() -> None:
     case = net(OPTIMIZERS["adamw"].make(), norm=False)
     plain, step = jax.jit(case.step), autopar.parallelize(case.step, strategy=HOSTS)
     set_options(step, log_steps=8)
+    evaluation = autopar.parallelize(lambda params, ids: params["emb"]["embedding"][ids].sum())
     theirs, mine = case.state, jax.tree.map(jnp.copy, case.state)
     for k in range(60):
         if k == 30:  # another update log, beside tables that wait
@@ -148,6 +149,12 @@ def check_deferred() -> None:
             table, wanted = (s.params["emb"]["embedding"] for s in (mine, theirs))
             assert isinstance(table, HostTable)
             np.testing.assert_allclose(table[np.array([1, 60])], wanted[np.array([1, 60])], atol=1e-5)
+        if k % 9 == 7:  # brings the rows up to date that it looks up
+            ids = np.random.default_rng(k).integers(0, 61, (6, 4)).astype(np.int32)
+            seen, wanted = evaluation(mine.params, ids), theirs.params["emb"]["embedding"][ids].sum()
+            np.testing.assert_allclose(seen, wanted, atol=1e-4)
+            log = mine.params["emb"]["embedding"].waiting.log
+            assert log is not None and not log._is_up_to_date
     assert step.plan is not None and step.plan.defers
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-4, atol=2e-5, err_msg=str(path))
