@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.stage_device import array_over
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Atom, Literal, Var
@@ -109,7 +110,8 @@ class StageLeaves:
             ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
             places = StagePlace.of_parts(stages, ends, self._step.divided.get(parts[0]), self._executor.all)
             arrays = [self._array(*each, values, seen) for each in where]
-            return StageArray((places[-1].stop, *parts[0].shape[1:]), parts[0].dtype, places, arrays)
+            shape, type_ = (places[-1].stop, *parts[0].shape[1:]), parts[0].type
+            return StageArray(shape, type_.dtype, places, arrays, is_weak=type_.weak_type)
         if parts[0] in made:
             return self._array(*made[parts[0]], values, seen)
         return _own(given(parts[0]), seen)
@@ -119,7 +121,10 @@ class StageLeaves:
         places = [k for k in devices if k in self._executor.devices]
         shards = [_own(values.at(value, k), seen) for k in places]
         axis = self._step.divided.get(value.var)
-        return array_over(shards, [self._executor.devices[k] for k in places], axis) if shards else None
+        if not shards:
+            return None
+        array = array_over(shards, [self._executor.devices[k] for k in places], axis)
+        return jax_compat.weak(array) if value.var.type.weak_type and not jax_compat.is_weak(array) else array
 
 
 def _own(array: Any, seen: set[int]) -> Any:

@@ -237,7 +237,7 @@ class StageMaker(Maker):
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
         """What `run` returned, as `StageArray`s where parts are in several places, or stages on several processes."""
         return [
-            StageArray(aval.shape, aval.dtype, places, parts) if is_staged(places) else parts[0]
+            StageArray(aval.shape, aval.dtype, places, parts, is_weak=aval.weak_type) if is_staged(places) else parts[0]
             for parts, aval, places in zip(leaves, self.types, self.places, strict=True)
         ]
 

@@ -86,7 +86,7 @@ class StageHome(Home):
     def made(self, source: Source, leaf: Described) -> StageArray:
         require_dtype(leaf)
         own = [None if place.sharding is None else _part(place, source, leaf) for place in self.places]
-        return StageArray(leaf.shape, leaf.numpy_dtype, self.places, own)
+        return StageArray(leaf.shape, leaf.numpy_dtype, self.places, own, is_weak=leaf.weak)
 
 
 def _part(place: StagePlace, source: Source, leaf: Described) -> jax.Array:
@@ -108,9 +108,17 @@ class StageArray(PlacedLeaf):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], dtype: Any, places: Sequence[StagePlace], values: Sequence[jax.Array | None]
+        self,
+        shape: tuple[int, ...],
+        dtype: Any,
+        places: Sequence[StagePlace],
+        values: Sequence[jax.Array | None],
+        *,
+        is_weak: bool = False,
     ) -> None:
-        """`places`: who holds it, part by part; `values`: the arrays of this rank, None of other ranks' parts."""
+        """`places`: who holds it, part by part; `values`: the arrays of this rank, None of other ranks' parts;
+        `is_weak`: whether its dtype yields to others."""
+        self.is_weak = is_weak
         self._shape, self._dtype, self._places, self._values = shape, dtype, tuple(places), tuple(values)
         self._is_gone = False
 

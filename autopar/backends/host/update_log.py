@@ -80,9 +80,7 @@ class HostUpdateLogSpec:
         rows = self._rows(leaves)
         self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
 
-    def catch_up(
-        self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray
-    ) -> None:
+    def catch_up(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray) -> None:
         """Bring these rows up to date, in place."""
         lagging = rows[stamps.rows[rows] < entries[0]]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
