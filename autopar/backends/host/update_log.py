@@ -65,8 +65,8 @@ class HostUpdateLogSpec:
         """An empty update log for leaves whose rows are up to date."""
         stamps = HostRows.empty((layout.extent,), np.dtype(np.int32), 0, layout, rank, "stamps of deferred rows")
         changed = leaves[: self.replay.changed]
-        for start in range(0, layout.shard_rows, self._rows(leaves)):
-            some = slice(start, start + self._rows(leaves))
+        for start in range(0, layout.shard_rows, self._rows(leaves, _BLOCK_ELEMENTS)):
+            some = slice(start, start + self._rows(leaves, _BLOCK_ELEMENTS))
             with jax.default_device(self._device):
                 new_stamps = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))
             stamps.rows[some] = np.asarray(new_stamps)
@@ -77,7 +77,7 @@ class HostUpdateLogSpec:
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any]) -> None:
         """Bring all rows up to date, in place. `entries`: now, segment, records, segments."""
-        rows = self._rows(leaves)
+        rows = self._rows(leaves, _BLOCK_ELEMENTS)
         self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
 
     def catch_up(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray) -> None:
@@ -138,7 +138,7 @@ class HostUpdateLogSpec:
         stamps.rows[stamps.rows >= 0] -= part
         return [np.full((), part, np.int32), segment, *records, *segments], older
 
-    def _rows(self, leaves: Sequence[HostRows], elements: int = _BLOCK_ELEMENTS) -> int:
+    def _rows(self, leaves: Sequence[HostRows], elements: int) -> int:
         """Rows of which no leaf has more than so many elements."""
         widest = max(leaf.rows[:1].size for leaf in leaves)
         return min(len(leaves[0].rows), max(1, elements // max(1, widest)))

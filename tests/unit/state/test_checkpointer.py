@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,15 @@ def test_damaged_checkpoints_are_left_out_and_replaced(tmp_path: Path) -> None:
         trained(tmp_path, step, 7)
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler, which a process that a shell starts in the background hasn't."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_is_answered_when_the_state_is_saved(number: int, tmp_path: Path) -> None:
     step, before = planned(), [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)]
@@ -190,6 +200,7 @@ def test_a_signal_is_answered_when_the_state_is_saved(number: int, tmp_path: Pat
     equal(autopar.restore(checkpoints.path(4), jax.eval_shape(make_state, KEY)).state, undisturbed(4))
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_behind_the_last_step_is_answered_in_the_end(tmp_path: Path) -> None:
     step = planned()
     with pytest.raises(KeyboardInterrupt):
