@@ -1,4 +1,4 @@
-"""`python docs/speedups.py`: draws docs/speedups.svg from the README's table of results.
+"""`python docs/speedups.py`: draws docs/speedups.svg from the table of docs/results.md.
 
 Ink is the page's own colour where the picture is part of a page, and follows the reader's theme elsewhere.
 """
@@ -57,19 +57,19 @@ class Result:
     gain: float
 
 
-def results(readme: str) -> dict[tuple[str, str], Result]:
+def results(page: str) -> dict[tuple[str, str], Result]:
     """Reads the table: (step, the other side) -> result. A step that is "the same" is that of the row before."""
     row = re.compile(r"^\| ([^|]+); ([^|;]+) \| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) (times|of)", re.MULTILINE)
     found, last = {}, ""
-    for step, other, theirs, ours, ratio, kind in row.findall(readme):
+    for step, other, theirs, ours, ratio, kind in row.findall(page):
         last = last + step.removeprefix("the same") if step.startswith("the same") else step
         found[last, other] = Result(float(theirs), float(ours), float(ratio) if kind == "times" else 1 / float(ratio))
     return found
 
 
-def draw(readme: str) -> str:
+def draw(page: str) -> str:
     """An SVG with a row for each result: both times on a logarithmic axis, and how many times as fast autopar is."""
-    found = results(readme)
+    found = results(page)
     drawn = [(words, found[row]) for row, words in _DRAWN.items()]
     height = _TOP + _ROW * len(drawn) + 24
     said = ". ".join(f"{words}: {r.theirs_ms:g} ms, autopar {r.ours_ms:g} ms" for words, r in drawn)
@@ -108,5 +108,5 @@ def _times(gain: float) -> str:
 
 
 if __name__ == "__main__":
-    readme = (_FOLDER.parent / "README.md").read_text(encoding="utf-8")
-    (_FOLDER / "speedups.svg").write_text(draw(readme), encoding="utf-8")
+    shown = draw((_FOLDER / "results.md").read_text(encoding="utf-8"))
+    (_FOLDER / "speedups.svg").write_text(shown, encoding="utf-8")
