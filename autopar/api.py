@@ -300,7 +300,7 @@ def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planne
 
 
 def _machine_of(devices: Devices, *, is_measured: bool) -> Machine:
-    """What can be asked of the devices; nothing is measured for a step that is decided."""
+    """Returns what can be asked of the devices; nothing is measured for a step that is decided."""
     memory = functools.partial(memory_of, devices)
     if not is_measured:
         return Machine(memory=memory)

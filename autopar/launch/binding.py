@@ -28,7 +28,7 @@ BIND_VARIABLE = "AUTOPAR_BIND"
 
 @dataclass(frozen=True)
 class Bindable:
-    """What counts of a rank.
+    """Says what counts of a rank.
 
     Attributes:
       machine: Where it runs.

@@ -1,4 +1,4 @@
-"""What was measured is kept in the user's cache folder, and whoever measures says so."""
+"""Keeps what was measured in the user's cache folder; whoever measures says so."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def rates_of(
 
 
 def _assumed(devices: Devices) -> Rates:
-    """Those of the known cluster whose devices are most like these."""
+    """Returns the figures of the known cluster whose devices are most like these."""
     first, machines = devices.mesh.devices.flat[0], 1
     if devices.processes.several:
         machines = len({d.process_index for d in devices.mesh.devices.flat})
@@ -141,7 +141,7 @@ def measure_probes(probes: Sequence[Probe], budget: Budget, advance: Advance = l
 
 
 def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Probe]:
-    """What is measured for a purpose; first what says most."""
+    """Returns what is measured for a purpose; first what says most."""
     whole = WholeSteps(plan, devices)
     if purpose == "steps":
 

@@ -169,8 +169,8 @@ class HostRunner:
     # --- deferred rows ---
 
     def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[HostUpdateLog], frozenset[HostRows]]:
-        """What deferred rows miss: an update log for each family of such. Other tables are brought up to date, but for
-        those of which the step does nothing but pull rows."""
+        """Finds what deferred rows miss: an update log for each family of such. Brings other tables up to date, but for
+        those of which the step does nothing but pull rows; returns the latter as well."""
         logs = []
         waiting: set[int] = set()
         for spec in self._log_specs:

@@ -54,7 +54,7 @@ class SavedLeaf:
         return value if isinstance(value, jax.Array) and jax.process_count() == 1 else np.asarray(value)
 
     def parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Of rows: (array, share, rows first axis first) of what this process has, each share by one process only."""
+        """Yields (array's name, share, its rows in front) of what this process has; one process has each share."""
         assert self.shards is not None, "rows are in shards"
         for shard, rows in self.shards.own():
             count = int(self.shards.layout.rows_on(np.asarray(shard)))

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -184,3 +185,19 @@ def test_the_state_may_be_behind_the_batch() -> None:
     staged, program = compiled.program.staged, compiled.analysed
     homes = {staged.outputs[out]: staged.homes[staged.inputs[leaf]] for leaf, out in program.new_states.items()}
     assert staged.new_leaves == {var: home for var, home in homes.items() if var.shape}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_state_with_a_weak_count_is_planned_once(replicas: int) -> None:
+    """Flax's TrainState counts from a Python zero."""
+
+    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda w: ((jnp.tanh(x @ w[0]) @ w[1]) ** 2).mean())(state["w"])
+        return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)], "count": state["count"] + 1}, loss
+
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2, replicas=replicas))
+    state = {"w": [jnp.eye(4), jnp.eye(4)], "count": jnp.asarray(0)}
+    assert state["count"].weak_type
+    for _ in range(3):
+        state, _ = planned(state, np.ones((4, 4)))
+    assert state["count"].weak_type and len(planned._entries) == 1

@@ -152,22 +152,6 @@ def test_each_stage_keeps_its_weights() -> None:
     assert "(4 stages on 4 devices, 4 microbatches)" in explained(planned, state, batch(0))
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_state_with_a_weak_count_is_planned_once(replicas: int) -> None:
-    """Flax's TrainState counts from a Python zero."""
-
-    def step(state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        loss, grads = jax.value_and_grad(lambda w: ((jnp.tanh(x @ w[0]) @ w[1]) ** 2).mean())(state["w"])
-        return {"w": [w - 0.1 * g for w, g in zip(state["w"], grads, strict=True)], "count": state["count"] + 1}, loss
-
-    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=2, replicas=replicas))
-    state = {"w": [jnp.eye(4), jnp.eye(4)], "count": jnp.asarray(0)}
-    assert state["count"].weak_type
-    for _ in range(3):
-        state, _ = planned(state, np.ones((4, 4)))
-    assert state["count"].weak_type and len(planned._entries) == 1
-
-
 def test_replicas_hold_the_same_weights_and_donate_them() -> None:
     step, make = language_model(CLIPPED)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, replicas=(1, 3)))

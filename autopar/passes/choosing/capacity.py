@@ -77,7 +77,7 @@ def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
 
 
 def needed_share(bounds: Bounds, ids: RowIds, flat: Sequence[np.ndarray]) -> float:
-    """What a batch with these flat ids needs of a measured capacity, before that was rounded."""
+    """Returns what a batch with these flat ids needs of a measured capacity, before that was rounded."""
     assert bounds.capacity is not None, "only sharded rows have a capacity"
     layout = bounds_layout(bounds)
     requested = device_ids(flat, ids.batched, layout.devices, layout.extent)
