@@ -128,8 +128,10 @@ class Clients:
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
+        """All devices, the last client's first: XLA gives devices in another order other connections, where a mean that
+        is on its way can't meet what another thread's programs exchange meanwhile."""
         names = (_AXIS, *self.devices.mesh.axis_names)
-        return Mesh(self.grid, names, axis_types=(AxisType.Auto,) * len(names))
+        return Mesh(self.grid[::-1], names, axis_types=(AxisType.Auto,) * len(names))
 
     @property
     def _is_alone(self) -> bool:
@@ -362,15 +364,16 @@ def _program(
 ) -> Callable[..., Sequence[Array]]:
     """A program that joins all clients' arrays, each client a C-th of the elements of every dtype; or, `turn` being
     given, each client its own and its partner's."""
+    places = range(count)[::-1]
 
     def joined_by_all(flat: Array) -> Array:
         each = -(-flat.size // count)
         parts = jnp.pad(flat, (0, count * each - flat.size)).reshape(count, each)
         received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
-        return jax.lax.all_gather(join([received[c] for c in range(count)]), _AXIS, tiled=True)
+        return jax.lax.all_gather(join([received[places[c]] for c in range(count)]), _AXIS, tiled=True)
 
     def joined_by_two(flat: Array, turn: int) -> Array:
-        partners = [(c, Ring(count).neighbor(c, turn)) for c in range(count)]
+        partners = [(places[c], places[Ring(count).neighbor(c, turn)]) for c in range(count)]
         return join([flat, jax.lax.ppermute(flat, _AXIS, partners)])
 
     def run(*arrays: Array) -> Sequence[Array]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
 import autopar
-from autopar.backends import clients
+from autopar.backends import across, clients
 from autopar.sync import Average, Hybrid
 from tests.support.mpi.replica_task import RANK, make_state, minibatch, step_of, trained
 
@@ -44,4 +45,19 @@ def check_means_run_beside_steps() -> None:
                 state, loss = step(state, minibatch(RANK, k))
             jax.block_until_ready(loss if sync.delay else means)
             assert held and means and not held[0].is_ready(), f"{sync}: a step waits for a mean, or a mean for a step"
-        jax.block_until_ready(state)
+        jax.block_until_ready((state, means))
+
+
+def check_other_programs_exchange_beside_a_mean() -> None:
+    """One rank is late with each mean; what both exchange meanwhile is not taken for it."""
+    step = autopar.parallelize(step_of(optax.sgd(0.1)), sync=Average(every=4, delay=2))
+    state = trained(step, make_state(optax.sgd(0.1)), range(4))
+    all_ = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), "x"), jax.sharding.PartitionSpec("x"))
+    ids = np.arange(36, dtype=np.int32)
+    across.local(across.place_array(ids, all_))
+    for k in range(4, 24):
+        if k % 4 == 2 and RANK == k // 4 % 2:
+            clients._thread().submit(hold, jnp.ones((64, 64)))
+        state, _ = step(state, minibatch(RANK, k))
+        np.testing.assert_array_equal(np.asarray(across.local(across.place_array(ids, all_))), ids)
+    jax.block_until_ready(state)
