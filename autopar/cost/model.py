@@ -12,9 +12,11 @@ import math
 #: The lifted step is faster from this many rows per looked-up id on, times 1 / sqrt(bytes of a row and its slots').
 #: Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512, 4 at 2048.
 ROWS_PER_ID = 192.0
-#: Deferred rows cost at least this much more in a step, in bytes of a dense update's traffic; and each row more.
-#: Measured on 2 CPU cores with AdamW: the step of 20,000 x 16 takes as long both ways, that of 10,000 x 256, 640 ids.
-SMALL_DEFERRED_BYTES, DEFERRED_ROWS = 1 << 22, 4.0
+#: Deferred rows pay from this many bytes in a table and its slots on, and from so many rows per id: `ROWS_PER_ID` times
+#: the first number, the second at most. Measured on 2 CPU cores with AdamW: five tables of 24,000 x 16 among 26 took as
+#: long as dense ones or a bit longer; both ways take as long at 20 to 35 rows per id of 192 bytes, 28 at 768; at 20 of
+#: 3072 bytes the lifted step takes a third of the dense one's time.
+SMALL_DEFERRED_BYTES, DEFERRED_ROWS, MOST_DEFERRED_ROWS = 1 << 23, 4.0, 32.0
 #: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that an update log may
 #: hold. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9
@@ -47,7 +49,7 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = Fals
     """
     small, rows_per_id = SMALL_FAMILY_BYTES, ROWS_PER_ID / math.sqrt(row_bytes)
     if deferred:
-        small, rows_per_id = SMALL_DEFERRED_BYTES, rows_per_id * DEFERRED_ROWS
+        small, rows_per_id = SMALL_DEFERRED_BYTES, min(rows_per_id * DEFERRED_ROWS, MOST_DEFERRED_ROWS)
     return extent * row_bytes >= small and extent >= ids * rows_per_id
 
 

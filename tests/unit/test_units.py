@@ -14,6 +14,7 @@ from autopar.collection import paused_collection
 from autopar.cost.model import (
     ROWS_PER_ID,
     SMALL_ACCELERATOR_BYTES,
+    SMALL_DEFERRED_BYTES,
     SMALL_FAMILY_BYTES,
     lifting_pays,
     lifting_pays_on_accelerators,
@@ -71,6 +72,15 @@ def test_lifting_pays_by_hand() -> None:
     assert lifting_pays(extent=12_000, ids=1000, row_bytes=256)
     assert not lifting_pays(extent=11_999, ids=1000, row_bytes=256)
     assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_FAMILY_BYTES // 1000 - 1)
+
+
+def test_lifting_of_deferred_rows_pays_later() -> None:
+    # 256 bytes a row: 4 x 12 rows per id would be more than 32; 9216 bytes: 4 x 192 / 96 = 8.
+    assert lifting_pays(extent=64_000, ids=2000, row_bytes=256, deferred=True)
+    assert not lifting_pays(extent=63_999, ids=2000, row_bytes=256, deferred=True)
+    assert lifting_pays(extent=16_000, ids=2000, row_bytes=9216, deferred=True)
+    assert not lifting_pays(extent=15_999, ids=2000, row_bytes=9216, deferred=True)
+    assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_DEFERRED_BYTES // 1000, deferred=True)
 
 
 def test_lifting_pays_on_accelerators_for_large_tables() -> None:
