@@ -8,11 +8,12 @@ newer part becomes the older one (`turn`).
 
 Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full part multiplies them by is kept as a
 *segment*, a number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is
-to be multiplied. Only when there is no room for segments, or a step breaks what scale-only rows rest on, all rows are
-brought up to date at once (`flush`).
+to be multiplied. Those that have waited for many segments are multiplied between steps as well, so that there is room
+for segments. Only when a step breaks what scale-only rows rest on, all rows are brought up to date at once (`flush`).
 
-Invariants: stamps of rows that aren't scale-only are at most `now`; when the newer part is full they are at least K;
-records from `now` on, and segments from `segment` on, are never read; the scales of all segments together are finite.
+Invariants: stamps of rows that aren't scale-only are at most `now`; when the newer part is full they are at least K,
+and those of scale-only rows name its segment or one of the last (`Replay.waiting`); records from `now` on, and
+segments from `segment` on, are never read; the scales of all segments together are finite.
 """
 
 from __future__ import annotations
@@ -91,11 +92,14 @@ class Deferred:
         changed, begin = self._scaled(changed, stamps, entries)
         return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
 
-    def past_older(self, rows: Sequence[Array], stamps: Array, older: Sequence[Array]) -> tuple[Array, ...]:
-        """The rows as they are at the end of the older part, none of them scale-only; of the changed leaves. `older`:
-        its records when it was closed."""
+    def past_older(
+        self, rows: Sequence[Array], stamps: Array, segment: Array, segments: Sequence[Array], older: Sequence[Array]
+    ) -> tuple[Array, ...]:
+        """The rows as they are at the end of the older part; of the changed leaves. Arguments as in `catch_up_some`."""
         changed, read = self._parts(self._rows_first(rows))
-        return self._rows_back(self._moved(changed, read, stamps, self.replay.part, older))
+        changed = self._multiplied(changed, stamps, self._closed(segment, segments))
+        begin = jnp.where(stamps < 0, self.replay.part, stamps)
+        return self._rows_back(self._moved(changed, read, begin, self.replay.part, older))
 
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
@@ -171,41 +175,53 @@ class Deferred:
         """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
         rows can't wait any longer; stamps, entries, and the older part's records."""
         p = self.replay
-        takes_all, segment, segments = self.close(entries)
+        takes_all, dropped, segment, segments = self.close(entries)
         records = [jnp.concatenate([x[p.part :], x[p.part :]]) for x in entries.records]  # what is newer isn't read
-        stamps = jnp.where(stamps < 0, stamps, stamps - p.part)
+        stamps = jnp.where(stamps < 0, stamps + dropped, stamps - p.part)
         older = [x[p.part :] for x in entries.records]
         return (takes_all, stamps, jnp.full_like(entries.now, p.part), segment, *records, *segments, *older)
 
     def catch_up_some(
-        self, leaves: Sequence[Array], stamps: Array, segment: Array, older: Sequence[Array], which: Array, times: int
+        self,
+        leaves: Sequence[Array],
+        stamps: Array,
+        segment: Array,
+        segments: Sequence[Array],
+        older: Sequence[Array],
+        which: Array,
+        times: int,
     ) -> tuple[Array, ...]:
         """Changed leaves and stamps after some rows (`which` and each `times`-th from there on) were brought up to the
         end of the older part.
 
         Args:
           leaves, stamps: As in `flush`.
-          segment: int32[], that of the newer part.
+          segment, segments: As in the entries.
           older: [K, ...] each, records of the older part when it was closed.
           which: int32[], below `times`.
           times: How many times this is called until it has seen all rows.
         """
-        p, (changed, _) = self.replay, self._parts(leaves)
+        changed, _ = self._parts(leaves)
         extent = stamps.shape[0]
         count = -(-extent // times)
         size = min(count, _block_rows(changed, extent, _SOME_ELEMENTS))
         numbered = which + times * jax.lax.iota(jnp.int32, count)
         stamped = stamps.at[numbered].get(mode="fill", fill_value=_NEVER)
-        lags = (stamped >= 0) & (stamped < p.part)
+        lags = self.lags(stamped, segment)
         places = jnp.cumsum(lags, dtype=jnp.int32) - 1
         chosen = jnp.full((count + -count % size,), extent, jnp.int32)
         chosen = chosen.at[jnp.where(lags, places, chosen.shape[0])].set(numbered, mode="drop")
 
         def caught_up(mine: Sequence[Array], stamped: Array) -> tuple[Sequence[Array], Array]:
-            new = self.past_older(mine, stamped, older)
+            new = self.past_older(mine, stamped, segment, segments, older)
             return new, self.stamps(new, segment)
 
         return self._visited(leaves, stamps, chosen, places[-1] + 1, size, caught_up)
+
+    def lags(self, stamps: Any, segment: Any) -> Any:
+        """bool[rows]: which rows have to be brought up to the end of the older part in time."""
+        waits, p = stamps < 0, self.replay
+        return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
 
     def _visited(
         self,
@@ -246,18 +262,21 @@ class Deferred:
         caught = [set_rows(leaf, some, rows, axis) for leaf, some, axis in triples]
         return (*caught, set_rows(stamps, jnp.full(rows.shape, entries.now), rows, 0))
 
-    def close(self, entries: Entries) -> tuple[Array, Array, list[Array]]:
-        """Whether scale-only rows can't wait any longer, the next segment's number, and the segments with this one."""
-        p = self.replay
+    def close(self, entries: Entries) -> tuple[Array, Array, Array, list[Array]]:
+        """Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room; the
+        next segment's number; and the segments with this one."""
+        p, none = self.replay, jnp.zeros((), jnp.int32)
         if p.scale_only is None:
-            return jnp.zeros((), bool), jnp.zeros((), jnp.int32), []
+            return jnp.zeros((), bool), none, none, []
         tables, _, hold = self._scales(entries)
+        is_full = entries.segment + 1 >= entries.segments[0].size
         segments = []
         for scales, by in zip(entries.segments, tables, strict=True):
-            own = by[jnp.minimum(entries.segment, scales.shape[0] - 1)]  # from this segment on: this part alone
-            segments.append(jax.lax.dynamic_update_index_in_dim(scales, own, entries.segment, 0))
-        last = entries.segment + 1 >= entries.segments[0].shape[0] if p.segments else jnp.zeros((), bool)
-        return ~hold | last, entries.segment + 1, segments
+            own = by[entries.segment]  # from this segment on: this part alone
+            scales = jax.lax.dynamic_update_index_in_dim(scales, own, entries.segment, 0)
+            segments.append(jnp.where(is_full, jnp.roll(scales, -p.dropped), scales))
+        dropped = jnp.where(is_full, jnp.int32(p.dropped), none)
+        return ~hold, dropped, entries.segment + 1 - dropped, segments
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
         """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""
@@ -285,40 +304,53 @@ class Deferred:
         Returns:
           With the newer part's steps, without them, and whether the first may be used.
         """
-        p, segment = self.replay, entries.segment
+        p = self.replay
         assert p.scale_only is not None, "there are scale-only rows"
         *rates, holds = entries.records[len(p.values) :][: len(p.scale_only.scaled) + 1]
         step = jax.lax.iota(jnp.int32, p.length)
         done = (step >= p.part) & (step < entries.now)
         hold = jnp.all(jnp.where(done, holds, True))
-        closed, whole = [], []
-        for rate, scales, near_one in zip(rates, entries.segments, p.scale_only.near_one, strict=True):
-            past = jax.lax.iota(jnp.int32, scales.shape[0]) < segment
+        whole, closed = [], self._closed(entries.segment, entries.segments)
+        for rate, before, near_one in zip(rates, closed, p.scale_only.near_one, strict=True):
             if near_one:
-                before = jax.lax.cumsum(jnp.where(past, scales, 0), reverse=True)
                 by = before + jnp.sum(jnp.where(done, jnp.log1p(rate), 0))
                 hold &= jnp.all(jnp.isfinite(jnp.exp(by)))
             else:
-                before = jax.lax.cumprod(jnp.where(past, scales, 1), reverse=True)
                 by = before * jnp.prod(jnp.where(done, rate, 1))
                 hold &= jnp.all(jnp.isfinite(by))  # zero times a product that overflows isn't zero
-            closed.append(before)
             whole.append(by)
         return whole, closed, hold
 
+    def _closed(self, segment: Array, segments: Sequence[Array]) -> list[Array]:
+        """For each scaled leaf [M], by segment, what the closed parts since then multiply a row by (`_scales`)."""
+        closed = []
+        scale_only = self.replay.scale_only
+        for scales, near_one in zip(segments, scale_only.near_one if scale_only else (), strict=True):
+            past = jax.lax.iota(jnp.int32, scales.shape[0]) < segment
+            together, nothing = (jax.lax.cumsum, 0) if near_one else (jax.lax.cumprod, 1)
+            closed.append(together(jnp.where(past, scales, nothing), reverse=True))
+        return closed
+
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
         """Scale-only rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
-        changed = list(changed)
-        scale_only = self.replay.scale_only
-        if scale_only is None:
-            return changed, stamps
+        if self.replay.scale_only is None:
+            return list(changed), stamps
         whole, closed, hold = self._scales(entries)
+        scales = [jnp.where(hold, all_, before) for all_, before in zip(whole, closed, strict=True)]
+        begin = jnp.where(stamps < 0, jnp.where(hold, entries.now, self.replay.part), stamps)
+        return self._multiplied(changed, stamps, scales), begin
+
+    def _multiplied(self, changed: Sequence[Array], stamps: Array, scales: Sequence[Array]) -> list[Array]:
+        """Rows of which the scale-only ones are multiplied by the scales, [M] for each scaled leaf."""
+        changed = list(changed)
         waits = stamps < 0
         since = jnp.where(waits, ~stamps, 0)
-        for k, all_, before, near_one in zip(scale_only.scaled, whole, closed, scale_only.near_one, strict=True):
-            by = jnp.where(hold, all_, before).at[since].get(mode="clip")
+        scale_only = self.replay.scale_only
+        leaves = zip(scale_only.scaled, scale_only.near_one, strict=True) if scale_only else ()
+        for (k, near_one), scale in zip(leaves, scales, strict=True):
+            by = scale.at[since].get(mode="clip")
             changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
-        return changed, jnp.where(waits, jnp.where(hold, entries.now, self.replay.part), stamps)
+        return changed
 
     # --- rows that are replayed ---
 

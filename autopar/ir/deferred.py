@@ -21,7 +21,7 @@ from autopar.ir.program import ArrayType, Block, Equation
 
 #: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
 FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-#: Parts of an update log that scale-only rows wait for at most.
+#: Parts of an update log of which it is kept what they multiply scale-only rows by.
 SEGMENTS = 256
 
 
@@ -105,6 +105,16 @@ class Replay:
     def length(self) -> int:
         """Steps that an update log has room for. An empty one begins at K, with the newer part."""
         return 2 * self.part
+
+    @property
+    def waiting(self) -> int:
+        """How many of the last full parts scale-only rows may wait for: older rows are multiplied between steps."""
+        return SEGMENTS // 2
+
+    @property
+    def dropped(self) -> int:
+        """How many segments are dropped where there is no room for another one: those for which no row waits."""
+        return SEGMENTS - 1 - self.waiting
 
     @property
     def read(self) -> int:

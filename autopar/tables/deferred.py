@@ -62,8 +62,9 @@ class UpdateLogSpec:
             return deferred.turn(operands[0], Entries.of(replay, operands[1:]))
 
         def some(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, segment, which, *older) = operands[:m], operands[m:]
-            return deferred.catch_up_some(leaves, stamps, segment, older, which, self.times)
+            leaves, (stamps, segment, which, *rest) = operands[:m], operands[m:]
+            segments, older = rest[: len(replay.segments)], rest[len(replay.segments) :]
+            return deferred.catch_up_some(leaves, stamps, segment, segments, older, which, self.times)
 
         spread = 1 if layout is None else devices.count
         self.times = deferred.times(max(leaf.type.size for leaf in flush.inputs[:n]) // spread)
@@ -78,7 +79,7 @@ class UpdateLogSpec:
         )
         self._begin = jax.jit(begin, out_shardings=self.shardings)
         self.turn = jax.jit(turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
-        some_axes = (*operand_axes[: m + 1], *[None] * (2 + len(replay.records)))
+        some_axes = (*operand_axes[: m + 1], *[None] * (2 + len(replay.segments) + len(replay.records)))
         self.catch_up_some = jax.jit(
             lambda *operands: devices.local(some, some_axes, returned[: n + 1], *operands),
             out_shardings=places[: n + 1],
@@ -109,13 +110,14 @@ class UpdateLogSpec:
         if self._compiles is not None:
             return
         rows, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
+        segments = rest[2 + len(self.replay.records) :]
         types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
         older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
 
         def compile_all(x64: bool) -> None:
             with jax_compat.enable_x64(x64):
                 self.turn.lower(stamps, *rest).compile()
-                self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *older).compile()
+                self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *segments, *older).compile()
 
         self._compiles = threading.Thread(target=compile_all, args=(jax_compat.uses_x64(),), name="autopar compiles")
         self._compiles.start()
@@ -187,9 +189,11 @@ class UpdateLog:
             self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
+        segments = self.entries[3 + len(self.spec.replay.records) :]
         due = self.spec.times * (self.now + 1 - part) // part
         for which in range(self.seen, due):
-            self._run(self.spec.catch_up_some, self.entries[0], self.entries[2], np.int32(which), *self.older)
+            rest = self.entries[2], np.int32(which), *segments, *self.older
+            self._run(self.spec.catch_up_some, self.entries[0], *rest)
             self.seen = which + 1
         if self.seen == self.spec.times:
             self.older = None

@@ -15,6 +15,7 @@ import autopar
 from autopar import jax_compat
 from autopar.ir import deferred
 from autopar.run.step import ParallelStep
+from autopar.tables.deferred import UpdateLog
 from tests.support.deferred import deferring, differences
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
@@ -92,6 +93,23 @@ def test_methods(method: str) -> None:
         batch = {**ids_of(k), "scale": np.float64(np.nan if k == 5 else 1.0)}
         mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
     assert np.isnan(np.asarray(theirs["t"])).all()
+    agree(mine, theirs)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_scale_only_rows_wait_for_some_parts_only(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then they are multiplied between steps: there is always room for a part, and all rows are never moved at once."""
+    planned, plain = deferring_on(devices, log_steps=4), jax.jit(step)
+    mine, theirs = make_state(), make_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(UpdateLog, "_flush", lambda log: pytest.fail("all rows are moved at once"))
+        for k in range(60):
+            batch = ids_of(k) if k < 3 else {"ids": ids_of(k)["ids"] % 16}
+            mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
+        log = mine["t"].log
+        waiting = np.asarray(log.entries[0])
+        assert (waiting < 0).sum() > ROWS / 2 and int(log.entries[2]) == 2
+        assert (~waiting[waiting < 0] >= 1).all(), "rows wait for a segment that is no more"
     agree(mine, theirs)
 
 

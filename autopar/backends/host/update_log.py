@@ -35,7 +35,7 @@ class HostUpdateLogSpec:
     """
 
     def __init__(self, flush: Equation, device: Any) -> None:
-        deferred = deferred_of(flush)
+        deferred = self._deferred = deferred_of(flush)
         self.replay = deferred.replay
         self.signature = [str(deferred.replay), *format_block(deferred.body)]
         self._device = device
@@ -50,8 +50,10 @@ class HostUpdateLogSpec:
             return *deferred.catch_up(operands[:m], stamps, entries), jnp.full_like(stamps, entries.now)
 
         def past_older(*operands: Any) -> tuple[Any, ...]:
-            new = deferred.past_older(operands[:m], operands[m], operands[m + 2 :])
-            return *new, deferred.stamps(new, operands[m + 1])
+            stamps, segment, *rest = operands[m:]
+            segments, older = rest[: len(self.replay.segments)], rest[len(self.replay.segments) :]
+            new = deferred.past_older(operands[:m], stamps, segment, segments, older)
+            return *new, deferred.stamps(new, segment)
 
         elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
         self.times = deferred.times(elements)
@@ -86,14 +88,19 @@ class HostUpdateLogSpec:
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
 
     def catch_up_some(
-        self, leaves: Sequence[HostRows], stamps: HostRows, segment: Any, older: Sequence[np.ndarray], which: int
+        self,
+        leaves: Sequence[HostRows],
+        stamps: HostRows,
+        entries: Sequence[Any],
+        older: Sequence[np.ndarray],
+        which: int,
     ) -> None:
         """Bring some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
         numbers = np.arange(which, len(stamps.rows), self.times)
-        stamped = stamps.rows[numbers]
-        lagging = numbers[(stamped >= 0) & (stamped < self.replay.part)]
+        lagging = numbers[self._deferred.lags(stamps.rows[numbers], entries[1])]
+        segments = entries[2 + len(self.replay.records) :]
         rows = min(-(-len(stamps.rows) // self.times), self._rows(leaves, _SOME_ELEMENTS))
-        self._replace(leaves, stamps, lagging, rows, self._past_older, segment, *older)
+        self._replace(leaves, stamps, lagging, rows, self._past_older, entries[1], *segments, *older)
 
     def _replace(
         self,
@@ -129,13 +136,13 @@ class HostUpdateLogSpec:
         """Makes the newer part the older one, stamps in place: the entries, and the older part's records; None if a
         flush has to do it (`Deferred.turn`)."""
         with jax.default_device(self._device):
-            takes_all, segment, segments = jax.tree.map(np.asarray, self._close(*entries))
+            takes_all, dropped, segment, segments = jax.tree.map(np.asarray, self._close(*entries))
         if takes_all:
             return None
         part, count = self.replay.part, len(self.replay.records)
         older = [x[part:].copy() for x in entries[2 : 2 + count]]
         records = [np.concatenate([x, x]) for x in older]  # what is newer isn't read
-        stamps.rows[stamps.rows >= 0] -= part
+        stamps.rows += np.where(stamps.rows < 0, dropped, -np.int32(part))
         return [np.full((), part, np.int32), segment, *records, *segments], older
 
     def _rows(self, leaves: Sequence[HostRows], elements: int) -> int:
@@ -198,7 +205,7 @@ class HostUpdateLog:
             return
         due = spec.times * (int(self.entries[0]) + 1 - part) // part
         for which in range(self.seen, due):
-            spec.catch_up_some(self.leaves, self.stamps, self.entries[1], self.older, which)
+            spec.catch_up_some(self.leaves, self.stamps, self.entries, self.older, which)
             self.seen = which + 1
         if self.seen == spec.times:
             self.older = None
