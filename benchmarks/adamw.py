@@ -98,12 +98,33 @@ def _adamw(rows: int, name: str) -> None:
     for batch in batches:
         touched.update(np.asarray(batch["ids"]).ravel().tolist())
     _compare(steps, states, batches, f"{name}, {len(touched) / rows:.1%} of the rows touched")
+    _evaluations(planned, states, batches, model)
     print(autopar.explain(planned))
     everything = np.random.default_rng(0).permutation(rows)
     for start in range(0, rows, IDS[0] * IDS[1]):
         ids = np.resize(everything[start : start + IDS[0] * IDS[1]], IDS).astype(np.int32)
         states["autopar"], _ = planned(states["autopar"], {"ids": jnp.asarray(ids)})
     _compare(steps, states, batches, f"{name}, every row touched")
+
+
+def _evaluations(step: Step, states: dict[str, Any], batches: list[Any], model: Callable[..., jax.Array]) -> None:
+    """Seconds of an evaluation that looks rows up, 20 steps after the last one."""
+
+    def evaluate(state: dict[str, Any], batch: dict[str, Any]) -> jax.Array:
+        return model(state["params"]["emb"][batch["ids"]], *state["params"]["weights"])
+
+    sides = {"autopar": autopar.parallelize(evaluate), "plain": jax.jit(evaluate)}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for turn in range(1, 12):
+        for k in range(20):
+            states["autopar"], _ = step(states["autopar"], batches[20 * turn + k])
+        jax.block_until_ready(states["autopar"])
+        for name, side in sides.items():
+            start = time.perf_counter()
+            jax.block_until_ready(side(states[name], batches[-turn]))
+            seconds[name].append(time.perf_counter() - start)
+    mine, plain = (1e3 * float(np.median(seconds[name][1:])) for name in sides)  # the first one compiles
+    print(f"  evaluation, 20 steps after the last one: autopar {mine:.2f} ms, plain {plain:.2f}")
 
 
 def _state(rows: int, shapes: Sequence[tuple[int, int]]) -> dict[str, Any]:
