@@ -21,6 +21,7 @@ from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl as _ConcreteArray
@@ -138,6 +139,18 @@ def body_file(jaxpr: Any) -> str:
 def enable_x64(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
     """A context in which 64-bit types exist (or don't), whatever the process's own setting."""
     return _config.enable_x64(enabled)
+
+
+def contexts() -> Callable[[], None]:
+    """Returns what gives another thread the contexts of this one, on which a compilation may depend."""
+    settings = [*_config.config_states.values(), *vars(_config).values(), *vars(_mesh).values()]
+    kept = [(s, s.get_local()) for s in settings if isinstance(s, _config.config_ext.Config)]
+
+    def enter() -> None:
+        for setting, value in kept:
+            setting.set_local(value)
+
+    return enter
 
 
 def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Exported:

@@ -1,8 +1,8 @@
 """A step with measured capacities, and what does its work when a batch exceeds them.
 
-The first program returns the old states and a flag if it was exceeded; then a loop of one iteration (and else of none)
-runs the second, whose capacities no batch exceeds. A loop, because XLA updates a loop's tables in place and copies
-those of a conditional.
+The first program returns what the batch needs of them. If that is more, it returns the old states and a flag; then a
+loop of one iteration (and else of none) runs the second, whose capacities no batch exceeds. A loop, because XLA updates
+a loop's tables in place and copies those of a conditional.
 """
 
 from __future__ import annotations
@@ -21,13 +21,24 @@ Run = Callable[..., Sequence[Array]]
 
 
 def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
-    """A function like `tight`, whose last output says whether `safe`, the same without limits and without that flag,
-    did its work."""
+    """Makes a function of `tight`, and of `safe`, the same without limits, which does its work where a batch exceeds
+    one.
+
+    Args:
+      tight: Its last outputs are what the batch needs of each capacity, int32[], and whether that is more.
+      safe: Has no such outputs.
+      program: That of `tight`.
+
+    Returns:
+      A function like `safe`, whose last output is what the batch needs of each capacity, int32[capacities].
+    """
     new_states = program.new_states
+    count = sum(e.op == "ap.load" for e in program.block.equations)
     batch = {k for k, input_ in enumerate(program.inputs) if input_.role == "batch"}
 
     def run(*inputs: Array) -> Sequence[Array]:
         *outputs, exceeded = tight(*inputs)
+        outputs, loads = outputs[:-count], outputs[-count:]
 
         def again(turn: Array, outputs: tuple[Array, ...]) -> tuple[Array, ...]:
             arguments = [
@@ -36,8 +47,8 @@ def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
             ]
             return _strong(safe(*arguments))
 
-        count = jnp.where(exceeded, 1, 0)
-        return [*jax.lax.fori_loop(0, count, again, _strong(outputs)), exceeded]
+        turns = jnp.where(exceeded, 1, 0)
+        return [*jax.lax.fori_loop(0, turns, again, _strong(outputs)), jnp.stack(loads)]
 
     return run
 

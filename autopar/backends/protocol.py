@@ -113,9 +113,9 @@ class RowBackend(abc.ABC):
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
         """The leaf with the routed rows replaced, in place where the leaf is donated; as it was if `guard` holds."""
 
-    def exceeded(self, params: Params, route: Route) -> Array:
-        """bool[]: whether the ids need more rows than the route holds."""
-        return jnp.zeros((), bool)
+    def load(self, params: Params, route: Route) -> Array:
+        """int32[]: the most rows that a device asks another one for, be they more than the route holds."""
+        return jnp.zeros((), jnp.int32)
 
     @abc.abstractmethod
     def densify(self, params: Params, rows: Array, route: Route) -> Array:

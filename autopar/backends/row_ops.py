@@ -32,6 +32,7 @@ ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "ap.row_ids": flat_ids,
     "ap.row_range": lambda p: jnp.arange(p["start"], p["stop"], p["stride"], dtype=jnp.int32),
     "ap.plus": lambda p, a, b: a + b,
+    "ap.exceeded": lambda p, load: load > p["capacity"],
     "ap.any": lambda p, *flags: jnp.any(jnp.stack(flags)),
     "ap.next": lambda p, count: count + 1,
     "ap.select": lambda p, which, new, old: jnp.where(which, old, new),

@@ -47,14 +47,14 @@ class Route:
       rows: int32[N Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
       requested: int32[N F], sorted places of the rows that a device asks for; one past the last for padding.
       spare: int32[N], a row of each owner's share that the step doesn't touch: what its last padding row is.
-      exceeded: bool[N], whether a device asks an owner for more than C rows.
+      load: int32[N], the most rows that a device asks an owner for, be they more than C.
       slot: int32[N F], where each of them is in what the device sends; N C for padding.
       back: int32[N N C], for each id that an owner was asked for its place among `rows`; Uo for none.
     """
 
     rows: Array
     spare: Array
-    exceeded: Array
+    load: Array
     requested: Array
     slot: Array
     back: Array
@@ -102,8 +102,8 @@ class ShardedRows(RowBackend):
             wanted = self._exchange(request)
             owned = sorted_unique(wanted, owned_rows, end)
             rows = jnp.where(owned < end, owned - self._first(), shard_rows)
-            exceeded = jnp.any((requested < end) & (place >= capacity))[None]
-            return rows, untouched(rows)[None], exceeded, requested, slot, find(owned, wanted, end)
+            load = jnp.max(jnp.where(requested < end, place + 1, 0))[None]
+            return rows, untouched(rows)[None], load, requested, slot, find(owned, wanted, end)
 
         batched = params["batched"] or [False] * len(ids)
         operand_axes = [0 if b else None for b in batched]
@@ -228,8 +228,8 @@ class ShardedRows(RowBackend):
         numbers = route.rows if guard is None else jnp.where(guard, self._shard_rows, route.rows)
         return self._devices.local(partial(set_rows, axis=axis), (axis, axis, 0), axis, leaf, rows, numbers)
 
-    def exceeded(self, params: Params, route: Route) -> Array:
-        return jnp.any(route.exceeded)
+    def load(self, params: Params, route: Route) -> Array:
+        return jnp.max(route.load)
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         axis = params["axis"]

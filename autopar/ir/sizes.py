@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
+#: What batches may need of a capacity until the next larger program is compiled: half of the headroom is used then.
+NEAR = (1 + 1 / HEADROOM) / 2
 #: On hosts, what shape buckets are rounded up to, less the entries of ids out of range (`passes.once_per_row`):
 #: products of so many rows waste nothing.
 _HOSTS_STEP, _HOSTS_APART = 16, 2

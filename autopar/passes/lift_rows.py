@@ -50,10 +50,11 @@ def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     before, after = count_equations(program.block), count_equations(block)
     rows = ", ".join(f"{f.bounds.rows - 1} rows" for f in bound.families)
     flag = () if lift.exceeded is None else (Output("whether a capacity was exceeded"),)
+    loads = [Output(f"the most rows that a device asks another one for, family {f}") for f in lift.loads]
     logs = [input_ for log in lift.in_order() for input_ in log.inputs()]
     kept = (Output(input_.path, k) for k, input_ in enumerate(logs, len(program.inputs)))
     lifted = dataclasses.replace(
-        program, block=block, inputs=(*program.inputs, *logs), outputs=(*program.outputs, *kept, *flag)
+        program, block=block, inputs=(*program.inputs, *logs), outputs=(*program.outputs, *kept, *loads, *flag)
     )
     return lifted, f"{before} equations became {after}; at most {rows} a step"
 
@@ -70,7 +71,9 @@ class _Lift:
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
-    #: Whether the batch exceeds a measured capacity; new values that are the old ones of a leaf then, and the leaf.
+    #: Of families with a measured capacity what the batch needs of it, in rows.
+    loads: dict[int, Var] = field(default_factory=dict)
+    #: Whether the batch exceeds one; new values that are the old ones of a leaf then, and the leaf.
     exceeded: Var | None = None
     guarded: set[tuple[Atom, int]] = field(default_factory=set)
     logs: dict[int, StepUpdateLog] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class _Lift:
         outputs = [self._output(a, k) for a, k in zip(block.outputs, states, strict=True)]
         old = [v for log in self.in_order() for v in log.old]
         outputs += [v for log in self.in_order() for v in log.new]
-        outputs += [] if self.exceeded is None else [self.exceeded]
+        outputs += [] if self.exceeded is None else [*self.loads.values(), self.exceeded]
         lifted, _ = eliminate_dead(Block((*self.inputs, *old), tuple(self.scope.equations), tuple(outputs)))
         return lifted
 
@@ -140,14 +143,16 @@ class _Lift:
 
     def _check_capacity(self) -> None:
         """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
-        tight = [f.family for f in self.bound.families if f.bounds.tight]
+        tight = {f.family: f.bounds.capacity for f in self.bound.families if f.bounds.tight}
         if not tight:
             return
         for family in tight:
             self._route(family)
-        bit = ArrayType((), np.dtype(bool))
-        flags = [self.scope.emit("ap.exceeded", (self.scope.routes[f],), bit) for f in tight]
-        self.exceeded = self.scope.emit("ap.any", flags, bit)
+        bit, rows = ArrayType((), np.dtype(bool)), ArrayType((), np.dtype(np.int32))
+        emit, routes = self.scope.emit, self.scope.routes
+        self.loads = {f: emit("ap.load", (routes[f],), rows) for f in tight}
+        flags = [emit("ap.exceeded", (load,), bit, {"capacity": tight[f]}) for f, load in self.loads.items()]
+        self.exceeded = emit("ap.any", flags, bit)
 
     def _output(self, atom: Atom, state: int | None) -> Atom:
         """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""

@@ -80,9 +80,8 @@ class AsynchronousRunner:
         """A pipeline is several programs."""
         raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
-    def was_exceeded(self) -> bool:
-        """Never: no capacity is measured."""
-        return False
+    def loads(self) -> None:
+        """None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arrays: its new state, and what the minibatch returned that has gone through.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.analysis.rules import resized
@@ -21,6 +22,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
+from autopar.ir.sizes import NEAR
 from autopar.run.buffers import with_own_buffers
 from autopar.run.read_rows import ReadRows
 from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
@@ -70,10 +72,12 @@ class DevicesRunner:
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
+        self._places = (*self._shardings, *entries)
         self._donate = donate
         self._new_states = analysed.new_states
-        self._count = len(analysed.outputs)  # and perhaps a flag
-        self._flags: collections.deque[Any] = collections.deque()
+        self._count = len(analysed.outputs)  # and perhaps what the batch needs of capacities
+        self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
+        self._loads: collections.deque[Any] = collections.deque()
         self._across = devices.processes.several
         places = self._returned(analysed, entries, bool(bound.fallback))
         order = donation_order(compiled.program.new_states, len(places))
@@ -85,7 +89,7 @@ class DevicesRunner:
 
         self._run = jax.jit(
             run_in_order,
-            in_shardings=(*self._shardings, *entries),
+            in_shardings=self._places,
             out_shardings=tuple(places[k] for k in order),
             donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
             keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
@@ -93,7 +97,7 @@ class DevicesRunner:
         self._call = watched(self._run) if self._across else self._run
 
     def _returned(
-        self, analysed: Program, entries: Sequence[NamedSharding], flag: bool
+        self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
         """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
         the batch are spread, and the rest is on every device, so that every process can read it."""
@@ -107,11 +111,14 @@ class DevicesRunner:
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
         shardings = [of(atom, out.state) for atom, out in pairs]
-        return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if flag else []))
+        return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
 
     def lower(self) -> Any:
-        """`jax.jit(...).lower` at the plan's shapes."""
-        return self._run.lower(*(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types))
+        """`jax.jit(...).lower` at the plan's shapes, as calls have them: what is compiled so, they find compiled."""
+        pairs = zip(self._types, self._places, strict=True)
+        return self._run.lower(
+            *(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type, sharding=s) for t, s in pairs)
+        )
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
@@ -125,12 +132,14 @@ class DevicesRunner:
             self._separate(leaves, placed)
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
-                known += spec.begin([placed[k] for k in spec.replay.leaves])
+                rows = [placed[k] for k in spec.replay.leaves]
+                known += spec.begin(rows)
+                spec.prepare(rows, known)  # while the step is compiled
         returned = self._call(*placed, *(x for known in entries for x in known))
         results = [returned[k] for k in self._order]
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
-            self._flags.append(results.pop())
+            self._loads.append(results.pop())
         self._keep_logs(results, lengths, going)
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
@@ -183,17 +192,18 @@ class DevicesRunner:
             for n, out in enumerate(outs):
                 results[out] = DeferredTable(log, n, layout, axes[n])
 
-    def was_exceeded(self) -> bool:
-        """Whether an earlier call is known to have exceeded a measured capacity.
+    def loads(self) -> Sequence[int] | None:
+        """What earlier calls are known to have needed of each measured capacity, in rows; None if none came near one.
 
         In one process it waits for nothing. Processes must all know it after the same call, so there it is the call
         before the latest one, which is waited for while the latest one runs.
         """
-        while len(self._flags) > 1 if self._across else self._flags and self._flags[0].is_ready():
-            if bool(self._flags.popleft()):
-                self._flags.clear()
-                return True
-        return False
+        most = None
+        while len(self._loads) > 1 if self._across else self._loads and self._loads[0].is_ready():
+            loads = np.asarray(self._loads.popleft())
+            if np.any(loads > NEAR * self._capacities):
+                most = loads if most is None else np.maximum(most, loads)
+        return None if most is None else most.tolist()
 
     def _placed(self, k: int, leaf: Any) -> Any:
         layout = self._layouts.get(k)

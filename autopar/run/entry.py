@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.across import local
+from autopar.backends.background import Compilation
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
@@ -53,7 +54,8 @@ class Entry:
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
     traced, the user's step or one made of it; `notes` are what `explain` says of that. `stage_devices` are those of a
-    pipeline's stages, `clients` those that have a replica each.
+    pipeline's stages, `clients` those that have a replica each. `larger` compiles the same step with larger capacities,
+    once batches have come near those of this one.
     """
 
     call: Call
@@ -73,6 +75,7 @@ class Entry:
     fun: Callable[..., Any] | None = None
     notes: Sequence[str] = ()
     clients: Clients | None = None
+    larger: Compilation[Entry] | None = field(default=None, init=False)
 
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read

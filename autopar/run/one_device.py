@@ -49,9 +49,8 @@ class OneDeviceRunner:
         shapes = (jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types)
         return Lowered(self._run.lower(*shapes), self._results)
 
-    def was_exceeded(self) -> bool:
-        """Never: no capacity is measured."""
-        return False
+    def loads(self) -> None:
+        """None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments."""

@@ -31,7 +31,6 @@ from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input, Program
-from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import asks_for_hosts, without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.group import StoreGroup, everyone
@@ -43,7 +42,6 @@ from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
 from autopar.passes.choose import compares_methods
-from autopar.passes.choosing.capacity import needed_share
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable
 from autopar.passes.staging.search import microbatch_counts, reference_counts
@@ -227,18 +225,6 @@ class Planner:
             return []
         note = assumed_note(self.machine.rates())
         return [note] if note else []
-
-    @staticmethod
-    def headroom_for(entry: Entry, leaves: Sequence[Any]) -> float:
-        """The headroom with which a step's example would have been planned for a batch like this one."""
-        program, bound = entry.compiled.analysed, entry.compiled.bound
-        ids = looked_up(program, entry.example_of(leaves))
-        shares = [
-            needed_share(family.bounds, program.ids[family.family], ids[family.family])
-            for family in bound.families
-            if family.bounds.tight and family.family in ids
-        ]
-        return HEADROOM * entry.headroom * max(shares, default=0.0)
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
         """The same step once more, by another example and headroom."""

@@ -95,9 +95,9 @@ class ReplicaRunner(abc.ABC):
         """A mean over clients is a program of its own."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
-    def was_exceeded(self) -> bool:
-        """Whether an earlier call of this client is known to have exceeded a measured capacity."""
-        return self.inner.was_exceeded()
+    def loads(self) -> Sequence[int] | None:
+        """What earlier calls of this client are known to have needed of measured capacities."""
+        return self.inner.loads()
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments: its new state as replicas, and what this client's minibatch gave."""

@@ -21,6 +21,6 @@ class Runner(Protocol):
         """What `jax.jit(...).lower` returns, at the plan's shapes."""
         ...
 
-    def was_exceeded(self) -> bool:
-        """Whether an earlier call is known to have exceeded a measured capacity."""
+    def loads(self) -> Sequence[int] | None:
+        """What earlier calls are known to have needed of measured capacities, in rows; None if none came near one."""
         ...

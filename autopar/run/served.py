@@ -42,9 +42,8 @@ class ServedRunner:
         """A worker's step is several programs with messages between them."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
-    def was_exceeded(self) -> bool:
-        """Never: no capacity is measured."""
-        return False
+    def loads(self) -> None:
+        """None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """The step's results, of flat arguments: the new state as leaves that servers keep, and what this worker's

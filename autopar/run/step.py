@@ -9,18 +9,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.profiler import StepTraceAnnotation
 
 from autopar import jax_compat
+from autopar.backends.background import Compilation, beside
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
+from autopar.compile import Compiled
 from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, RecompileWarning, StepError, warn
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.ir.sizes import HEADROOM, NEAR
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
+from autopar.passes.choosing.capacity import needed_share
 from autopar.run.arguments import Call, call_difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated
@@ -125,8 +130,10 @@ class ParallelStep:
         runner, has_run = ready.runner, ready.has_run
         if runner is None:  # traced: part of another program
             return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
-        if runner.was_exceeded():  # by an earlier call; what this raises, a warning too, costs no state
-            runner, has_run = self._grow(ready.entry, leaves).runner, False
+        loads = runner.loads()
+        if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
+            grown = self._grown(ready.entry, loads)
+            runner, has_run = (runner, has_run) if grown is ready.entry else (grown.runner, False)
         mark(self._calls, self.name)
         self._calls += 1
         try:
@@ -252,20 +259,58 @@ class ParallelStep:
 
     # --- planning ---
 
-    def _grow(self, entry: Entry, leaves: Sequence[Any]) -> Entry:
-        """Plan once more with larger capacities, after batches that exceeded those of the plan: twice as large, or as a
-        batch like the one at hand needs them."""
-        needed, grown = self.planner.headroom_for(entry, leaves), entry
-        while grown is entry:  # capacities are rounded
-            grown = self._again(entry, entry.example, max(2 * entry.headroom, needed))
+    def _grown(self, entry: Entry, loads: Sequence[int]) -> Entry:
+        """The step with larger capacities after batches that exceeded those of its plan: twice as large, or as large as
+        they needed, with headroom. After batches that came near them the plan as it is: the larger one is compiled
+        beside the steps. `loads`: what they needed, in rows."""
+        tight = [f for f in entry.compiled.bound.families if f.bounds.tight]
+        needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
+        exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
+        if not exceeded:
+            if entry.larger is None:
+                entry.larger = self._larger(entry, 2 * entry.headroom)
+            return entry
+        how = "the step was compiled beside the ones before"
+        with interruptible(not everyone().several), noticing(self.name, "compiling"):
+            grown = None if entry.larger is None else entry.larger.wait()
+            if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
+                how = "the step is compiled again"
+                needed = HEADROOM * entry.headroom * max(needed_share(most, n) for _, n, most in needs)
+                grown = self._with_headroom(entry, entry.example, max(2 * entry.headroom, needed))
+        self._replace(entry, grown)
         old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
         shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         warn(
-            f"{self.name}: a batch needed more rows of one device than the example did. That step was run without "
-            f"limits, with the same result; capacities grow from {shown}, in rows, and the step is compiled again",
+            f"{self.name}: a batch needed more rows of one device than the example did ({exceeded}). That step was run "
+            f"without limits, with the same result; capacities grow from {shown}, in rows, and {how}",
             CapacityWarning,
         )
         return grown
+
+    def _larger(self, entry: Entry, headroom: float) -> Compilation[Entry]:
+        """The step with larger capacities, compiled beside the steps, and planned there unless processes compare their
+        plans; these take the plan that all of them made, whether it was compiled or not."""
+        planned, example = None, entry.example
+        if self.planner.processes is not None:
+            planned = self._with_headroom(entry, example, headroom)
+        elif example is not None:  # on the host: a program on all devices would meet those of a step
+            example = [x if x is None or jax_compat.is_key(x.dtype) else np.asarray(x) for x in example]
+
+        def compiled() -> Entry:
+            larger = planned or self._with_headroom(entry, example, headroom)
+            larger.own_runner.lower().compile()
+            return larger
+
+        return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
+
+    def _with_headroom(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
+        """The step planned with larger capacities: with some headroom, or twice as much until that changes the plan, as
+        capacities are rounded."""
+        while True:
+            compiled = self.planner.plan_again(entry, example, headroom)
+            if compiled.bound.decisions != entry.compiled.bound.decisions:
+                return self._another(entry, compiled, example, headroom)
+            headroom *= 2
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
@@ -278,25 +323,37 @@ class ParallelStep:
             return
         remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
         if watch.replan == "auto" and entry.devices is not None:
-            again = self._again(entry, entry.example_of(leaves), entry.headroom)
+            again = self._by_example(entry, entry.example_of(leaves))
             remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
         warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
-    def _again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
-        """Plan once more, by an example and some headroom: another entry in this one's place, if anything changes."""
+    def _by_example(self, entry: Entry, example: Sequence[Any] | None) -> Entry:
+        """Plan once more, by another example: another entry in this one's place, if anything changes."""
         with interruptible(not everyone().several), noticing(self.name, "planning"):
-            compiled = self.planner.plan_again(entry, example, headroom)
+            compiled = self.planner.plan_again(entry, example, entry.headroom)
+        again = entry
+        if compiled.bound.decisions == entry.compiled.bound.decisions:
+            entry.example = example
+        else:
+            again = self._another(entry, compiled, example, entry.headroom)
+        self._replace(entry, again)
+        return again
+
+    def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Any] | None, headroom: float) -> Entry:
+        """The entry of a step that was planned once more, by an example and some headroom."""
+        again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
+        return self._of_all_clients(again)
+
+    def _replace(self, entry: Entry, again: Entry) -> None:
+        """Put another entry in the place of one."""
         if self.watch is not None:
             self.watch.forget(entry)
-        if compiled.bound.decisions == entry.compiled.bound.decisions:
-            entry.example, entry.headroom = example, headroom
-            return entry
-        again = self._of_all_clients(dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example))
+        if again is entry:
+            return
         self._entries.update({key: again for key, old in self._entries.items() if old is entry})
         self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
         self._last = _NONE
         self.latest = again
-        return again
 
     def _announce(self, call: Call) -> None:
         """Say that a call had new shapes; stop where that doesn't end."""
@@ -323,6 +380,12 @@ class _Ready:
     entry: Any
     runner: Runner | None
     has_run: bool = False
+
+
+def _has_room(entry: Entry, needs: Mapping[str, int]) -> bool:
+    """Whether batches that need so much, in rows by table, don't come near a capacity."""
+    tight = {f.table.path: f.bounds.capacity or 0 for f in entry.compiled.bound.families if f.bounds.tight}
+    return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)
 
 
 #: Before the first call.

@@ -7,7 +7,6 @@ looks rows up those alone: a stale row can't be read.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
 from autopar.analysis.rules import resized
 from autopar.backends.across import local
+from autopar.backends.background import Compilation, beside
 from autopar.backends.deferred import Entries
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
@@ -29,9 +28,6 @@ from autopar.ir.printer import format_block
 from autopar.ir.program import ArrayType, Equation
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
-
-#: Steps after which what a full update log needs is compiled beside them: a state that is evaluated has fewer.
-_PREPARED_AFTER = 16
 
 
 class UpdateLogSpec:
@@ -71,7 +67,7 @@ class UpdateLogSpec:
         whole = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
         self._whole = whole
-        self._compiles: threading.Thread | None = None
+        self._compilation: Compilation[None] | None = None
         self.flush = jax.jit(
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
@@ -106,26 +102,24 @@ class UpdateLogSpec:
         return list(self._begin(*leaves[: self.replay.changed]))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
-        """Compile, in a thread beside the steps, what they need once the newer part is full."""
-        if self._compiles is not None:
+        """Compile, beside the steps, what they need once the newer part is full."""
+        if self._compilation is not None:
             return
         rows, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
         segments = rest[2 + len(self.replay.records) :]
         types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
         older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
 
-        def compile_all(x64: bool) -> None:
-            with jax_compat.enable_x64(x64):
-                self.turn.lower(stamps, *rest).compile()
-                self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *segments, *older).compile()
+        def compile_all() -> None:
+            self.turn.lower(stamps, *rest).compile()
+            self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *segments, *older).compile()
 
-        self._compiles = threading.Thread(target=compile_all, args=(jax_compat.uses_x64(),), name="autopar compiles")
-        self._compiles.start()
+        self._compilation = beside("what a full update log needs", compile_all)
 
     def wait(self) -> None:
         """Wait for what `prepare` began."""
-        if self._compiles is not None:
-            self._compiles.join()
+        if self._compilation is not None:
+            self._compilation.wait()
 
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
@@ -160,10 +154,11 @@ class UpdateLog:
     def after(
         before: UpdateLog | None, spec: UpdateLogSpec, leaves: list[jax.Array], entries: list[jax.Array]
     ) -> UpdateLog:
-        """The update log after a step: one that began with it, or `before` with one step more."""
+        """The update log after a step: one that began with it, or `before` with one step more. That keeps its programs,
+        which are compiled, also where the step was planned again."""
         if before is None:
             return UpdateLog(spec, leaves, entries, spec.replay.part + 1)
-        return UpdateLog(spec, leaves, entries, before.now + 1, before.older, before.seen)
+        return UpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
 
     def bring_up_to_date(self) -> None:
         """Bring all rows up to date. The update log is empty then, and goes on with the next step."""
@@ -185,8 +180,6 @@ class UpdateLog:
             self.now = int(local(self.entries[1]))
         if self.now >= length:
             self._turn()
-        if self.now >= part + min(_PREPARED_AFTER, part // 2):
-            self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
         segments = self.entries[3 + len(self.spec.replay.records) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import jax
@@ -10,10 +11,18 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.backends.background import beside
+from tests.support.compilations import compilations, finish
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
 from tests.support.row_steps import WIDTH, ids_in, make_state, same, step
+
+
+def asking(rows: int) -> dict[str, Any]:
+    """A batch of which each of 4 devices asks each of 4 owners for so many of 4000 rows."""
+    ids = (np.arange(4)[:, None] * 1000 + np.arange(100) % rows).reshape(-1)
+    return {"ids": np.tile(ids, (4, 1)).reshape(16, 100).astype(np.int32)}
 
 
 @pytest.mark.parametrize("rows", [3, 40, 41])  # fewer than the devices, a multiple, neither
@@ -85,10 +94,56 @@ def test_capacities_grow_at_once_to_what_the_batches_need() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
     plain, mine, theirs = jax.jit(step), make_state(4000), make_state(4000)
     batches = [ids_in(0, 8, length=100), *(ids_in(0, 4000, seed, length=100) for seed in range(1, 6))]
-    with pytest.warns(autopar.CapacityWarning, match="capacities grow from 16 to 64 ") as told:
+    with pytest.warns(autopar.CapacityWarning, match="capacities grow from 16 to 72 ") as told:
         for batch in batches:
             (mine, _), (theirs, _) = planned(mine, batch), plain(theirs, batch)
             same(jax.block_until_ready(mine), theirs)
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_larger_capacities_are_compiled_before_a_batch_needs_them(slow: bool) -> None:
+    """A step that needs them before they are compiled waits for that, and compiles nothing."""
+    planned, plain = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), jax.jit(step)
+    mine, theirs = make_state(4000), make_state(4000)
+
+    def train(*sizes: int) -> None:
+        nonlocal mine, theirs
+        for size in sizes:
+            (mine, a), (theirs, b) = planned(mine, asking(size)), plain(theirs, asking(size))
+            same(jax.block_until_ready((mine, a)), (theirs, b))
+
+    train(20, 20, 28)
+    first = planned.latest
+    assert first is not None and first.larger is None and first.compiled.bound.families[0].bounds.capacity == 32
+    with compilations() as near:
+        gate = threading.Event()
+        if slow:
+            beside("what takes its time", gate.wait)
+        train(30, 20)
+        assert first.larger is not None
+        if not slow:
+            finish()
+            assert first.larger.is_done()
+        else:
+            assert not first.larger.is_done()
+            threading.Timer(0.5, gate.set).start()
+        with pytest.warns(autopar.CapacityWarning, match="compiled beside the ones before") as told:
+            train(50, 50, 20)
+    assert near.here == 0 and near.beside > 0
+    assert "(50 of params/emb, not 32)" in str(told[0].message) and "from 32 to 56 (" in str(told[0].message)
+    assert planned.latest is first.larger.wait()
+
+
+def test_larger_capacities_that_were_compiled_may_be_too_small() -> None:
+    planned, plain = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), jax.jit(step)
+    mine, theirs = make_state(4000), make_state(4000)
+    with pytest.warns(
+        autopar.CapacityWarning, match=r"80 of params/emb, not 32\).*from 32 to 96 .* compiled again"
+    ) as told:
+        for size in (20, 30, 20, 80, 80, 20):
+            (mine, a), (theirs, b) = planned(mine, asking(size)), plain(theirs, asking(size))
+            same(jax.block_until_ready((mine, a)), (theirs, b))
     assert len(told) == 1
 
 

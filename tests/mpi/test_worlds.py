@@ -24,6 +24,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_state_in_place",
             "check_results_can_be_read",
             "check_growth",
+            "check_larger_capacities",
             "check_tables",
             "check_init",
             "check_explain_and_verify",
@@ -86,7 +87,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "global_cases": {
         (2, 1): (),
         (2, 2): ("check_methods", "check_results_can_be_read", "check_growth"),
-        (3, 1): ("check_methods", "check_growth"),
+        (3, 1): ("check_methods", "check_growth", "check_larger_capacities"),
     },
     "host_cases": {
         (1, 1): (),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.background import Compilation, beside
 from autopar.backends.deferred import Entries
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
@@ -62,6 +63,7 @@ class HostUpdateLogSpec:
         self._past_older = jax.jit(past_older)
         self._close = jax.jit(lambda *entries: deferred.close(Entries.of(self.replay, entries)))
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
+        self._compilation: Compilation[None] | None = None
 
     def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostUpdateLog:
         """An empty update log for leaves whose rows are up to date."""
@@ -75,7 +77,27 @@ class HostUpdateLogSpec:
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
         segments = [np.zeros(t.shape, t.dtype) for t in self.replay.segments]
         now, segment = np.full((), self.replay.part, np.int32), np.zeros((), np.int32)
-        return HostUpdateLog(self, list(leaves), stamps, [now, segment, *records, *segments])
+        entries = [now, segment, *records, *segments]
+        self._prepare(leaves, entries)
+        return HostUpdateLog(self, list(leaves), stamps, entries)
+
+    def _prepare(self, leaves: Sequence[HostRows], entries: Sequence[np.ndarray]) -> None:
+        """Compile, beside the steps, what they need once the newer part is full."""
+        if self._compilation is not None:
+            return
+        rows = self._some_rows(leaves)
+        some = [rows_back(np.broadcast_to(leaf.rows[:1], (rows, *leaf.rows.shape[1:])), leaf.axis) for leaf in leaves]
+        count = 2 + len(self.replay.records)
+        older = [x[self.replay.part :] for x in entries[2:count]]
+        operands = [*some, np.zeros(rows, np.int32), entries[1], *entries[count:], *older]
+        close, past_older = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (entries, operands))
+
+        def compile_all() -> None:
+            self._close.lower(*close).compile()
+            self._past_older.lower(*past_older).compile()
+
+        with jax.default_device(self._device):
+            self._compilation = beside("what a full update log on hosts needs", compile_all)
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any]) -> None:
         """Bring all rows up to date, in place. `entries`: now, segment, records, segments."""
@@ -99,8 +121,8 @@ class HostUpdateLogSpec:
         numbers = np.arange(which, len(stamps.rows), self.times)
         lagging = numbers[self._deferred.lags(stamps.rows[numbers], entries[1])]
         segments = entries[2 + len(self.replay.records) :]
-        rows = min(-(-len(stamps.rows) // self.times), self._rows(leaves, _SOME_ELEMENTS))
-        self._replace(leaves, stamps, lagging, rows, self._past_older, entries[1], *segments, *older)
+        operands = entries[1], *segments, *older
+        self._replace(leaves, stamps, lagging, self._some_rows(leaves), self._past_older, *operands)
 
     def _replace(
         self,
@@ -135,6 +157,8 @@ class HostUpdateLogSpec:
     def turn(self, stamps: HostRows, entries: Sequence[Any]) -> tuple[list[Any], list[np.ndarray]] | None:
         """Makes the newer part the older one, stamps in place: the entries, and the older part's records; None if a
         flush has to do it (`Deferred.turn`)."""
+        if self._compilation is not None:
+            self._compilation.wait()
         with jax.default_device(self._device):
             takes_all, dropped, segment, segments = jax.tree.map(np.asarray, self._close(*entries))
         if takes_all:
@@ -144,6 +168,10 @@ class HostUpdateLogSpec:
         records = [np.concatenate([x, x]) for x in older]  # what is newer isn't read
         stamps.rows += np.where(stamps.rows < 0, dropped, -np.int32(part))
         return [np.full((), part, np.int32), segment, *records, *segments], older
+
+    def _some_rows(self, leaves: Sequence[HostRows]) -> int:
+        """Rows that `catch_up_some` brings up to date at a time."""
+        return min(-(-len(leaves[0].rows) // self.times), self._rows(leaves, _SOME_ELEMENTS))
 
     def _rows(self, leaves: Sequence[HostRows], elements: int) -> int:
         """Rows of which no leaf has more than so many elements."""

@@ -76,12 +76,9 @@ def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
     return int(max(loads, default=0))
 
 
-def needed_share(bounds: Bounds, ids: RowIds, flat: Sequence[np.ndarray]) -> float:
-    """Returns what a batch with these flat ids needs of a measured capacity, before that was rounded."""
-    assert bounds.capacity is not None, "only sharded rows have a capacity"
-    layout = bounds_layout(bounds)
-    requested = device_ids(flat, ids.batched, layout.devices, layout.extent)
-    return _busiest(requested, layout) / (bounds.capacity - _STEP / 2)
+def needed_share(capacity: int, load: int) -> float:
+    """Returns what a load is of a measured capacity, before that was rounded."""
+    return load / (capacity - _STEP / 2)
 
 
 def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:

@@ -239,10 +239,10 @@ def _of_log(walk: Forms, equation: Equation) -> None:
     _write(walk, equation, inputs, itertools.chain(states[: replay.changed], states[-1:], entries))
 
 
-def _exceeded(walk: Forms, equation: Equation) -> None:
+def _load(walk: Forms, equation: Equation) -> None:
     part = Var(equation.outputs[0].type)
     walk.append(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, "or", equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, "max", equation), None
 
 
 def _select(walk: Forms, equation: Equation) -> None:
@@ -303,7 +303,8 @@ LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.record": _each("whole", "whole"),
     "ap.flush": _of_log,
     "ap.next": _each("whole", "whole"),
-    "ap.exceeded": _exceeded,
+    "ap.load": _load,
+    "ap.exceeded": _each("whole", "whole"),
     "ap.plus": _plus,
     "ap.any": _each("whole", "whole"),
     "ap.select": _select,

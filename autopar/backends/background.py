@@ -1,0 +1,108 @@
+"""`beside`: compiles programs in a thread beside the steps, so that a step that needs one later finds it compiled.
+
+JAX keeps what `jax.jit(f).lower(shapes).compile()` made for later calls of that `jax.jit(f)`, whichever thread it was,
+if contexts are the same (64-bit types, precision, a mesh: `jax_compat.contexts`).
+
+Invariants: one thread does all of it, in the order in which it was given. What fails there is logged, and is compiled
+by the step that needs it, which raises what is to be raised. A process that ends drops what waits, but finishes the one
+program that is being compiled: XLA aborts a process that leaves it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from autopar import jax_compat
+
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+#: The thread's name.
+THREAD = "autopar-compiles"
+
+
+class Compilation(Generic[_T]):
+    """What is compiled beside the steps."""
+
+    def __init__(self, what: str, compile_all: Callable[[], _T], otherwise: _T | None) -> None:
+        self._what, self._compile_all, self._otherwise = what, compile_all, otherwise
+        self._enter_contexts = jax_compat.contexts()
+        self._future: Future[_T | None] = Future()
+
+    def run(self) -> None:
+        """Compile, in the thread."""
+        result = self._otherwise
+        try:
+            self._enter_contexts()
+            result = self._compile_all()
+        except Exception as error:
+            text = "%s couldn't be compiled beside the steps, so that a step will do it: %s: %s"
+            _logger.warning(text, self._what, type(error).__name__, error)
+        finally:
+            self._future.set_result(result)
+
+    def drop(self) -> None:
+        """Leave it to the step that needs it."""
+        self._future.set_result(self._otherwise)
+
+    def is_done(self) -> bool:
+        """Whether nobody has to wait for it."""
+        return self._future.done()
+
+    def wait(self) -> _T | None:
+        """Returns what the function returned, once it is done; `otherwise` if it failed or was dropped."""
+        return self._future.result()
+
+
+def beside(what: str, compile_all: Callable[[], _T], otherwise: _T | None = None) -> Compilation[_T]:
+    """Compiles programs in the thread, when it has done what it was given before.
+
+    Args:
+      what: Which they are, for a message.
+      compile_all: Lowers and compiles them. It runs nothing on several devices, where a step's collectives could meet
+        it in another order.
+      otherwise: What waiting for it returns where it failed, or was dropped.
+    """
+    compilation = Compilation(what, compile_all, otherwise)
+    _compiler().add(compilation)
+    return compilation
+
+
+class _Compiler:
+    """The thread, and what waits for it."""
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[Compilation[Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
+        with contextlib.suppress(RuntimeError):  # the interpreter ends
+            self._thread.start()
+            atexit.register(self._end)
+
+    def add(self, compilation: Compilation[Any]) -> None:
+        if self._thread.is_alive():
+            self._waiting.put(compilation)
+        else:  # the process ends, or is a fork of the one that has the thread
+            compilation.drop()
+
+    def _run(self) -> None:
+        while (compilation := self._waiting.get()) is not None:
+            compilation.run()
+
+    def _end(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while (waiting := self._waiting.get_nowait()) is not None:
+                waiting.drop()
+        self._waiting.put(None)
+        self._thread.join()
+
+
+@functools.cache
+def _compiler() -> _Compiler:
+    return _Compiler()

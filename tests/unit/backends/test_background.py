@@ -1,0 +1,107 @@
+"""`beside`: a thread that compiles; the process ends, and errors are told, whatever it does."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+import threading
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import jax_compat
+from autopar.backends.background import THREAD, beside
+from tests.support.compilations import compilations
+
+SHAPE = jax.ShapeDtypeStruct((5, 5), jnp.float32)
+
+
+def test_one_thread_does_all_in_order() -> None:
+    done: list[tuple[int, str]] = []
+
+    def work(k: int) -> int:
+        done.append((k, threading.current_thread().name))
+        return k
+
+    work_of = [beside("a number", lambda k=k: work(k)) for k in range(5)]
+    assert [w.wait() for w in work_of] == list(range(5)) and all(w.is_done() for w in work_of)
+    assert done == [(k, THREAD) for k in range(5)]
+
+
+def test_calls_find_what_was_compiled() -> None:
+    f = jax.jit(lambda x: jnp.sin(x) @ x)
+    given = jnp.ones((5, 5))
+    with compilations() as made:
+        beside("f", lambda: f.lower(SHAPE).compile()).wait()
+        f(given)
+    assert (made.here, made.beside) == (0, 1)
+
+
+def test_in_the_contexts_of_who_asks() -> None:
+    """By which JAX tells compilations apart, so that calls in them find what was compiled."""
+    f = jax.jit(lambda x: jnp.cos(x) @ x.astype(float))
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    given = jax.device_put(jnp.ones((5, 5)), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+    with compilations() as made, jax_compat.enable_x64(), jax.default_matmul_precision("highest"), jax.set_mesh(mesh):
+        shape = jax.ShapeDtypeStruct((5, 5), jnp.float32, sharding=given.sharding)
+        beside("f", lambda: f.lower(shape).compile()).wait()
+        assert f(given).dtype == jnp.float64
+    assert (made.here, made.beside) == (0, 1)
+    assert not beside("its types", lambda: jax_compat.uses_x64()).wait(), "a context ends with who asked for it"
+
+
+def test_an_error_is_told_and_left_to_the_step(caplog: pytest.LogCaptureFixture) -> None:
+    def fails() -> int:
+        raise ValueError("no such program")
+
+    with caplog.at_level(logging.WARNING, "autopar"):
+        assert beside("a program", fails).wait() is None
+        assert beside("a program", fails, otherwise=7).wait() == 7
+    assert "a program couldn't be compiled beside the steps" in caplog.text
+    assert "ValueError: no such program" in caplog.text
+    assert beside("another one", lambda: 1).wait() == 1, "the thread goes on"
+
+
+_ENDS = """
+import threading, time
+import jax
+from autopar.backends.background import beside
+
+begun = threading.Event()
+
+def slow(x):
+    for _ in range(100):
+        x = jax.numpy.sin(x) @ x
+    return x
+
+def first():
+    lowered = jax.jit(slow).lower(jax.ShapeDtypeStruct((9, 9), "float32"))
+    begun.set()
+    lowered.compile()
+    print("compiled")
+
+late = [beside("the first", first), beside("the second", lambda: print("never")), beside("more", time.sleep)]
+begun.wait()
+print("ends")
+"""
+
+
+def test_a_process_ends_whatever_is_under_way() -> None:
+    """XLA would abort it in the midst of a program; what waits is dropped."""
+    ended = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["ends", "compiled"]), ended.stderr
+
+
+_AT_EXIT = """
+import atexit
+from autopar.backends.background import beside
+atexit.register(lambda: print(beside("late", lambda: 1).wait()))  # the last one is called first
+print(beside("in time", lambda: 1).wait())
+"""
+
+
+def test_what_comes_after_the_end_waits_for_nothing() -> None:
+    ended = subprocess.run([sys.executable, "-c", _AT_EXIT], capture_output=True, text=True, timeout=100)
+    assert (ended.returncode, ended.stdout.split()) == (0, ["1", "None"]), ended.stderr
