@@ -107,6 +107,11 @@ class Replay:
         return 2 * self.part
 
     @property
+    def prepared(self) -> int:
+        """After how many steps what a full part needs is compiled beside them: many states are trained for fewer."""
+        return min(16, self.part // 2)
+
+    @property
     def waiting(self) -> int:
         """How many of the last full parts scale-only rows may wait for: older rows are multiplied between steps."""
         return SEGMENTS // 2

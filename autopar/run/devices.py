@@ -132,9 +132,7 @@ class DevicesRunner:
             self._separate(leaves, placed)
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
-                rows = [placed[k] for k in spec.replay.leaves]
-                known += spec.begin(rows)
-                spec.prepare(rows, known)  # while the step is compiled
+                known += spec.begin([placed[k] for k in spec.replay.leaves])
         returned = self._call(*placed, *(x for known in entries for x in known))
         results = [returned[k] for k in self._order]
         lengths = [len(known) for known in entries]

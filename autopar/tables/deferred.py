@@ -180,6 +180,8 @@ class UpdateLog:
             self.now = int(local(self.entries[1]))
         if self.now >= length:
             self._turn()
+        if self.now >= part + self.spec.replay.prepared:
+            self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
         segments = self.entries[3 + len(self.spec.replay.records) :]

@@ -77,11 +77,9 @@ class HostUpdateLogSpec:
         records = [np.zeros((self.replay.length, *t.shape), t.dtype) for t in self.replay.records]
         segments = [np.zeros(t.shape, t.dtype) for t in self.replay.segments]
         now, segment = np.full((), self.replay.part, np.int32), np.zeros((), np.int32)
-        entries = [now, segment, *records, *segments]
-        self._prepare(leaves, entries)
-        return HostUpdateLog(self, list(leaves), stamps, entries)
+        return HostUpdateLog(self, list(leaves), stamps, [now, segment, *records, *segments])
 
-    def _prepare(self, leaves: Sequence[HostRows], entries: Sequence[np.ndarray]) -> None:
+    def prepare(self, leaves: Sequence[HostRows], entries: Sequence[np.ndarray]) -> None:
         """Compile, beside the steps, what they need once the newer part is full."""
         if self._compilation is not None:
             return
@@ -229,6 +227,8 @@ class HostUpdateLog:
                 self.bring_up_to_date()
             else:
                 (self.entries, self.older), self.seen = turned, 0
+        if int(self.entries[0]) >= part + spec.replay.prepared:
+            spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
         due = spec.times * (int(self.entries[0]) + 1 - part) // part

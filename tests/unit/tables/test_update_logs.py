@@ -51,11 +51,11 @@ def trained(planned: ParallelStep, state: Any, first: int, end: int) -> Any:
 def test_no_step_compiles_when_the_log_is_full(strategy: Any) -> None:
     planned = made_for(strategy)
     with compilations() as at_first:
-        state = trained(planned, make_state(), 0, 2)
+        state = trained(planned, make_state(), 0, 8)
     assert planned.plan is not None and planned.plan.defers
     assert at_first.beside == 2, "a log's turn, and some rows that are brought up to date after it"
     with compilations() as later:
-        state = trained(planned, state, 2, 3 * LOG_STEPS)
+        state = trained(planned, state, 8, 3 * LOG_STEPS)
     assert later.here == later.beside == 0
     log = state["t"].log if strategy == "ps" else state["t"].waiting.log
     now = log.now if strategy == "ps" else int(log.entries[0])
