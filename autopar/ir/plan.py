@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -290,7 +291,7 @@ class Plan:
         write_plan(path, self)
 
     @staticmethod
-    def load(path: str | Path) -> Plan:
+    def load(path: str | os.PathLike[str]) -> Plan:
         """The plan in a file; equal to the one that was saved.
 
         Raises:

@@ -31,6 +31,12 @@ _LINE = 100
 T = TypeVar("T")
 
 
+def plan_text(made: Any) -> str:
+    """Returns what a dataclass's file holds."""
+    text = json.dumps({"format": FORMAT, "version": VERSION, "plan": _plain(made)}, indent=2, ensure_ascii=False)
+    return _FLAT.sub(_on_one_line, _FLAT.sub(_on_one_line, text)) + "\n"
+
+
 def write_plan(path: str | Path, made: Any) -> None:
     """Write a dataclass to a file, all or nothing.
 
@@ -38,17 +44,15 @@ def write_plan(path: str | Path, made: Any) -> None:
       PlanError: the file can't be written.
     """
     path = Path(path)
-    text = json.dumps({"format": FORMAT, "version": VERSION, "plan": _plain(made)}, indent=2, ensure_ascii=False)
-    text = _FLAT.sub(_on_one_line, _FLAT.sub(_on_one_line, text))
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        new.write_text(text + "\n", encoding="utf-8")
+        new.write_text(plan_text(made), encoding="utf-8")
         os.replace(new, path)
     except OSError as error:
         raise PlanError(f"{path}: the plan can't be written: {error.strerror}") from error
 
 
-def read_plan(path: str | Path, kind: type[T]) -> T:
+def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
     """The dataclass in a file.
 
     Raises:
@@ -57,7 +61,8 @@ def read_plan(path: str | Path, kind: type[T]) -> T:
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:
-        contents = json.loads(Path(path).read_text(encoding="utf-8"))
+        place: Any = path if hasattr(path, "read_text") else Path(path)
+        contents = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: the plan can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

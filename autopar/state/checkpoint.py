@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -21,8 +20,9 @@ from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.checksums import check_files
-from autopar.state.files.folder import Folder, named
+from autopar.state.files.folder import Folder
 from autopar.state.files.manifest import Manifest
+from autopar.state.files.places import Place, named
 from autopar.state.files.structure import rebuild
 from autopar.state.init import unbound
 from autopar.state.pending_save import PendingSave
@@ -185,10 +185,10 @@ def _restore(
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
 
-def _manifest_of(folder: Folder, group: Group) -> tuple[Path, Manifest]:
+def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
     """The version that counts, and what is in it."""
 
-    def read() -> tuple[Path, int | None, bytes]:
+    def read() -> tuple[Place, int | None, bytes]:
         version, crc32 = folder.current()
         path = version / manifests.NAME
         with named(path, "read"):
@@ -201,7 +201,7 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Path, Manifest]:
     return version, Manifest.parse(data, version, crc32)
 
 
-def _warn_of_unchecked(version: Path, manifest: Manifest) -> None:
+def _warn_of_unchecked(version: Place, manifest: Manifest) -> None:
     unchecked = [file.name for file in manifest.files if not file.is_checked]
     if unchecked or manifest.format == 1:
         files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -29,6 +28,7 @@ from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
 from autopar.state.checkpoint import restore
 from autopar.state.files.history import Best, History
+from autopar.state.files.places import Place
 from autopar.state.init import init
 from autopar.state.leaving import Leaving
 from autopar.state.pending_save import PendingSave, Written
@@ -146,7 +146,7 @@ class Checkpointer:
         """Returns the step of the best checkpoint; None if none was evaluated."""
         return None if self._best is None else self._best.step
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """Returns where the checkpoint of a step is, for `autopar.restore`."""
         return self._history.folder(step).path
 
@@ -313,7 +313,7 @@ class Checkpointer:
                 history.note_best(best)
             plan = None if self._planned is None else self._planned.plan
             if plan is not None and _is_plain(plan):
-                plan.save(history.plan)
+                history.note_plan(plan)
             noted = history.best()  # until the new one is saved, too
             kept = known if self._keep is None else known[-self._keep :]
             history.clean([*kept, *([] if noted is None else [noted.step])])
@@ -325,7 +325,7 @@ class Checkpointer:
             return restore(self.path(step), shapes)
         pure = self._planned.step if isinstance(self._planned, BoundStep) else self._planned
         own = pure.planner
-        plan = self._led(lambda: Plan.load(self._history.plan) if self._history.plan.exists() else None)
+        plan = self._led(lambda: Plan.load(self._history.plan) if self._history.plan.is_file() else None)
         if plan is not None and pure.latest is None and own.may_follow(plan):
             pure.planner = own.following(plan)
         try:

@@ -17,7 +17,8 @@ from autopar.launch.group import Group
 from autopar.state.files.dense import require_orbax, write_dense
 from autopar.state.files.folder import Folder, await_visible
 from autopar.state.files.manifest import FileRecord, Manifest
-from autopar.state.files.rows import require_tensorstore, write_rows
+from autopar.state.files.places import Place, mapped, require_tensorstore
+from autopar.state.files.rows import write_rows
 from autopar.state.files.structure import Node, describe_tree
 from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, on_one_process, saved_leaves
 
@@ -43,7 +44,7 @@ class PendingSave:
     """
 
     folder: Folder
-    version: Path
+    version: Place
     structure: Node
     leaves: Sequence[SavedLeaf]
     count: int
@@ -68,10 +69,10 @@ class PendingSave:
         def look() -> str:
             known.extend(saved_leaves(state))
             known.extend(leaves_beside(state))
-            if any(leaf.record.kind == "dense" for leaf in known):
-                require_orbax()
             if any(leaf.record.kind == "rows" for leaf in known):
                 require_tensorstore()
+            if any(leaf.record.kind == "dense" for leaf in known) and isinstance(folder.path, Path):
+                require_orbax()
             lines = [f"position {json.dumps(_plain(position), sort_keys=True)}"]
             lines += [leaf.record.told for leaf in known]
             if copied:
@@ -87,14 +88,17 @@ class PendingSave:
         """Write this process's files, down to the disk. Exchanges nothing."""
         version = self.version
         await_visible(version)
-        rows = []
-        dense: tuple[FileRecord, ...] = ()
-        for number, leaf in enumerate(self.leaves):
-            if leaf.record.kind == "rows":
-                rows += [(number, shard, write_rows(version, name, part)) for name, shard, part in leaf.parts()]
-        if self.group.rank == 0:
-            dense = write_dense(version, {x.record.name: x.array() for x in self.leaves if x.record.kind == "dense"})
-        return Written(rows, dense)
+        in_rows = [k for k, leaf in enumerate(self.leaves) if leaf.record.kind == "rows"]
+        dense = [k for k, leaf in enumerate(self.leaves) if leaf.record.kind == "dense" and self.group.rank == 0]
+        if not isinstance(version, Path):  # to a store Orbax writes with more packages only
+            in_rows, dense = in_rows + dense, []
+
+        def rows_of(k: int) -> list[tuple[int, int, Sequence[FileRecord]]]:
+            return [(k, shard, write_rows(version, name, rows)) for name, shard, rows in self.leaves[k].parts()]
+
+        rows = mapped(version, rows_of, in_rows, "saving a checkpoint")
+        arrays = {self.leaves[k].record.name: self.leaves[k].array() for k in dense}
+        return Written([row for own in rows for row in own], write_dense(version, arrays))
 
     def commit(self, written: Callable[[], Written]) -> None:
         """Make it the checkpoint, or remove it if a process couldn't write its files. Collective.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,17 +14,19 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.clients import mean_of
 from autopar.errors import CheckpointError, StateWarning, warn
+from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.mpi.machines import exchange
 from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import LeafRecord, Manifest
+from autopar.state.files.places import Place, mapped
 from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.resize import resized_axis
 from autopar.state.saving import NUMBERS
-from autopar.tables.home import ArrayHome, Home, Whole
+from autopar.tables.home import ArrayHome, Home, Source, Whole
 from autopar.tables.host import HostHome
 from autopar.tables.replica import Replica
 from autopar.tables.sharded import RowsHome
@@ -164,32 +165,37 @@ def shapes_of(manifest: Manifest) -> list[Any]:
 
 
 def read_leaves(
-    version: Path, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
+    version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
 ) -> list[Any]:
     """All leaves, each at its home, from files that were checked; of tables on hosts this rank's rows, of replicas
     this client's, or their mean if it is None. Exchanges nothing."""
     dense = {}
     for record, home in zip(records, homes, strict=True):
-        if record.kind == "dense":
+        if record.kind == "dense" and not record.files:
             shape = record.shape if record.key is None else _key_data(record).shape
             own = jax.process_count() == 1 and record.key is None
             dense[record.name] = (shape, record.numpy_dtype, home.reads_itself if own else None)
     arrays = read_dense(version, dense)
-    pairs = zip(records, homes, strict=True)
-    return [_read(version, record, home, arrays.get(record.name), client) for record, home in pairs]
+
+    def read(leaf: tuple[LeafRecord, Home]) -> Any:
+        return _read(version, *leaf, arrays.get(leaf[0].name), client)
+
+    return mapped(version, read, zip(records, homes, strict=True), "restoring a checkpoint")
 
 
 def _key_data(record: LeafRecord) -> Any:
     return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
 
 
-def _read(version: Path, record: LeafRecord, home: Home, array: Any, client: int | None) -> Any:
+def _read(version: Place, record: LeafRecord, home: Home, array: Any, client: int | None) -> Any:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows" and record.replicas:
         return home.made(Whole(_replica(version, record, client)), record)
     if record.kind == "rows":
         return home.made(RowFiles(version, record), record)
+    if record.kind == "dense" and record.files:
+        return home.made(_array(version, record), record)
     if record.kind == "empty":
         array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
     if isinstance(array, jax.Array):
@@ -197,7 +203,16 @@ def _read(version: Path, record: LeafRecord, home: Home, array: Any, client: int
     return home.made(Whole(np.asarray(array)), record)
 
 
-def _replica(version: Path, record: LeafRecord, client: int | None) -> np.ndarray:
+def _array(version: Place, record: LeafRecord) -> Source:
+    """What a dense leaf is read from that was written as rows."""
+    shape = record.shape if record.key is None else _key_data(record).shape
+    rows = shape or (1,)
+    layout = RowLayout(rows[0], 1, cyclic=False)
+    files = RowFiles(version, dataclasses.replace(record, shape=rows, layout=layout))
+    return files if rows == record.shape else Whole(files.whole().reshape(shape))
+
+
+def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarray:
     """A client's replica; the mean of all if it is None, or the first one of what has none."""
     shape = record.shape if record.key is None else _key_data(record).shape
     files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))

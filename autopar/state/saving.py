@@ -54,8 +54,11 @@ class SavedLeaf:
         return value if isinstance(value, jax.Array) and jax.process_count() == 1 else np.asarray(value)
 
     def parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yields (array's name, share, its rows in front) of what this process has; one process has each share."""
-        assert self.shards is not None, "rows are in shards"
+        """Yields (array's name, share, its rows in front) of what this process has; one process has each share. A dense
+        leaf is one share."""
+        if self.shards is None:
+            yield array_name(self.record.name, 0, 1), 0, np.atleast_1d(self.array())
+            return
         for shard, rows in self.shards.own():
             count = int(self.shards.layout.rows_on(np.asarray(shard)))
             yield array_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]

@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from tests.support.meshes import mesh_of
+from tests.support.object_store import object_store
 from tests.support.row_steps import TX, ids_in, same, step
 
 WIDTH = 3  # on 3 devices a table whose rows can't be spread equally is spread by columns
@@ -101,7 +102,10 @@ def test_autopar_saves_tables_share_by_share(rows: int, tmp_path: Path) -> None:
         same(trained(planned, restored, rows, range(3, 6)), expected)
 
 
-def test_ordinary_arrays_are_restored_with_their_shardings(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "s3://bucket/run"])
+def test_ordinary_arrays_are_restored_with_their_shardings(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mesh = mesh_of(4)
     axis = mesh.axis_names[0]
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis))
@@ -112,8 +116,11 @@ def test_ordinary_arrays_are_restored_with_their_shardings(tmp_path: Path) -> No
         "key": jax.device_put(jax.random.key(3), everywhere),
         "one": jnp.arange(3),
     }
-    autopar.save(tmp_path, state)
-    restored = autopar.restore(tmp_path, state).state
+    with object_store() as store:
+        for variable, value in store.environment.items():
+            monkeypatch.setenv(variable, value)
+        autopar.save(place or tmp_path, state)
+        restored = autopar.restore(place or tmp_path, state).state
     for name, leaf in state.items():
         assert restored[name].sharding == leaf.sharding and restored[name].dtype == leaf.dtype
         assert jax.typeof(restored[name]).weak_type == jax.typeof(leaf).weak_type

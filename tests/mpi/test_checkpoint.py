@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.mpi.checkpoint_training import WITHIN
 from tests.support.mpi.jobs import Run
+from tests.support.object_store import object_store
 from tests.support.pairs import long
 
 TRAINING = "from tests.support.mpi.checkpoint_training import main\n\nmain()\n"
@@ -93,6 +94,25 @@ def test_a_training_that_is_killed_while_it_saves_beside_its_steps(train: Any, t
     assert began == 2
     for a, b in zip(found, train(2, tmp_path / "undisturbed")[1], strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
+
+
+def test_a_killed_training_goes_on_from_an_object_store(train: Any, tmp_path: Path) -> None:
+    """A rank is killed between its arrays, on two ranks; it goes on on as many, bit for bit, and on others."""
+    with object_store() as store:
+        folder = Path("s3://bucket/run")
+        assert train(2, folder, "rows:1:3", **store.environment) == (0, None)
+        assert {name.split("/")[2] for name in store.objects} == {"CURRENT", "version-000001", "version-000002"}
+        left = dict(store.objects)
+        began, found = train(2, folder, **store.environment)
+        assert began == 2
+        expected = train(2, tmp_path / "undisturbed")[1]
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(a, b, strict=True)
+        store.objects = left
+        began, found = train(3, folder, **store.environment)
+        assert began == 2
+        for a, b in zip(found, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
 
 
 CASES = """

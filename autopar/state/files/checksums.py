@@ -6,66 +6,67 @@ their end, and checks when it reads them.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from autopar.errors import DamagedCheckpointError
 from autopar.launch.group import go_on
-from autopar.state.files.folder import flush, named
 from autopar.state.files.manifest import FileRecord
-
-#: Bytes that are read at a time.
-_BLOCK = 1 << 24
+from autopar.state.files.places import Place, blocks, flush, last_bytes, mapped, named
 
 
 def flushed(version: Path, path: Path) -> FileRecord:
     """The record of a file that somebody wrote under a version's directory, once it is down on the disk."""
     with named(path, "written"):
         flush(path)
-        return FileRecord(path.relative_to(version).as_posix(), path.stat().st_size, _crc32(path, "saving"))
+        return FileRecord(path.relative_to(version).as_posix(), *_length_and_crc32(path, "saving"))
 
 
-def check_files(version: Path, files: Iterable[FileRecord]) -> None:
+def check_files(version: Place, files: Iterable[FileRecord]) -> None:
     """Check that files hold what was written; of chunks of rows, which are checked when they are read, that they are
     those of the checkpoint, and of files without a checksum (of format 1) that they are as long.
 
     Raises:
       DamagedCheckpointError: a file doesn't, or isn't there; it is named.
     """
-    for record in files:
+
+    def check(record: FileRecord) -> None:
         path = version / record.name
         with named(path, "read"):
             try:
-                nbytes = path.stat().st_size
+                nbytes, differs = _compared(path, record)
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} is missing: the checkpoint isn't whole. {_REMEDY}") from None
             if nbytes != record.nbytes:
                 raise DamagedCheckpointError(
                     f"{path} has {nbytes} bytes instead of {record.nbytes}: it was cut short, or written to. {_REMEDY}"
                 )
-            differs = record.crc32 is not None and _crc32(path, "restoring") != record.crc32
-            if differs or (record.crc32c is not None and _last_word(path) != record.crc32c):
+            if differs:
                 raise DamagedCheckpointError(
                     f"{path} isn't what was written (its checksum differs): it is damaged. {_REMEDY}"
                 )
+
+    mapped(version, check, files, "restoring a checkpoint")
 
 
 #: What to do about a damaged checkpoint.
 _REMEDY = "The checkpoint can't be restored: take a copy of it, or another checkpoint"
 
 
-def _crc32(path: Path, doing: str) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
-            go_on(f"{doing} a checkpoint")
-    return crc
+def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
+    """Returns how long a file is, and whether it has another checksum."""
+    if record.crc32c is None:
+        nbytes, crc32 = _length_and_crc32(path, "restoring")
+        return nbytes, record.crc32 is not None and crc32 != record.crc32
+    # A store is asked for a chunk's end alone: that of another length is another one.
+    nbytes = path.stat().st_size if isinstance(path, Path) else record.nbytes
+    return nbytes, nbytes == record.nbytes and int.from_bytes(last_bytes(path, 4), "little") != record.crc32c
 
 
-def _last_word(path: Path) -> int:
-    with path.open("rb") as file:
-        file.seek(-4, os.SEEK_END)
-        return int.from_bytes(file.read(), "little")
+def _length_and_crc32(path: Place, doing: str) -> tuple[int, int]:
+    nbytes = crc = 0
+    for block in blocks(path):
+        nbytes, crc = nbytes + len(block), zlib.crc32(block, crc)
+        go_on(f"{doing} a checkpoint")
+    return nbytes, crc

@@ -17,8 +17,8 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 from autopar.state.files.checksums import flushed
-from autopar.state.files.folder import disk_space
 from autopar.state.files.manifest import FileRecord
+from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore
 
 DENSE_FOLDER = "dense"
 
@@ -44,13 +44,14 @@ def _checkpointer(orbax: Any) -> Any:
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
 
 
-def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
+def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
     """Write arrays, down to the disk.
 
     `arrays`, by name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
     """
     if not arrays:
         return ()
+    assert isinstance(version, Path), "Orbax writes to disks"
     orbax = require_orbax()
     try:
         with _checkpointer(orbax) as checkpointer:
@@ -66,7 +67,7 @@ def write_dense(version: Path, arrays: Mapping[str, Any]) -> tuple[FileRecord, .
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
+def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
     """Arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:
@@ -75,6 +76,8 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
     """
     if not wanted:
         return {}
+    if not isinstance(version, Path):
+        return {name: _copied(version, name) for name in wanted}
     orbax = require_orbax()
     shapes, how = {}, {}
     for name, (shape, dtype, sharding) in wanted.items():
@@ -92,3 +95,11 @@ def read_dense(version: Path, wanted: Mapping[str, tuple[tuple[int, ...], Any, A
         except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
             message = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {message}") from error
+
+
+def _copied(version: Place, name: str) -> np.ndarray:
+    """Returns an array that Orbax wrote to a disk, and that was copied to a store, where Orbax needs more packages."""
+    files = {"driver": "ocdbt", "base": kvstore_of(version / DENSE_FOLDER), "path": f"{name}/"}
+    return np.asarray(
+        require_tensorstore().open({"driver": "zarr", "kvstore": files}, read=True).result().read().result()
+    )

@@ -9,24 +9,22 @@ commit. Whatever CURRENT doesn't name was left behind by a save that was interru
 reads it, and the next save removes it.
 
 Files and directories are flushed to the disk (fsync) before the commit, and the commit after it: power may fail, too.
+In an object store, where nothing is renamed, the commit is that the object CURRENT is written in place of the old one.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import os
 import re
-import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
+from autopar.state.files.places import Place, flush, flush_all, named, place_of, put, remove_all
 
 POINTER = "CURRENT"
-_NEW_POINTER = "CURRENT.new"
+_NEW_POINTER = f"{POINTER}.new"
 _VERSION = re.compile(r"version-(\d{6,})", re.ASCII)
 _LINE = re.compile(r"(version-\d{6,})(?: crc32=([0-9a-f]{8})\n|\n?)", re.ASCII)
 
@@ -38,22 +36,16 @@ _VISIBLE_S = 30.0
 class Folder:
     """A checkpoint's place: an absolute path, which needn't exist."""
 
-    path: Path
+    path: Place
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """The place that a user names; a CheckpointError if it is no local path."""
-        if not isinstance(path, (str, os.PathLike)):
-            raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
-        if isinstance(path, str):
-            path = path.removeprefix("file://")
-        if "://" in str(path):
-            raise CheckpointError(f"{path}: checkpoints are saved to file systems; mount it, and give its path here")
-        return Folder(Path(path).expanduser().absolute())
+        """The place that a user names; a CheckpointError if there is no such kind of place."""
+        return Folder(place_of(path))
 
     # --- reading ---
 
-    def current(self) -> tuple[Path, int | None]:
+    def current(self) -> tuple[Place, int | None]:
         """The directory of the version that counts, and its manifest's checksum; None in format 1, which has none.
 
         Raises:
@@ -89,7 +81,7 @@ class Folder:
 
     # --- writing: one process does it ---
 
-    def begin(self) -> Path:
+    def begin(self) -> Place:
         """An empty directory for a new version, after what interrupted saves left was removed."""
         with named(self.path, "made or written to"):
             if self.path.exists():
@@ -104,16 +96,10 @@ class Folder:
             flush(self.path)
         return version
 
-    def commit(self, version: Path, crc32: int) -> None:
+    def commit(self, version: Place, crc32: int) -> None:
         """Make a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
-        pointer = self.path / _NEW_POINTER
-        for folder, _, _ in os.walk(version):
-            with named(Path(folder), "written"):
-                flush(Path(folder))
-        with named(self.path, "written"):
-            write_file(pointer, f"{version.name} crc32={crc32:08x}\n".encode())
-            os.replace(pointer, self.path / POINTER)
-            flush(self.path)
+        flush_all(version)
+        put(self.path / POINTER, f"{version.name} crc32={crc32:08x}\n".encode())
 
     def clean(self) -> None:
         """Remove all versions but the one that counts, as far as that can be done; none if that is unknown."""
@@ -124,7 +110,7 @@ class Folder:
         kept = read and read[1]
         for child in self.path.iterdir():
             if _VERSION.fullmatch(child.name) and child.name != kept:
-                shutil.rmtree(child, ignore_errors=True)
+                remove_all(child)
         (self.path / _NEW_POINTER).unlink(missing_ok=True)
 
     def _line(self) -> str | None:
@@ -147,58 +133,12 @@ class Folder:
             )
 
 
-def await_visible(path: Path) -> None:
+def await_visible(path: Place) -> None:
     """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
     end = time.monotonic() + _VISIBLE_S
-    while not path.is_dir():
+    while isinstance(path, Path) and not path.is_dir():
         if time.monotonic() > end:
             raise CheckpointError(
                 f"{path}, which rank 0 made, isn't there: checkpoints go to one file system that all ranks see"
             )
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def named(path: Path, done: str) -> Iterator[None]:
-    """Give the system's errors the path that they are about: a CheckpointError in place of an OSError.
-
-    `done`: what is done to the file or directory, "written" or "read".
-    """
-    try:
-        yield
-    except CheckpointError:  # some are OSErrors, too
-        raise
-    except OSError as error:
-        message = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
-        raise CheckpointError(f"{path} can't be {done}: {message}{disk_space(path.parent, error)}") from error
-
-
-def disk_space(folder: Path, error: Exception) -> str:
-    """How much space is free, and what to do, after an error that may come of too little; else nothing."""
-    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ""
-    try:
-        free = f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB are free at {folder}"
-    except OSError:
-        free = f"how much is free at {folder} is unknown"
-    return (
-        f" ({free}; a save needs space for the new checkpoint beside the one before, which is kept). If the disk is "
-        "full, free some space or save to another path"
-    )
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write a file, down to the disk."""
-    with named(path, "written"), path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def flush(path: Path) -> None:
-    """What was written to a file, or which files are in a directory, down to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

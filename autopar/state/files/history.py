@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from autopar.errors import CheckpointError
-from autopar.state.files.folder import POINTER, Folder, flush, named, write_file
+from autopar.ir.plan import Plan
+from autopar.ir.plan_file import plan_text
+from autopar.state.files.folder import POINTER, Folder
+from autopar.state.files.places import Place, named, place_of, put, remove_all
 
 _STEP = re.compile(r"step-(\d{8,})", re.ASCII)
 _BEST, _PLAN = "best.json", "plan.json"
@@ -35,15 +36,15 @@ class Best:
 class History:
     """A folder of checkpoints. One process writes to it."""
 
-    path: Path
+    path: Place
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> History:
-        """The folder that a user names; a CheckpointError if it is no local path."""
-        return History(Folder.of(path).path)
+        """The folder that a user names; a CheckpointError if there is no such kind of place."""
+        return History(place_of(path))
 
     @property
-    def plan(self) -> Path:
+    def plan(self) -> Place:
         """The file of the step's plan."""
         return self.path / _PLAN
 
@@ -53,7 +54,7 @@ class History:
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints that are complete, in order."""
-        return sorted(step for step, path in self._folders() if (path / POINTER).exists())
+        return sorted(step for step, path in self._folders() if (path / POINTER).is_file())
 
     def best(self) -> Best | None:
         """Which was the best; None if none was evaluated."""
@@ -73,20 +74,20 @@ class History:
 
     def note_best(self, best: Best) -> None:
         """Write down which is the best, down to the disk."""
-        new = self.path / f"{_BEST}.new"
-        write_file(new, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
-        with named(self.path / _BEST, "written"):
-            os.replace(new, self.path / _BEST)
-            flush(self.path)
+        put(self.path / _BEST, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
+
+    def note_plan(self, plan: Plan) -> None:
+        """Write down the step's plan, as `Plan.save` does, down to the disk."""
+        put(self.plan, plan_text(plan).encode())
 
     def clean(self, kept: Sequence[int]) -> None:
         """Remove all checkpoints but some, and what killed saves left, as far as that can be done."""
         for step, path in self._folders():
             if step not in kept:
                 (path / POINTER).unlink(missing_ok=True)  # first: what is removed in part is none
-                shutil.rmtree(path, ignore_errors=True)
+                remove_all(path)
 
-    def _folders(self) -> list[tuple[int, Path]]:
+    def _folders(self) -> list[tuple[int, Place]]:
         if not self.path.is_dir():
             return []
         return [(int(match[1]), path) for path in self.path.iterdir() if (match := _STEP.fullmatch(path.name))]

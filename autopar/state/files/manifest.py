@@ -7,14 +7,14 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
-from autopar.state.files.folder import POINTER, write_file
+from autopar.state.files.folder import POINTER
+from autopar.state.files.places import Place, write_file
 from autopar.state.files.structure import Node
 
 #: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone, format 2 no
@@ -63,7 +63,7 @@ class LeafRecord:
       axis, layout: Of rows: the row axis, and which row is in which file.
       value: Of a Python number, as text.
       replicas: C, where each client has its own; `layout` is that of C rows, the clients' replicas.
-      files: Of rows; up to format 3 one for each shard of the layout, in order.
+      files: Of rows, up to format 3 one for each shard of the layout, in order; in object stores of dense leaves, too.
     """
 
     path: str
@@ -119,7 +119,7 @@ class Manifest:
         """All files but the manifest itself."""
         return (*(file for leaf in self.leaves for file in leaf.files), *self.dense)
 
-    def write(self, version: Path) -> int:
+    def write(self, version: Place) -> int:
         """To a version's directory, down to the disk; returns its checksum."""
         fields = dataclasses.asdict(self)
         for leaf in (*fields["leaves"], *fields["beside"]):
@@ -130,7 +130,7 @@ class Manifest:
         return zlib.crc32(data)
 
     @staticmethod
-    def parse(data: bytes, version: Path, crc32: int | None) -> Manifest:
+    def parse(data: bytes, version: Place, crc32: int | None) -> Manifest:
         """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none."""
         if crc32 is not None and zlib.crc32(data) != crc32:
             raise DamagedCheckpointError(

@@ -11,6 +11,7 @@ Formats 1 to 3 have rows in NumPy's files, which are read as well.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import zlib
 from collections import deque
@@ -22,8 +23,8 @@ import numpy as np
 
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.launch.group import go_on
-from autopar.state.files.folder import disk_space
 from autopar.state.files.manifest import FileRecord, LeafRecord
+from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore
 
 ROWS_FOLDER = "rows"
 
@@ -31,18 +32,6 @@ ROWS_FOLDER = "rows"
 CHUNK, _CACHE = 1 << 24, 1 << 27
 #: Bytes of a checksum at the end of a chunk.
 _DIGEST = 4
-
-
-def require_tensorstore() -> Any:
-    """Returns the module `tensorstore`; a CheckpointError if it isn't installed."""
-    try:
-        import tensorstore
-    except ImportError as error:
-        raise CheckpointError(
-            f"checkpoints of tables need TensorStore, which can't be imported ({error}): "
-            "pip install 'autopar[checkpoint]'"
-        ) from error
-    return tensorstore
 
 
 def array_name(leaf: str, shard: int, shards: int) -> str:
@@ -61,11 +50,11 @@ def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype if dtype.kind in "biufc" or dtype.name == "bfloat16" else np.dtype(f"u{dtype.itemsize}")
 
 
-def _open(path: Path, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -> Any:
+def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -> Any:
     store = require_tensorstore()
     spec = {
         "driver": "zarr3",
-        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "kvstore": kvstore_of(path),
         "metadata": {
             "chunk_grid": {
                 "name": "regular",
@@ -81,7 +70,7 @@ def _open(path: Path, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) ->
     return store.open(spec, dtype=_stored_dtype(dtype), shape=shape, context=context, **how).result()
 
 
-def write_rows(version: Path, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
+def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
     """Write a shard, [n, ...] in any order in memory, to an array of this name in a checkpoint, down to the disk."""
     if not rows.size:
         return ()
@@ -109,7 +98,7 @@ def write_rows(version: Path, name: str, rows: np.ndarray) -> tuple[FileRecord, 
 
 
 @contextlib.contextmanager
-def _told(path: Path, done: str) -> Iterator[None]:
+def _told(path: Place, done: str) -> Iterator[None]:
     """Give TensorStore's errors, which are of any class, the array that they are about."""
     try:
         yield
@@ -126,7 +115,7 @@ def _told(path: Path, done: str) -> Iterator[None]:
 class RowFiles:
     """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`)."""
 
-    def __init__(self, version: Path, record: LeafRecord) -> None:
+    def __init__(self, version: Place, record: LeafRecord) -> None:
         assert record.layout is not None, "rows have a layout"
         self.record = record
         self.layout = record.layout
@@ -134,7 +123,7 @@ class RowFiles:
         self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
         self._shards = [self._reader(version, shard) for shard in range(self.layout.devices)]
 
-    def _reader(self, version: Path, shard: int) -> Callable[[Any], np.ndarray]:
+    def _reader(self, version: Place, shard: int) -> Callable[[Any], np.ndarray]:
         """Returns what reads rows of a shard: those of an index, a slice or places."""
         count = int(self.layout.rows_on(np.asarray(shard)))
         shape = (count, *self._others)
@@ -197,10 +186,11 @@ def _run(numbers: np.ndarray) -> Any:
     return numbers
 
 
-def _npy(path: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns the rows of formats 1 to 3, mapped into memory."""
+def _npy(path: Place, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    """Returns the rows of formats 1 to 3, on a disk mapped into memory."""
+    on_disk = isinstance(path, Path)
     try:
-        array = np.load(path, mmap_mode="r")
+        array = np.load(path, mmap_mode="r") if on_disk else np.load(io.BytesIO(path.read_bytes()))
     except (ValueError, EOFError) as error:
         raise DamagedCheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
     if array.shape != shape or array.dtype.itemsize != dtype.itemsize:

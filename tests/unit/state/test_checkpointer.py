@@ -306,7 +306,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         with pytest.raises(autopar.ArgumentsError, match=told):
             autopar.Checkpointer(tmp_path, **options)
     with pytest.raises(autopar.CheckpointError, match="checkpoints are saved to file systems"):
-        autopar.Checkpointer("gs://bucket/run")
+        autopar.Checkpointer("ftp://host/run")
     with autopar.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(autopar.ArgumentsError, match="batches is a list, which doesn't know where it is"):
             checkpoints.resume(make_state, KEY, batches=[1])

@@ -1,0 +1,300 @@
+"""Places of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
+
+In a store there are objects, which are written whole, each in a single step, and nothing else: no directories, no
+renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need; what a disk needs
+more for than a call of `pathlib` is a function here, and does on a store what is left of it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from autopar.errors import CheckpointError
+from autopar.launch.group import go_on
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+#: TensorStore's drivers, by URL. `pathlib.Path` makes one slash of two.
+_DRIVERS = {"s3": "s3", "gs": "gcs"}
+_URL = re.compile(r"(s3|gs):/{1,2}([^/]+)(?:/(.*?))?/*")
+#: How often a request is made again: for a minute and a half, the pauses being 1, 2, 4, ... 32 s.
+_RETRIES = 7
+#: Works that wait for a store at the same time.
+_AT_ONCE = 4
+
+#: Bytes that are read at a time.
+_BLOCK = 1 << 24
+
+
+def require_tensorstore() -> Any:
+    """Returns the module `tensorstore`; a CheckpointError if it isn't installed."""
+    try:
+        import tensorstore
+    except ImportError as error:
+        raise CheckpointError(
+            "checkpoints of tables, and those in object stores, need TensorStore, which can't be imported "
+            f"({error}): pip install 'autopar[checkpoint]'"
+        ) from error
+    return tensorstore
+
+
+@dataclass(frozen=True)
+class ObjectPath(os.PathLike[str]):
+    """An object in a store, or all objects whose names go on with a slash behind this one.
+
+    Errors of the store are OSErrors, as those of a disk.
+
+    Attributes:
+      scheme: "s3" or "gs".
+      key: The object's name in its bucket, without slashes at its ends.
+    """
+
+    scheme: str
+    bucket: str
+    key: str
+
+    def __fspath__(self) -> str:
+        return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")
+
+    def __str__(self) -> str:
+        return self.__fspath__()
+
+    def __truediv__(self, name: str) -> ObjectPath:
+        return replace(self, key=f"{self.key}/{name}".lstrip("/"))
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition("/")[2]
+
+    @property
+    def parent(self) -> ObjectPath:
+        return replace(self, key=self.key.rpartition("/")[0])
+
+    def is_file(self) -> bool:
+        nothing = slice(0, 0)
+        return bool(self.key) and self._object(lambda store: store.read(self.name, byte_range=nothing)).state == "value"
+
+    def is_dir(self) -> bool:
+        return bool(self._names())
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> Iterator[ObjectPath]:
+        return iter([self / name for name in dict.fromkeys(name.partition("/")[0] for name in self._names())])
+
+    def mkdir(self, parents: bool = False) -> None:
+        """Does nothing: an object needs no directory."""
+
+    def read_bytes(self, last: int | None = None) -> bytes:
+        """Returns what the object holds; of that the last so many bytes, or as many as there are."""
+        end = None if last is None else slice(-last, None)
+        try:
+            found = self._object(lambda store: store.read(self.name, byte_range=end))
+        except OSError as error:
+            if last is not None and "OUT_OF_RANGE" in str(error):  # it is empty
+                return b""
+            raise
+        if found.state != "value":
+            raise FileNotFoundError(errno.ENOENT, "there is no such object", str(self))
+        return found.value
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        return self.read_bytes().decode(encoding)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the object, in place of what is there, in a single step."""
+        self._object(lambda store: store.write(self.name, data))
+
+    def unlink(self, missing_ok: bool = True) -> None:
+        """Remove the object, if it is there."""
+        self._object(lambda store: store.write(self.name, None))
+
+    def remove_below(self) -> None:
+        """Remove all objects below this name."""
+        self._below(lambda store: store.delete_range(require_tensorstore().KvStore.KeyRange()))
+
+    def spec(self) -> dict[str, Any]:
+        """Returns TensorStore's key-value store of all objects below this name.
+
+        TensorStore reads the variables of credentials; Amazon's variables of another endpoint are read here.
+        """
+        driver = _DRIVERS[self.scheme]
+        spec: dict[str, Any] = {"driver": driver, "bucket": self.bucket, "path": f"{self.key}/".lstrip("/")}
+        spec[f"{driver}_request_retries"] = {"max_retries": _RETRIES}
+        if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # no complaints of files that aren't there
+            spec["aws_credentials"] = {"type": "environment"}
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if self.scheme == "s3" and endpoint:  # which may not know of regions; Amazon's tells the bucket's
+            region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+            spec |= {"endpoint": endpoint, "aws_region": region}
+        return spec
+
+    def _names(self) -> list[str]:
+        """What is below, without this name."""
+        return sorted(name.decode() for name in self._below(lambda store: store.list()))
+
+    def _object(self, ask: Callable[[Any], Any]) -> Any:
+        return self._answer(self.parent.spec(), ask)
+
+    def _below(self, ask: Callable[[Any], Any]) -> Any:
+        return self._answer(self.spec(), ask)
+
+    def _answer(self, spec: dict[str, Any], ask: Callable[[Any], Any]) -> Any:
+        store = require_tensorstore().KvStore
+        try:
+            return ask(store.open(spec).result()).result()
+        except Exception as error:  # TensorStore raises what it likes
+            raise OSError(errno.EIO, str(error).partition(" [")[0], str(self)) from error
+
+
+#: A file or a directory.
+Place = Path | ObjectPath
+
+
+def place_of(path: str | os.PathLike[str]) -> Place:
+    """Returns the place that a user names, absolute; a CheckpointError if there is no such kind of place."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
+    text = os.fsdecode(path).removeprefix("file://")
+    if url := _URL.fullmatch(text):
+        return ObjectPath(url[1], url[2], url[3] or "")
+    if "://" in text:
+        raise CheckpointError(
+            f"{path}: checkpoints are saved to file systems, s3:// and gs://; mount others, and give the path here"
+        )
+    return Path(text).expanduser().absolute()
+
+
+def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) -> list[T]:
+    """Returns `[work(item) for item in items]`; several at once where the path is in a store, which takes its time to
+    answer. `doing`: what the watchdog is told meanwhile."""
+    if isinstance(path, Path):
+        return [work(item) for item in items]
+    pool = ThreadPoolExecutor(_AT_ONCE, "autopar-objects")
+
+    def done(future: Future[T]) -> T:
+        while wait([future], timeout=1).not_done:
+            go_on(doing)
+        return future.result()
+
+    try:
+        return [done(future) for future in [pool.submit(work, item) for item in items]]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def kvstore_of(path: Place) -> dict[str, Any]:
+    """Returns the key-value store of TensorStore in a directory."""
+    return {"driver": "file", "path": f"{path}/"} if isinstance(path, Path) else path.spec()
+
+
+def blocks(path: Place) -> Iterator[bytes]:
+    """Yields what a file holds."""
+    if isinstance(path, ObjectPath):
+        yield path.read_bytes()
+        return
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            yield block
+
+
+def last_bytes(path: Place, count: int) -> bytes:
+    """Returns the end of a file."""
+    if isinstance(path, ObjectPath):
+        return path.read_bytes(count)
+    with path.open("rb") as file:
+        file.seek(-count, os.SEEK_END)
+        return file.read()
+
+
+def write_file(path: Place, data: bytes) -> None:
+    """Write a file, down to the disk."""
+    with named(path, "written"):
+        if isinstance(path, ObjectPath):
+            path.write_bytes(data)
+            return
+        with path.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+def put(path: Place, data: bytes) -> None:
+    """Write a file in place of the one that is there, down to the disk; it is one or the other, whole, at any time."""
+    if isinstance(path, ObjectPath):
+        write_file(path, data)
+        return
+    new = path.with_name(f"{path.name}.new")
+    write_file(new, data)
+    with named(path, "written"):
+        os.replace(new, path)
+        flush(path.parent)
+
+
+def flush(path: Place) -> None:
+    """What was written to a file, or which files are in a directory, down to the disk."""
+    if isinstance(path, ObjectPath):
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def flush_all(path: Place) -> None:
+    """Which files are in a directory, and in those below it, down to the disk."""
+    for folder, _, _ in os.walk(path) if isinstance(path, Path) else ():
+        with named(Path(folder), "written"):
+            flush(Path(folder))
+
+
+def remove_all(path: Place) -> None:
+    """Remove a directory with all that is in it, as far as that can be done."""
+    if isinstance(path, Path):
+        shutil.rmtree(path, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError):
+        path.remove_below()
+
+
+@contextlib.contextmanager
+def named(path: Place, done: str) -> Iterator[None]:
+    """Give the system's errors the path that they are about: a CheckpointError in place of an OSError.
+
+    `done`: what is done to the file or directory, "written" or "read".
+    """
+    try:
+        yield
+    except CheckpointError:  # some are OSErrors, too
+        raise
+    except OSError as error:
+        message = f"{type(error).__name__}: [Errno {error.errno}] {error.strerror}" if error.errno else str(error)
+        raise CheckpointError(f"{path} can't be {done}: {message}{disk_space(path.parent, error)}") from error
+
+
+def disk_space(folder: Place, error: Exception) -> str:
+    """How much space is free, and what to do, after an error that may come of too little; else nothing."""
+    if isinstance(folder, ObjectPath):
+        return ""
+    if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ""
+    try:
+        free = f"{shutil.disk_usage(folder).free / 1e6:,.0f} MB are free at {folder}"
+    except OSError:
+        free = f"how much is free at {folder} is unknown"
+    return (
+        f" ({free}; a save needs space for the new checkpoint beside the one before, which is kept). If the disk is "
+        "full, free some space or save to another path"
+    )
