@@ -1,6 +1,6 @@
-"""`save` and `restore`: a state on disk, and back onto as many ranks or devices as there are then.
+"""`save` and `restore`: a state on a disk or in an object store, and back onto as many ranks or devices as there are.
 
-Who writes what: ordinary arrays, which are the same on all processes, the first one by Orbax; rows of tables those who
+Who writes what: ordinary arrays, which are the same on all processes, the first one; rows of tables those who
 have them, each process its own files, at the same time. Nobody sees the checkpoint before all is written: see
 `files.folder`.
 """
@@ -49,11 +49,11 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
 
     All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
     or this one, whole. Returns when this one is on the disk. Where there are several ranks, or processes of
-    `jax.distributed`, all of them call it, and the path is on a file system that all of them see.
+    `jax.distributed`, all of them call it, and the path is one that all of them see.
 
     Args:
       path: A directory for this checkpoint alone; it is made. For several checkpoints name several:
-        f"checkpoints/{step}".
+        f"checkpoints/{step}". Or the like in an object store: "s3://bucket/run", "gs://bucket/run".
       state: A pytree of arrays (JAX's, PRNG keys, NumPy's), `autopar.Table`s, tables on hosts and numbers. Ordinary
         arrays are the same on all ranks, or one array over all of JAX's processes.
       position: Where the training is in its data: what `autopar.shard(...).state()` gives, or any dict that JSON holds.

@@ -64,10 +64,10 @@ class Checkpointer:
     """Saves a training's state beside it, keeps the last checkpoints and the best one, and goes on from the latest.
 
     A context manager. With several ranks, or processes of `jax.distributed`, all of them make the same calls, and the
-    folder is on a file system that all of them see.
+    folder is on a file system that all of them see, or in an object store.
 
     Args:
-      folder: For the checkpoints of one training. It is made.
+      folder: For the checkpoints of one training: a path, which is made, "s3://bucket/run" or "gs://bucket/run".
       step: What `parallelize` returned: a restored state goes where its plan has it, and the plan is kept, too.
         Without it `resume` makes and restores ordinary arrays.
       batch, call: With `step`, as for `init`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
@@ -112,7 +113,8 @@ class PendingSave:
             self.group.led(CheckpointError, put, "the checkpoint")
         finally:  # of what was there before, or of what was written in vain
             if self.group.rank == 0:
-                self.folder.clean()
+                with contextlib.suppress(CheckpointError, OSError):  # the next save does it
+                    self.folder.clean()
 
     def _manifest(self, written: Sequence[Written]) -> Manifest:
         files: dict[int, dict[int, Sequence[FileRecord]]] = {}

@@ -158,6 +158,9 @@ def test_what_the_store_refuses_leaves_the_checkpoint_before(bucket: Bucket) -> 
         bucket.store.watch = lambda method, name: None
         assert saved_value(bucket.url) == 1.0
         assert bucket.steps() == ["CURRENT", "version-000001"]
+    bucket.store.watch = lambda method, name: 403 if "version-000002" in bucket.steps() else None  # for good
+    with pytest.raises(autopar.CheckpointError, match="can't be written by TensorStore: PERMISSION_DENIED"):
+        autopar.save(bucket.url, hosted(2.0), position={"value": 2.0})
     bucket.store.watch = lambda method, name: 403
     with pytest.raises(autopar.CheckpointError, match="CURRENT can't be read: .*PERMISSION_DENIED"):
         autopar.restore(bucket.url)
