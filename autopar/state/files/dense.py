@@ -18,7 +18,7 @@ import numpy as np
 from autopar.errors import CheckpointError
 from autopar.state.files.checksums import flushed
 from autopar.state.files.manifest import FileRecord
-from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore
+from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
 
 DENSE_FOLDER = "dense"
 
@@ -100,6 +100,5 @@ def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, 
 def _copied(version: Place, name: str) -> np.ndarray:
     """Returns an array that Orbax wrote to a disk, and that was copied to a store, where Orbax needs more packages."""
     files = {"driver": "ocdbt", "base": kvstore_of(version / DENSE_FOLDER), "path": f"{name}/"}
-    return np.asarray(
-        require_tensorstore().open({"driver": "zarr", "kvstore": files}, read=True).result().read().result()
-    )
+    store, spec = require_tensorstore(), {"driver": "zarr", "kvstore": files}
+    return np.asarray(store.open(spec, read=True, context=shared_context()).result().read().result())

@@ -1,14 +1,16 @@
 """Places of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
 
 In a store there are objects, which are written whole, each in a single step, and nothing else: no directories, no
-renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need; what a disk needs
-more for than a call of `pathlib` is a function here, and does on a store what is left of it there.
+renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need. What takes more than
+one of these is a function here, of any place: nobody else asks where a file is, but who writes ordinary arrays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import functools
+import json
 import os
 import re
 import shutil
@@ -48,11 +50,25 @@ def require_tensorstore() -> Any:
     return tensorstore
 
 
+@functools.cache
+def shared_context() -> Any:
+    """Returns TensorStore's context of all requests: the credentials that were found, how often one is made again."""
+    retries = {"max_retries": _RETRIES}
+    spec = {"aws_credentials": {"type": "default"}, "s3_request_retries": retries, "gcs_request_retries": retries}
+    return require_tensorstore().Context(spec)
+
+
+@functools.cache
+def _opened(spec: str) -> Any:
+    """Returns a bucket, which is kept open: to open it is to look for credentials."""
+    return require_tensorstore().KvStore.open(json.loads(spec), context=shared_context()).result()
+
+
 @dataclass(frozen=True)
 class ObjectPath(os.PathLike[str]):
     """An object in a store, or all objects whose names go on with a slash behind this one.
 
-    Errors of the store are OSErrors, as those of a disk.
+    Methods do what those of `pathlib.Path` do that have their names. Errors of the store are OSErrors.
 
     Attributes:
       scheme: "s3" or "gs".
@@ -129,9 +145,7 @@ class ObjectPath(os.PathLike[str]):
 
         TensorStore reads the variables of credentials; Amazon's variables of another endpoint are read here.
         """
-        driver = _DRIVERS[self.scheme]
-        spec: dict[str, Any] = {"driver": driver, "bucket": self.bucket, "path": f"{self.key}/".lstrip("/")}
-        spec[f"{driver}_request_retries"] = {"max_retries": _RETRIES}
+        spec: dict[str, Any] = {"driver": _DRIVERS[self.scheme], "bucket": self.bucket, "path": self._prefix}
         if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # no complaints of files that aren't there
             spec["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
@@ -144,16 +158,24 @@ class ObjectPath(os.PathLike[str]):
         """What is below, without this name."""
         return sorted(name.decode() for name in self._below(lambda store: store.list()))
 
+    @property
+    def _prefix(self) -> str:
+        return f"{self.key}/".lstrip("/")
+
+    def opened(self) -> Any:
+        """Returns the store of all objects below this name."""
+        return _opened(json.dumps(replace(self, key="").spec())) / self._prefix
+
     def _object(self, ask: Callable[[Any], Any]) -> Any:
-        return self._answer(self.parent.spec(), ask)
+        return self._answer(self.parent, ask)
 
     def _below(self, ask: Callable[[Any], Any]) -> Any:
-        return self._answer(self.spec(), ask)
+        return self._answer(self, ask)
 
-    def _answer(self, spec: dict[str, Any], ask: Callable[[Any], Any]) -> Any:
-        store = require_tensorstore().KvStore
+    def _answer(self, folder: ObjectPath, ask: Callable[[Any], Any]) -> Any:
+        require_tensorstore()
         try:
-            return ask(store.open(spec).result()).result()
+            return ask(folder.opened()).result()
         except Exception as error:  # TensorStore raises what it likes
             raise OSError(errno.EIO, str(error).partition(" [")[0], str(self)) from error
 
@@ -196,7 +218,10 @@ def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) 
 
 def kvstore_of(path: Place) -> dict[str, Any]:
     """Returns the key-value store of TensorStore in a directory."""
-    return {"driver": "file", "path": f"{path}/"} if isinstance(path, Path) else path.spec()
+    if isinstance(path, Path):
+        return {"driver": "file", "path": f"{path}/"}
+    path.opened()  # and kept open
+    return path.spec()
 
 
 def blocks(path: Place) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ import numpy as np
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.launch.group import go_on
 from autopar.state.files.manifest import FileRecord, LeafRecord
-from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore
+from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
 
 ROWS_FOLDER = "rows"
 
@@ -66,7 +66,7 @@ def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -
         "store_data_equal_to_fill_value": True,
         "recheck_cached_data": False,
     }
-    context = store.Context({"cache_pool": {"total_bytes_limit": _CACHE}})
+    context = store.Context({"cache_pool": {"total_bytes_limit": _CACHE}}, shared_context())
     return store.open(spec, dtype=_stored_dtype(dtype), shape=shape, context=context, **how).result()
 
 
