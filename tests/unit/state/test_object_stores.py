@@ -42,12 +42,21 @@ class Bucket:
         return sorted({name.split("/")[2] for name in self.objects})
 
 
-@pytest.fixture(params=["s3", "gs"])
-def bucket(request: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[ObjectStore]:
+    """One for all tests: buckets stay open."""
     with object_store() as store:
-        for name, value in store.environment.items():
-            monkeypatch.setenv(name, value)
-        yield Bucket(store, f"{request.param}://bucket/run")
+        yield store
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request: Any, server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty one."""
+    server.objects = {}
+    server.watch = lambda method, name: None
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    return Bucket(server, f"{request.param}://bucket/run")
 
 
 def test_every_kind_of_leaf_comes_back(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
