@@ -1,8 +1,8 @@
 """Places of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
 
 In a store there are objects, which are written whole, each in a single step, and nothing else: no directories, no
-renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need. What takes more than
-one of these is a function here, of any place: nobody else asks where a file is, but who writes ordinary arrays.
+renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need; what takes more than
+one of these is a function here, of any place.
 """
 
 from __future__ import annotations
