@@ -39,7 +39,8 @@ def explain(
     """The plan of a step, per parameter, with the reasons.
 
     Its text is as wide as the terminal, or as the environment variable COLUMNS says; 80 columns where neither is known.
-    Dense leaves that are treated alike share a line; `Explanation.rows` has each of them.
+    Where there are many, dense leaves that are treated alike share a line, and so do tables that differ in their sizes
+    alone; `Explanation.rows` has each of them, and `autopar.why` tells of one.
 
     Args:
       step: What `parallelize` returned.

@@ -6,7 +6,8 @@ Text where it is printed, as wide as that is; colours under `rich.print`; HTML i
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -18,10 +19,10 @@ from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.alpha import Alpha
 from autopar.planning.explain_stages import stage_lines
 from autopar.planning.folding import fold_paths
-from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, print_as
+from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, print_as, ranged, without_numbers
 
-#: Lines for dense leaves, if their plans don't need more.
-_DENSE_LINES = 8
+#: Lines for tables, and for dense leaves, if their plans don't need more.
+_LINES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class ExplainedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: a table, or dense leaves that are treated alike."""
+    """A line of the table: a leaf, or leaves that are treated alike, whatever their sizes."""
 
     name: str
     leaves: tuple[ExplainedLeaf, ...]
@@ -86,8 +87,15 @@ class _Line:
 
     @property
     def shape(self) -> str:
-        shapes = {leaf.plan.shape for leaf in self.leaves}
-        return str(list(self.first.plan.shape)) if len(shapes) == 1 else ""
+        shapes = [leaf.plan.shape for leaf in self.leaves]
+        if len({len(shape) for shape in shapes}) > 1:
+            return ""
+        sizes = [sorted(set(along)) for along in zip(*shapes, strict=True)]
+        return f"[{', '.join(str(n[0]) if len(n) == 1 else f'{n[0]}..{n[-1]}' for n in sizes)}]"
+
+    @property
+    def alpha(self) -> str:
+        return ranged([_share(leaf.alpha) for leaf in self.leaves])
 
     @property
     def nbytes(self) -> int:
@@ -102,8 +110,20 @@ class _Line:
         return sum(leaf.planned_bytes for leaf in self.leaves)
 
     @property
-    def sent(self) -> Mapping[str, int]:
-        return {method: sum(leaf.sent[method] for leaf in self.leaves) for method in self.first.sent}
+    def sent(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.sent)
+
+    @property
+    def table_3(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.table_3)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.seconds)
+
+    def _total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
+        """Adds up the figures of all leaves, which have the same methods."""
+        return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
 
     @property
     def style(self) -> str:
@@ -214,13 +234,11 @@ class Explanation:
         return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
 
     def _lines(self) -> Sequence[_Line]:
-        """Tables, and dense leaves: folded by prefix where there are many."""
-        dense = {row.path: row for row in self.rows if row.kind == "dense"}
-        treated = {path: (row.action, row.reason, tuple(row.sent)) for path, row in dense.items()}
-        folded = fold_paths(treated, _DENSE_LINES)
-        lines = [_Line(row.path, (row,)) for row in self.rows if row.kind == "sparse"]
-        lines += [_Line(name, tuple(dense[path] for path in paths)) for name, paths in folded.items()]
-        return sorted(lines, key=lambda line: (line.first.kind == "dense", -line.nbytes * (line.first.kind == "dense")))
+        """Tables, and then dense leaves, the largest ones first: those that are treated alike are folded, where there
+        are many."""
+        tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
+        lines = sorted(_folded(dense), key=lambda line: -line.nbytes)
+        return [*_folded(tables, others=[row.path for row in dense]), *lines]
 
     def _totals(self) -> Iterator[str]:
         less = self.dense_bytes / max(self.planned_bytes, 1)
@@ -236,12 +254,25 @@ class Explanation:
         yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{told}"
 
 
+def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequence[_Line]:
+    """Makes lines of leaves, under names that stand for none of the others."""
+    by_path = {row.path: row for row in rows}
+    folded = fold_paths({row.path: _treatment(row) for row in rows}, _LINES, others)
+    return [_Line(name, tuple(by_path[path] for path in paths)) for name, paths in folded.items()]
+
+
+def _treatment(row: ExplainedLeaf) -> Hashable:
+    """Returns all that is printed of a leaf but its name and numbers."""
+    methods = (row.plan.taken, *row.sent, *row.table_3, *row.seconds)
+    return row.action, without_numbers(_reason(row)), without_numbers(_share(row.alpha)), row.slots, methods
+
+
 def _table(lines: Sequence[_Line]) -> Columns:
     folded = " (leaves)" if any(line.count for line in lines) else ""
     columns = [
         Column(f"parameter{folded}", [line.name + line.count for line in lines], breaks=PATH),
         Column("bytes", [format_bytes(line.nbytes) for line in lines], "right"),
-        Column("alpha", [_share(line.first.alpha) for line in lines], "right"),
+        Column("alpha", [line.alpha for line in lines], "right"),
         Column("update", [line.first.action for line in lines], breaks=LIST),
         Column("touched", [format_bytes(line.planned_bytes) for line in lines], "right"),
         Column("plain step", [format_bytes(line.dense_bytes) for line in lines], "right", optional=True),
@@ -256,13 +287,17 @@ def _share(alpha: Alpha | None) -> str:
 
 
 def _reasons(lines: Sequence[_Line]) -> Iterator[Text]:
-    """A paragraph for each reason, under the names of all lines that have it."""
-    names: dict[str, list[str]] = {}
+    """Yields a paragraph for each reason, under the names of all lines that have it. Where there are many leaves of a
+    kind, reasons that differ in numbers alone share one."""
+    count, alike = Counter(leaf.kind for line in lines for leaf in line.leaves), {}
     for line in lines:
         if line.first.reason:
-            names.setdefault(_reason(line.first), []).append(line.name)
-    for reason, of in names.items():
-        yield Text.assemble((", ".join(of), "bold"), f": {reason}")
+            reason = _reason(line.first)
+            key = without_numbers(reason) if count[line.first.kind] > _LINES else reason
+            alike.setdefault(key, []).append(line)
+    for those in alike.values():
+        names = ", ".join(line.name for line in those)
+        yield Text.assemble((names, "bold"), f": {ranged([_reason(leaf) for line in those for leaf in line.leaves])}")
 
 
 def _reason(row: ExplainedLeaf) -> str:
@@ -287,8 +322,8 @@ def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
     """A row for each method that a parameter has or could have; ">" marks the one it has."""
     figures = (
         (f"each {unit} sends", [line.sent for line in lines], format_bytes),
-        ("Parallax's table 3", [line.first.table_3 for line in lines], format_bytes),
-        ("predicted", [line.first.seconds for line in lines], lambda seconds: f"{1e3 * seconds:.2f} ms"),
+        ("Parallax's table 3", [line.table_3 for line in lines], format_bytes),
+        ("predicted", [line.seconds for line in lines], lambda seconds: f"{1e3 * seconds:.2f} ms"),
     )
     methods = [dict.fromkeys(method for _, of_lines, _ in figures for method in of_lines[k]) for k in range(len(lines))]
     rows = [(k, method) for k in range(len(lines)) for method in methods[k]]

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 #: Name -> the paths that it stands for.
 Folded = Mapping[str, tuple[str, ...]]
 
 
-def fold_paths(decided: Mapping[str, Hashable], lines: int) -> Folded:
+def fold_paths(decided: Mapping[str, Hashable], lines: int, others: Collection[str] = ()) -> Folded:
     """Returns the finest folding that takes at most so many names, or the coarsest one.
 
     Args:
       decided: Path -> what is decided of it. Paths of different decisions are never folded into one name, and a name
         stands for all given paths that it matches.
       lines: How many names there should be at most.
+      others: Paths that no name may match.
     """
     if len(decided) <= lines:
         return {path: (path,) for path in decided}
-    foldings = [_fold_at(decided, depth) for depth in range(max(path.count("/") for path in decided) + 2)]
+    foldings = [_fold_at(decided, depth, others) for depth in range(max(path.count("/") for path in decided) + 2)]
     return next((folded for folded in reversed(foldings) if len(folded) <= lines), foldings[0])
 
 
-def _fold_at(decided: Mapping[str, Hashable], depth: int) -> Folded:
+def _fold_at(decided: Mapping[str, Hashable], depth: int, others: Collection[str]) -> Folded:
     """Cuts paths after so many parts, or further down where what is below a part isn't decided alike."""
     below: dict[str, set[Hashable]] = {}
-    for path, decision in decided.items():
+    for path, decision in [*dict.fromkeys(others).items(), *decided.items()]:
         for prefix in _prefixes(path):
             below.setdefault(prefix, set()).add(decision)
     cut: dict[str, list[str]] = {}

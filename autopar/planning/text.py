@@ -17,6 +17,9 @@ from rich.text import Text
 
 #: After what a path, and a list in words, may go on in the next line.
 PATH, LIST = r"(?<=[/ ])", r"(?<=, )"
+#: A number that stands alone, with its unit; no part of a name, a path or a place in a file.
+_NUMBER = re.compile(r"(?<![\w./:{}-])\d+(?:\.\d+)?(?:%| (?:[KMG]i)?B\b)?(?!\w|/|\.\w)")
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Between two columns.
 _GAP = 2
 #: Columns of cells that can be broken become as narrow as this, if they must, whatever their longest part is.
@@ -132,6 +135,23 @@ def _total(widths: Iterable[int]) -> int:
     """The width of a table whose columns have these."""
     sizes = list(widths)
     return sum(sizes) + _GAP * (len(sizes) - 1)
+
+
+def without_numbers(text: str) -> str:
+    """Returns a text with "#" in place of numbers: those that differ in numbers alone become equal."""
+    return _NUMBER.sub("#", text)
+
+
+def ranged(texts: Sequence[str]) -> str:
+    """Returns texts that differ in numbers alone as one: "3 rows" and "40 rows" are "3 to 40 rows"."""
+    numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
+    ranges = (sorted(dict.fromkeys(each), key=_size) for each in numbers)
+    return _NUMBER.sub(lambda _: " to ".join(dict.fromkeys([(r := next(ranges))[0], r[-1]])), texts[0])
+
+
+def _size(number: str) -> float:
+    figure, _, unit = number.rstrip("%").partition(" ")
+    return float(figure) * _UNITS.get(unit, 1)
 
 
 def print_as(what: RenderableType, kind: Literal["text", "html"]) -> str:

@@ -15,6 +15,7 @@ from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.measure.alpha import Alpha
 from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.folding import fold_numbers, fold_paths
+from autopar.planning.text import ranged, without_numbers
 
 METHODS: tuple[str, ...] = ("ps", "allgather", "allreduce_rows", "allreduce")
 LONG = "params/a_rather_long_name_of_a_module/another_long_name/item_embedding_of_the_catalogue/embedding"
@@ -129,6 +130,34 @@ def test_every_dense_leaf_is_in_one_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lines <= 8 and len(told.rows) == 97 == sum(counts) + lines - len(counts)
 
 
+def test_many_tables_that_differ_in_their_sizes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def told(count: int) -> str:
+        reasons = [f"at most 5 of {1000 * (k + 1)} rows; {k + 1:.1f} MiB for the log" for k in range(count)]
+        tables = [table(f"params/table_{k}/embedding", "ps", reason=r, line="a.py:12") for k, r in enumerate(reasons)]
+        other = table("params/table_99/embedding", "all rows", reason="a full softmax", method="allreduce")
+        return str(Explanation("step", (*tables, other, dense("params/w")), (), 0.1, "exact", 8))
+
+    many = told(26)
+    assert re.search(r"^params/table_\{0\.\.25\}/embedding \(26\) +26\.0 GiB", many, re.MULTILINE)
+    assert (
+        "table_{0..25}/embedding: ps: at most 5 of 1000 to 26000 rows; 1.0 MiB to 26.0 MiB for the log (alpha 0.03% on "
+        "each device; a.py:12)" in " ".join(many.split())
+    )
+    taken = [("ps", "26 B", "3209.70"), ("allreduce", "1.0 GiB", "123.45")]
+    assert re.findall(r"> (\w+) +([\d.]+ \w+) +\d+ B +([\d.]+) ms", many) == taken
+    few = told(7)
+    assert all(f"params/table_{k}/embedding: ps: at most 5 of {k + 1}000 rows" in few for k in range(7))
+
+
+def test_texts_that_differ_in_numbers() -> None:
+    texts = ["2 of 9 rows, 1.5 GiB (x2.py:4, 3.00%)", "2 of 11 rows, 20.0 KiB (x2.py:4, 0.50%)"]
+    assert {*map(without_numbers, texts)} == {"# of # rows, # (x2.py:4, #)"}
+    assert ranged(texts) == "2 of 9 to 11 rows, 20.0 KiB to 1.5 GiB (x2.py:4, 0.50% to 3.00%)"
+    assert ranged(texts[:1]) == texts[0] and ranged(["none", "none"]) == "none"
+
+
 @pytest.mark.parametrize(
     ("names", "folded"),
     [
@@ -159,6 +188,7 @@ def test_what_is_decided_otherwise_is_named_apart() -> None:
     assert list(fold_paths(decided, 99)) == paths
     assert list(fold_paths(dict.fromkeys(paths), 1)) == ["**"]
     assert fold_paths({}, 1) == {}
+    assert list(fold_paths(dict.fromkeys(["a/b/c", "a/b/d"], 0), 1, others=["a/e"])) == ["a/b/**"]
 
 
 def test_stacked_weights_of_a_stage() -> None:
