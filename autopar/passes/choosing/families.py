@@ -95,7 +95,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     paths = [program.inputs[k].path for k in space.tables]
     requested = [choices.methods[k] for k in space.tables]
     method = _method(requested)
-    source = _line(space)
+    source, ids = _line(space), program.ids[space.family]
 
     def dense(reason: str, remedy: str = "", line: str = source, **fields: Any) -> tuple[None, list[TablePlan]]:
         said = {"reason": reason, "remedy": remedy, "line": line, **fields}
@@ -113,10 +113,11 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
                 f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
-        return dense(space.refusal.reason, space.refusal.remedy, where, refused=True)
+        # A sampled softmax is advised for tables of which rows would be updated then, by their size and their ids.
+        small = space.refusal.kind == "softmax" and not _pays(program, space, ids, choices)
+        return dense(space.refusal.reason, "" if small else space.refusal.remedy, where, refused=True)
     if choices.options.sparse == "off" and not space.is_pulled:
         return dense("sparse='off'")
-    ids: RowIds = program.ids[space.family]
     shown = f"{ids.count} ids a step against {space.extent} rows"
     if method == "allreduce":
         who = "the strategy" if choices.told(space) is None else "the plan"

@@ -22,12 +22,12 @@ ROWS = 50_000
 IDS = jnp.array([[1, 4, 4], [7, 4, ROWS - 1]], jnp.int32)
 
 
-def make(tx: optax.GradientTransformation) -> tuple[Any, Any]:
-    params = {"emb": jnp.ones((ROWS, 4)), "tied": jnp.ones((300, 4)), "w": jnp.eye(4)}
+def make(tx: optax.GradientTransformation, tied_rows: int = 300) -> tuple[Any, Any]:
+    params = {"emb": jnp.ones((ROWS, 4)), "tied": jnp.ones((tied_rows, 4)), "w": jnp.eye(4)}
 
     def step(state: Any, ids: jax.Array) -> tuple[Any, jax.Array]:
         def loss_fn(p: Any) -> jax.Array:
-            x = jnp.tanh(p["emb"][ids] @ p["w"]) + p["tied"][ids % 300]
+            x = jnp.tanh(p["emb"][ids] @ p["w"]) + p["tied"][ids % tied_rows]
             return jnp.mean(jax.nn.logsumexp(x @ p["tied"].T, -1))
 
         loss, grads = jax.value_and_grad(loss_fn)(state["params"])
@@ -51,13 +51,21 @@ def test_tables_alpha_lines_and_reasons() -> None:
     assert emb.alpha is not None and emb.alpha.measured and emb.alpha.rows == 4 and emb.alpha.ids == 6
     assert emb.planned_bytes == int(emb.dense_bytes * 4 / ROWS)
     assert "test_explain.py" in emb.plan.line
-    assert tied.action == "all rows" and "softmax" in tied.reason and "sampled softmax" in tied.plan.remedy
+    assert tied.action == "all rows" and "softmax" in tied.reason
     assert "test_explain.py" in tied.plan.line
     assert rows["params/w"].kind == "dense" and rows["params/w"].alpha is None
     text = str(told)
     assert "params/emb" in text and "0.01%" in text and "times less" in text and "analyze_rows" not in text
     assert "\x1b" not in text
     assert "params/emb" in told._repr_html_() and "<pre>" in told._repr_html_()
+
+
+@pytest.mark.parametrize(("tied_rows", "advised"), [(256, False), (30_000, True)])
+def test_a_sampled_softmax_is_advised_for_large_tables(tied_rows: int, advised: bool) -> None:
+    step, state = make(optax.adagrad(0.1), tied_rows)
+    planned = autopar.parallelize(step)
+    tied = {r.path: r for r in autopar.explain(planned, shapes(state), IDS).rows}["params/tied"]
+    assert "for a full softmax" in tied.reason and ("sampled softmax" in tied.plan.remedy) == advised
 
 
 def test_lines_of_a_notebook_name_its_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +107,7 @@ def test_a_sum_over_rows_is_called_a_softmax_only_where_it_is_one(metric: Any, r
         told = jax.lax.stop_gradient(metric(state["t"], jnp.ones((2, 4))))
         return {"t": optax.apply_updates(state["t"], updates), "opt": opt}, (loss, told)
 
-    table = jnp.ones((50, 4))
+    table = jnp.ones((5000, 4))
     told = autopar.explain(autopar.parallelize(step), {"t": table, "opt": tx.init(table)}, IDS)
     (row,) = [r for r in told.rows if r.path == "t"]
     assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.plan.line
