@@ -47,16 +47,28 @@ def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> ja
 
 def local(value: Any) -> Any:
     """The whole of a global array on a device of this process, collectively; anything else as it is."""
+    value = whole_everywhere(value)
     if not is_global(value):
         return value
     with jax.ensure_compile_time_eval():  # something else may be traced around it
         if jax_compat.is_key(value.dtype):
             return jax.random.wrap_key_data(local(jax.random.key_data(value)), impl=jax.random.key_impl(value))
-        if value.is_fully_replicated:
-            return value.addressable_data(0)
+        return value.addressable_data(0)
+
+
+def whole_everywhere(value: Any) -> Any:
+    """A global array as one of which every device has the whole, so that NumPy reads it on every process; anything else
+    as it is. Collective. It takes the array's whole size on each device, or, where that isn't spread by a
+    `NamedSharding`, in the memory of each process."""
+    if not is_global(value) or value.is_fully_replicated:
+        return value
+    with jax.ensure_compile_time_eval():
+        if jax_compat.is_key(value.dtype):
+            data = whole_everywhere(jax.random.key_data(value))
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         if not isinstance(value.sharding, NamedSharding):
             return multihost_utils.process_allgather(value, tiled=True)
-        return _replicate(NamedSharding(value.sharding.mesh, P()))(value).addressable_data(0)
+        return _replicate(NamedSharding(value.sharding.mesh, P()))(value)
 
 
 @functools.cache

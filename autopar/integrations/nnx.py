@@ -122,7 +122,7 @@ def materialize(*objects: Any) -> None:
         for node in objects:
             for _, leaf in context.flatten(node)[1]:
                 if isinstance(leaf, nnx.Variable) and isinstance(raw := leaf.get_raw_value(), TableLeaf):
-                    leaf.set_raw_value(raw.materialize())
+                    leaf.set_raw_value(autopar.materialize(raw))
 
 
 @dataclass(eq=False)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import ArrayHome, Home, NumpyHome
@@ -49,13 +50,15 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
     `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices; but for those
-    of a pipeline's state, of which each stage's devices have a part. They are brought together on one device.
+    of a pipeline's state, of which each stage's devices have a part. They are brought together on one device. Leaves
+    that are spread over several processes are brought to every device, as dense parameters are, so that NumPy reads
+    them on every process: collectively, and each device takes the whole of them.
 
     Args:
-      tree: A state, or a part of one. Collective where tables are spread over several processes.
+      tree: A state, or a part of one. Collective where leaves are spread over several processes.
       copy: Whether leaves that are ordinary arrays already are copied. False: they are the state's own, and so may be a
         table's array on one device, which saves memory where the result is read at once: the next step with the state
-        deletes them.
+        deletes them. What is spread over several processes stays so, for JAX's own functions and Orbax.
 
     Raises:
       DonatedStateError: a leaf was given to a step, which updated it in place.
@@ -66,12 +69,14 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
 
     def ordinary(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, TableLeaf):
-            return leaf.materialize() if copy else leaf.read()
+            return whole_everywhere(leaf.materialize()) if copy else leaf.read()
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
             raise donated(jax.tree_util.keystr(path) or "this array")
         if device is not None and _is_placed(leaf) and leaf.devices() != {device}:
             there = jax.device_put(leaf, device)
             return copied(there) if copy and device in leaf.devices() else there  # of several devices it takes a shard
+        if copy and is_global(leaf) and not leaf.is_fully_replicated:
+            return whole_everywhere(leaf)
         return copied(leaf) if copy else leaf
 
     return jax.tree_util.tree_map_with_path(ordinary, tree)

@@ -23,6 +23,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_model_against_the_oracle",
             "check_state_in_place",
             "check_results_can_be_read",
+            "check_a_copy_of_the_state_is_whole_everywhere",
             "check_growth",
             "check_larger_capacities",
             "check_tables",
@@ -86,7 +87,12 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
 MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "global_cases": {
         (2, 1): (),
-        (2, 2): ("check_methods", "check_results_can_be_read", "check_growth"),
+        (2, 2): (
+            "check_methods",
+            "check_results_can_be_read",
+            "check_a_copy_of_the_state_is_whole_everywhere",
+            "check_growth",
+        ),
         (3, 1): ("check_methods", "check_growth", "check_larger_capacities"),
     },
     "host_cases": {

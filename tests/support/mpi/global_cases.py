@@ -144,6 +144,26 @@ def check_results_can_be_read() -> None:
     np.testing.assert_allclose(here(found["examples"]), wanted["examples"], rtol=1e-5, atol=1e-6)
 
 
+def check_a_copy_of_the_state_is_whole_everywhere() -> None:
+    """Of a Table, of an array whose rows are spread, and of keys; `copy=False` leaves them where they are."""
+    for rows in (ROWS, 12 * COUNT):
+        planned = autopar.parallelize(step, strategy="ps")
+        state, _ = planned(make_state(rows), ids_of(rows))
+        wanted, _ = PLAIN(make_state(rows), ids_of(rows))
+        read = autopar.materialize(state)
+        agree(None, jax.tree.map(np.asarray, read), wanted)
+        spread = autopar.materialize(state, copy=False)["params"]["emb"]
+        assert spread.is_fully_replicated == (rows == ROWS)  # which nothing divides
+        before = jax.tree.map(np.array, read)
+        planned(state, ids_of(rows))
+        jax.tree.map(np.testing.assert_array_equal, read, before)
+    there = NamedSharding(jax.make_mesh((COUNT,), ("x",), (AxisType.Auto,)), P("x"))
+    keys = jax.jit(lambda key: jax.random.split(key, COUNT), out_shardings=there)(np.asarray(jax.random.PRNGKey(3)))
+    typed = jax.jit(jax.random.wrap_key_data, out_shardings=there)(keys)
+    for whole in (autopar.materialize(keys), jax.random.key_data(autopar.materialize(typed))):
+        np.testing.assert_array_equal(np.asarray(whole), jax.random.split(jax.random.PRNGKey(3), COUNT))
+
+
 def check_kinds_of_arguments() -> None:
     """Keys, Python numbers, statics, keywords; local and global arrays."""
 
