@@ -1,9 +1,9 @@
 """`noticing`: says on stderr what takes longer than a second: what is traced, planned, compiled or measured.
 
 On a terminal and in a notebook it is one line that counts the seconds and goes when the work is done. Elsewhere each
-phase is a line of the logger "autopar", at level INFO, which goes to stderr as long as the process has no other
-handlers of logs. `logging.getLogger("autopar").setLevel(logging.WARNING)` silences both. Of a job's processes the first
-one says it.
+phase is a record of the logger "autopar", at level INFO, and a line on stderr, unless the user gives that logger a
+handler. `logging.getLogger("autopar").setLevel(logging.WARNING)` silences both. Of a job's processes the first one says
+it.
 
 A thread waits for the second to pass. It is a daemon, ends with the block, and writes nothing after it.
 """
@@ -32,16 +32,33 @@ _BAR = 20
 
 
 class _ToStderr(logging.Handler):
-    """Writes to stderr, unless the root logger has handlers, which get the records anyway."""
+    """Writes records to stderr once, and alike whoever has configured the root logger (`basicConfig`, absl): the root's
+    handlers get them as well, but for those that write to the console. Where the logger has another handler, that one
+    and all of the root's get them instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not logging.getLogger().handlers and sys.stderr is not None:
+        of_root = logging.getLogger().handlers
+        writes = all(handler is self or handler in of_root for handler in LOG.handlers)
+        if writes and sys.stderr is not None:
             print(self.format(record), file=sys.stderr, flush=True)
+        for handler in of_root:
+            is_told = handler in LOG.handlers or (writes and _is_console(handler))
+            if record.levelno >= handler.level and not is_told:
+                handler.handle(record)
+
+
+def _is_console(handler: logging.Handler) -> bool:
+    """Whether a handler writes to stderr or stdout: one of `logging`, of absl, or of rich."""
+    writer = getattr(handler, "python_handler", handler)
+    stream = getattr(writer, "stream", None) or getattr(getattr(writer, "console", None), "file", None)
+    return stream is not None and stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
 
 
 LOG = logging.getLogger("autopar")
 if not LOG.handlers:
-    LOG.addHandler(_ToStderr())
+    LOG.addHandler(_handler := _ToStderr())
+    _handler.setFormatter(logging.Formatter("autopar: %(message)s"))
+    LOG.propagate = False  # the handler does it
 if LOG.level == logging.NOTSET:
     LOG.setLevel(logging.INFO)
 
@@ -84,7 +101,7 @@ class Notice:
             if _is_live():
                 self._write(self._line())
             elif self._logs and self._phase != self._said:
-                LOG.info("autopar: %s: %s", self._what, self._phase)
+                LOG.info("%s: %s", self._what, self._phase)
             self._said = self._phase
 
     def end(self) -> None:
@@ -143,7 +160,7 @@ def noticing(
         yield notice
         return
     if at_once:
-        LOG.info("autopar: %s", at_once)
+        LOG.info("%s", at_once)
     thread = threading.Thread(target=notice.wait, args=(AFTER_S,), name="autopar notice", daemon=True)
     try:  # Ctrl-C may come at any line
         _open.append(notice)

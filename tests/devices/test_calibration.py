@@ -64,7 +64,7 @@ def test_what_there_is_no_time_for_is_measured_by_the_next_process(
     assert set(NAMES[1:]) <= set(first.assumed)
     (file,) = (tmp_path / "autopar").iterdir()
     why = "what exchanges cost on 4 devices, to choose each table's method"
-    assert caplog.messages == [f"autopar: measuring {why}; kept in {file}"]
+    assert caplog.messages == [f"measuring {why}; kept in {file}"]
     assert calibrate.rates_of(DEVICES, lambda step, method: step) == first, (
         "the plans of a process are made by the same"
     )

@@ -7,13 +7,17 @@ import logging
 import re
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
+from rich.logging import RichHandler
 
 import autopar
 from autopar.launch import notices
@@ -113,7 +117,7 @@ def test_each_phase_is_a_line_of_a_log(caplog: pytest.LogCaptureFixture) -> None
         notice.show()
     notice.show()
     tell("nobody's")
-    assert caplog.messages == ["autopar: train_step: tracing", "autopar: train_step: compiling"] and none_is_left()
+    assert caplog.messages == ["train_step: tracing", "train_step: compiling"] and none_is_left()
 
 
 def test_a_terminal_has_one_line_that_goes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +139,7 @@ def test_only_the_innermost_block_is_shown(caplog: pytest.LogCaptureFixture) -> 
             outer.show()
             inner.show()
         outer.show()
-    assert caplog.messages == ["autopar: another: compiling", "autopar: step: planning"]
+    assert caplog.messages == ["another: compiling", "step: planning"]
 
 
 def test_what_is_known_to_take_long_is_said_at_once(
@@ -144,7 +148,7 @@ def test_what_is_known_to_take_long_is_said_at_once(
     terminal = on_terminal(monkeypatch)
     monkeypatch.setenv("COLUMNS", "100")
     with measuring("links", "for plans", 2, Path.home() / "a file") as advance:
-        assert caplog.messages == ["autopar: measuring links, for plans; kept in ~/a file"]
+        assert caplog.messages == ["measuring links, for plans; kept in ~/a file"]
         advance("between devices")
         notices._open[-1].show()
         assert "measuring links: between devices [....................] 0 of 2" in terminal.shown
@@ -173,13 +177,42 @@ def test_logging_silences_it(live: bool, caplog: pytest.LogCaptureFixture, monke
     assert caplog.messages == [] and terminal.getvalue() == ""
 
 
-def test_stderr_has_it_where_there_are_no_handlers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def console_of_absl() -> logging.Handler:
+    handler = absl.logging.ABSLHandler(absl.logging.PythonFormatter())
+    handler.python_handler.stream = sys.stderr
+    return handler
+
+
+CONSOLES: dict[str, Callable[[], list[logging.Handler]]] = {
+    "no handlers": list,
+    "basicConfig": lambda: [logging.StreamHandler()],
+    "stdout": lambda: [logging.StreamHandler(sys.stdout)],
+    "absl": lambda: [console_of_absl()],
+    "rich": lambda: [RichHandler(console=Console(file=sys.stderr))],
+}
+
+
+@pytest.mark.parametrize("name", CONSOLES)
+def test_stderr_has_it_once_whoever_configured_the_root_logger(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    log = io.StringIO()
+    monkeypatch.setattr(notices.LOG, "handlers", notices.LOG.handlers[:1])  # without pytest's
+    monkeypatch.setattr(logging.getLogger(), "handlers", [*CONSOLES[name](), logging.StreamHandler(log)])
     with noticing("step", "compiling") as notice:
         notice.show()
-    assert capsys.readouterr() == ("", "autopar: step: compiling\n")
+    assert capsys.readouterr() == ("", "autopar: step: compiling\n") and log.getvalue() == "step: compiling\n"
+
+
+def test_a_handler_of_the_users_has_it_in_place_of_stderr(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, root = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(notices.LOG, "handlers", [*notices.LOG.handlers, logging.StreamHandler(mine)])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(root)])
+    with noticing("step", "compiling") as notice:
+        notice.show()
+    assert capsys.readouterr() == ("", "") and mine.getvalue() == root.getvalue() == "step: compiling\n"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
