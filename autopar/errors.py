@@ -5,10 +5,13 @@ Every message says what is wrong, where (the user's file and line, where there i
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
+from types import FrameType
 
 import jax
 
@@ -118,6 +121,29 @@ class AlphaDriftWarning(UserWarning):
 
 #: Where frames are no place of the user's: autopar itself, and JAX, which calls it back.
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, jax.__file__))
+_LIBRARIES = tuple(os.path.realpath(path) + os.sep for path in (Path(__file__).parent, sysconfig.get_paths()["stdlib"]))
+
+
+@functools.cache
+def is_library(file: str) -> bool:
+    """Whether a file is nobody's own code: an installed package, the standard library, autopar."""
+    real = os.path.realpath(file)
+    parts = real.replace("\\", "/")
+    return (
+        "/site-packages/" in parts
+        or "/dist-packages/" in parts
+        or real.startswith(_LIBRARIES)
+        or file.startswith("<frozen")
+    )
+
+
+def users_line(frame: FrameType) -> str:
+    """Returns file:line of the user's own code that led to a frame; the frame's where there is none."""
+    found: FrameType | None = frame
+    while found is not None and is_library(found.f_code.co_filename):
+        found = found.f_back
+    found = found or frame
+    return f"{found.f_code.co_filename}:{found.f_lineno}"
 
 
 def warn(message: str, kind: type[Warning]) -> None:

@@ -38,6 +38,8 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
+from autopar.errors import users_line
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -276,7 +278,7 @@ def interruptible(when: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """The body of a loop that is open. `place`: file:line of who asked for its first batch."""
+    """The body of a loop that is open. `place`: file:line of the user's code that asked for its first batch."""
 
     place: str
 
@@ -304,8 +306,7 @@ class Loop(Iterator[_T]):
         if threading.get_ident() != threading.main_thread().ident:
             return next(self._batches)
         if self._body is None:
-            frame = sys._getframe(1)
-            self._body = Body(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            self._body = Body(users_line(sys._getframe(1)))
         try:
             INTERRUPTS.end_body(self._body, self._tell)
             return next(self._batches)

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar import jax_compat
 from autopar.collection import paused_collection
+from autopar.errors import is_library
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
-
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_STDLIB = os.path.realpath(sysconfig.get_paths()["stdlib"])
 
 
 def type_of(aval: Any) -> Type:
@@ -37,16 +33,6 @@ def block_of(jaxpr: Any) -> Block:
     return _block(jaxpr, ())
 
 
-@functools.cache
-def _is_library(file: str) -> bool:
-    """Whether a file is nobody's own code: an installed package, the standard library, autopar."""
-    real = os.path.realpath(file)
-    parts = real.replace("\\", "/")
-    if "/site-packages/" in parts or "/dist-packages/" in parts or real.startswith(_HERE + os.sep):
-        return True
-    return real.startswith(_STDLIB + os.sep) or file.startswith("<frozen")
-
-
 @dataclass(eq=False)
 class Origin:
     """Source infos of an equation and of the calls it was inlined from, innermost first."""
@@ -56,7 +42,7 @@ class Origin:
     @functools.cached_property
     def source(self) -> Source | None:
         """The innermost frame that is the user's own; looked for when it is asked for."""
-        frames = (frame for info in self.infos for frame in jax_compat.frames(info) if not _is_library(frame[0]))
+        frames = (frame for info in self.infos for frame in jax_compat.frames(info) if not is_library(frame[0]))
         return next((Source(_shown(file), line, function) for file, line, function in frames), None)
 
 
@@ -107,7 +93,7 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
     name, params = eqn.primitive.name, eqn.params
     infos = (eqn.source_info, *(e.source_info for e in outer))
     # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
-    library = [k for k, e in enumerate(outer) if _is_library(_defined_in(jax_compat.call_body(e)))]
+    library = [k for k, e in enumerate(outer) if is_library(_defined_in(jax_compat.call_body(e)))]
     if library:
         infos = infos[library[-1] + 1 :]
     bodies: Sequence[Any] = ()

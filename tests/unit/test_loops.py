@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import optax
 import pytest
+from rich.console import Console
+from rich.progress import track
 
 import autopar
 from autopar import interrupts
@@ -154,14 +158,17 @@ def test_a_second_interrupt_goes_through_in_the_body(capsys: pytest.CaptureFixtu
     assert "cuts the loop at" in capsys.readouterr().err
 
 
-def test_a_wait_says_for_which_loop(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("around", [iter, lambda batches: track(islice(batches, 3), console=Console(quiet=True))])
+def test_a_wait_says_for_which_loop(
+    around: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(interrupts, "SAY_S", 0.01)
     with pytest.raises(KeyboardInterrupt):
-        for _ in _batches():
+        for _ in around(_batches()):
+            line = sys._getframe().f_lineno - 1
             _interrupt()
             _wait(0.1)
-    said = capsys.readouterr().err
-    assert "SIGINT waits until the loop at" in said and f"{__file__}:" in said
+    assert f"SIGINT waits until the loop at {__file__}:{line} asks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("how", ["break", "error", "dropped"])
