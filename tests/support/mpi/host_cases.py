@@ -28,6 +28,7 @@ from tests.support import host_reads
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
+from tests.support.mpi.lookup_cases import check_whole_reads as check_whole_reads  # one, too
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases
 from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # another one
 from tests.support.pairs import pairwise
@@ -367,40 +368,3 @@ def check_deferred_growth() -> None:
     assert step.plan is not None and step.plan.defers
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-3)
-
-
-def check_whole_reads() -> None:
-    """Reductions over all rows, which the ranks don't divide: in programs of each rank, and where XLA reduces."""
-
-    def normed(state: Any, batch: Any) -> Any:
-        def loss_fn(t: jax.Array) -> jax.Array:
-            x = t[batch["ids"]].sum(1)
-            x = (x - x.mean(0)) / jnp.sqrt(x.var(0) + 1e-3)
-            return (x[:, 0] * x[:, 1] ** 2).mean() * jnp.linalg.norm(jax.lax.stop_gradient(t))
-
-        loss, grad = jax.value_and_grad(loss_fn)(state["t"])
-        new = state["t"] - 0.1 * grad * host_reads.MASK[:, None]  # some rows are frozen, by an array that has them all
-        few = ("norm of the new table", "vdot", "mean row", "mask", "masked gradient", "groups of rows")
-        return {"t": new}, (loss, {k: host_reads.REDUCED[k](grad, state["t"], new) for k in few})
-
-    for case, backend in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
-        step, plain = autopar.parallelize(case, strategy={"t": HOSTS}), jax.jit(case)
-        mine, theirs = host_reads.start(), host_reads.start()
-        for i in range(2):
-            mine, told = step(mine, host_reads.batch(i))
-            theirs, wanted = plain(theirs, host_reads.batch(i))
-            found = jax.tree_util.tree_leaves_with_path((autopar.materialize(mine), told))
-            for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
-                np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-5, err_msg=str(path))
-        assert step.plan is not None and step.plan.reduction_backend == ("" if RANKS == 1 else backend), (
-            step.plan.reduction_backend
-        )
-    given = host_reads.start(), host_reads.batch(0)
-    for name in ("sort", "norms of rows"):
-        form, told = host_reads.REFUSED[name]
-        try:
-            autopar.explain(autopar.parallelize(host_reads.step_of(form), strategy={"t": HOSTS}), *given)
-        except autopar.StrategyError as error:
-            assert told in str(error), f"{name}: {error}"
-        else:
-            raise AssertionError(f"{name} is taken")
