@@ -87,6 +87,14 @@ class Entry:
         )
         return self.call.key == call.key and all(same)
 
+    @functools.cached_property
+    def lasting_shapes(self) -> Any:
+        """Shapes of the arguments that outlive a call: those that hold state, or, where none does, the largest one."""
+        inputs, arguments = iter(self.compiled.analysed.inputs), self.call.arguments
+        lasting = [a for a in arguments if any([next(inputs).role == "state" for _ in a.types])]
+        lasting = lasting or sorted(arguments, key=lambda a: sum(t.size for t in a.types))[-1:]
+        return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
+
     @property
     def keeps_tables(self) -> bool:
         """Whether the step returns state as tables of autopar's own."""

@@ -39,7 +39,7 @@ from autopar.tables.kinds import is_table, layout_of, materialize
 from autopar.tables.replica import Replica
 from autopar.tables.served import ServedLeaf
 
-#: A step that keeps changing shapes is stopped here: each shape costs a compilation.
+#: A step is stopped here whose batches keep changing shapes: each of them costs a compilation.
 MAX_PLANS = 16
 
 
@@ -171,6 +171,7 @@ class ParallelStep:
         known = self._ready.get(key)
         if known is not None:
             self._last, self.latest = known, known.entry
+            self._entries |= self._forgotten(known.entry)
             return known
         if any(map(self._is_of_another_kind, leaves)):
             raise StepError(
@@ -225,8 +226,9 @@ class ParallelStep:
             ):
                 leaves = self.leaves(args, kwargs)
                 entry = self._of_all_clients(self.planner.plan(call, leaves, self._calls, is_first=not self._entries))
-            self._announce(call)
+            self._announce(call, entry)
             self._entries[call.key, call.layouts] = entry
+        self._entries |= self._forgotten(entry)
         if entry.example is None:
             entry.example = entry.example_of(self.leaves(args, kwargs))
         self.latest = entry
@@ -355,8 +357,8 @@ class ParallelStep:
         self._last = _NONE
         self.latest = again
 
-    def _announce(self, call: Call) -> None:
-        """Say that a call had new shapes; stop where that doesn't end."""
+    def _announce(self, call: Call, entry: Entry) -> None:
+        """Say that a call had new shapes; make room for its plan, or stop where that doesn't end."""
         names = [a.name for a in call.arguments]
         same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
         if not same:
@@ -365,11 +367,23 @@ class ParallelStep:
         if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
             return
         if len(self._entries) >= MAX_PLANS:
-            raise ArgumentsError(
-                f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and compiled "
-                f"anew ({change}). Pad the batches to a few sizes"
-            )
+            others = (e for e in self._entries.values() if e.lasting_shapes != entry.lasting_shapes)
+            unused = next(others, None)  # a state of another size: it was resized
+            if unused is None:
+                raise ArgumentsError(
+                    f"{self.name} was called with {MAX_PLANS} different sets of shapes, and each is planned and "
+                    f"compiled anew ({change}). Pad the batches to a few sizes"
+                )
+            self._forgotten(unused)
+            self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not unused}
+            self._last = _NONE
+            if self.watch is not None:
+                self.watch.forget(unused)
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
+
+    def _forgotten(self, entry: Entry) -> dict[Any, Entry]:
+        """Takes a plan out of those that there are, which are in the order of their last use."""
+        return {key: self._entries.pop(key) for key, known in list(self._entries.items()) if known is entry}
 
 
 @dataclass(slots=True, eq=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from typing import Any
 
 import jax
@@ -251,3 +253,36 @@ def test_inside_nnx_jit() -> None:
     for batch in batches():
         np.testing.assert_allclose(outer(*mine, batch), nnx.jit(train_step)(*plain, batch), rtol=1e-5)
     check_same(mine, plain)
+
+
+@pytest.mark.parametrize("how", ["split", "update", "objects"])
+def test_tables_of_objects_get_other_numbers_of_rows(how: str) -> None:
+    """Objects are resized as they are, or by their states; the module's static number of rows goes along."""
+
+    def plainly(old: Any, fresh: Any) -> Any:
+        return old if old.shape == fresh.shape else jnp.concatenate([old[: len(fresh)], fresh[len(old) :]])
+
+    def resized(old: Any, fresh: Any, resize: Any) -> Any:
+        if how == "objects" and resize is autopar.resize:
+            return resize(old, fresh)
+        graph, values = nnx.split(fresh)
+        if how == "update":
+            nnx.update(fresh, resize(nnx.state(old), values))
+            return fresh
+        return nnx.merge(graph, resize(nnx.state(old), values))
+
+    step, jitted = anx.parallelize(train_step, strategy="ps"), nnx.jit(train_step)
+    found = []
+    for planned, resize in ((step, autopar.resize), (jitted, functools.partial(jax.tree.map, plainly))):
+        mine = objects(optax.adam(0.1))
+        planned(*mine, batches(1)[0])
+        larger = Model()
+        larger.emb = nnx.Embed(ROWS + 500, 4, rngs=nnx.Rngs(1))
+        mine = resized(mine, objects(optax.adam(0.1), larger), resize)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", autopar.RecompileWarning)
+            for batch in batches():
+                planned(*mine, batch | {"ids": batch["ids"] + 499})
+        assert mine[0].emb.num_embeddings == ROWS + 500
+        found.append(mine)
+    check_same(*found)

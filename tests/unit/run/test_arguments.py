@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 import autopar
 from autopar.analysis.keys import use_as_key
 from autopar.ir.trace import block_of
+from autopar.run import step as step_module
 from tests.support.explained import explained
 
 TX = optax.adagrad(0.1)
@@ -257,6 +259,33 @@ def test_changing_shapes_are_announced_and_bounded() -> None:
         with pytest.raises(autopar.ArgumentsError, match="different sets of shapes.*Pad the batches"):
             for n in range(4, 40):
                 step.entry(params, TX.init(params), jax.ShapeDtypeStruct((n,), jnp.int32))
+
+
+def test_plans_for_states_that_were_resized_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least recently used one goes first; those for the state's own shapes stay."""
+    monkeypatch.setattr(step_module, "MAX_PLANS", 4)
+    step = autopar.parallelize(lambda table, ids: (table.at[ids].add(1.0), ids.sum()), donate=False)
+    evaluate = autopar.parallelize(lambda table, ids: table[ids].sum())
+
+    def call(rows: int, ids: int = 3) -> bool:
+        """Whether it was planned."""
+        table, batch = jnp.zeros((rows, 2)), jnp.zeros(ids, jnp.int32)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step(table, batch)
+            evaluate(table, batch)
+        return {w.category for w in told} == {autopar.RecompileWarning}
+
+    call(9)
+    assert all(call(rows) for rows in (10, 11, 12))
+    assert not call(9), "it is known"
+    assert call(13) and not call(9), "10 had to go"
+    assert call(10)
+    assert all(call(10, ids) for ids in (4, 5, 6))
+    for planned in (step, evaluate):
+        with pytest.raises(autopar.ArgumentsError, match="4 different sets of shapes"):
+            planned(jnp.zeros((10, 2)), jnp.zeros(7, jnp.int32))
+    assert not any(call(10, ids) for ids in (3, 4, 5, 6)) and call(14)
 
 
 def test_options_that_do_not_exist() -> None:
