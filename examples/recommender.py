@@ -2,10 +2,10 @@
 
     python examples/recommender.py --devices 4
     python examples/recommender.py --log train.txt --lines 1000000
-    mpirun -n 2 python examples/recommender.py
+    mpirun -n 2 python examples/recommender.py --checkpoint run
 
-Each line of the log has a label, 13 integers and 26 categories in hexadecimal, with tabs between them. A training that
-was interrupted goes on from its checkpoint when it is started again.
+Each line of the log has a label, 13 integers and 26 categories in hexadecimal, with tabs between them. With
+--checkpoint, a training that was interrupted goes on when it is started again.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--log", type=Path, help="a file in the form of Criteo's (default: one is generated)")
     parser.add_argument("--lines", type=int, default=120_000, help="of the log, of which a tenth is held out")
-    parser.add_argument("--checkpoint", type=Path, default="run", help="a folder (default: %(default)s)")
+    parser.add_argument("--checkpoint", type=Path, help="a folder for the last two, and the best (default: none)")
     parser.add_argument("--rows", type=int, default=100_000, help="of each category's table")
     parser.add_argument("--dim", type=int, default=16)
     parser.add_argument("--batch", type=int, default=1024)
@@ -127,8 +127,9 @@ def main() -> None:
         params = model.init(key, example["numbers"], example["categories"])["params"]
         return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
 
-    kept = autopar.Checkpointer(args.checkpoint, step=train_step, batch=example, every=args.every, best=("auc", max))
-    with kept as checkpoints:
+    with autopar.Checkpointer(
+        args.checkpoint, step=train_step, batch=example, keep=2, every=args.every, best=("auc", max)
+    ) as checkpoints:
         state, batches = checkpoints.resume(make_state, jax.random.key(0), batches=batches)
         say(autopar.explain(train_step, state, example))
         left = max(0, args.steps - checkpoints.steps)

@@ -25,7 +25,6 @@ from rich.progress import track
 import autopar
 
 Batch = dict[str, Any]
-MAX_BYTES = 20_000_000  # of the corpus
 
 
 class Block(nn.Module):
@@ -37,8 +36,7 @@ class Block(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         mask = nn.make_causal_mask(x[..., 0])
         x = x + nn.MultiHeadDotProductAttention(self.heads)(nn.LayerNorm()(x), mask=mask)
-        h = nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x)))
-        return x + nn.Dense(x.shape[-1])(h)
+        return x + nn.Dense(x.shape[-1])(nn.gelu(nn.Dense(4 * x.shape[-1])(nn.LayerNorm()(x))))
 
 
 class GPT(nn.Module):
@@ -116,13 +114,14 @@ def main() -> None:
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--microbatches", type=int, help="of a batch, one behind the other")
     parser.add_argument("--tensor", type=int, default=1, help="devices that divide products")
+    parser.add_argument("--checkpoint", type=Path, help="a folder, from which it goes on (default: none)")
     args = parser.parse_args()
     if args.devices:
         jax.config.update("jax_num_cpu_devices", args.devices)
     say = print if jax.process_index() == 0 else lambda _: None  # under mpirun, one process prints
 
     files = text_files(args.corpus) if args.corpus else python_sources()
-    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[:MAX_BYTES], np.uint8).astype(np.int32)
+    text = np.frombuffer(b"".join(file.read_bytes() for file in files)[:20_000_000], np.uint8).astype(np.int32)
     cut = len(text) * 95 // 100
     batches, held_out = autopar.shard(windows(text[:cut], args, seed=0)), next(windows(text[cut:], args, seed=1))
     model = GPT(args.layers, args.heads, args.dim)
@@ -130,19 +129,20 @@ def main() -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.95, weight_decay=0.1))
 
     def make_state(key: jax.Array) -> TrainState:
-        params = model.init(key, held_out["inputs"])["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+        return TrainState.create(apply_fn=model.apply, params=model.init(key, held_out["inputs"])["params"], tx=tx)
 
     step = parallelize(args)
-    state = autopar.init(make_state, jax.random.key(0), step=step, batch=held_out)
-    say(autopar.explain(step, state, held_out))
-    bar = track(islice(batches, args.steps), "training", args.steps, disable=say is not print)
-    for done, batch in enumerate(bar, 1):
-        state, metrics = step(state, batch)
-        if done % max(1, args.steps // 10) == 0:
-            say(f"step {done:>6}   loss {metrics['loss']:.3f}   held out {evaluate(state, held_out):.3f}")
-    params = autopar.materialize(state.params)
-    say(sample(model, params, text[cut : cut + args.length], 300))
+    part = max(1, args.steps // 10)
+    with autopar.Checkpointer(args.checkpoint, step=step, batch=held_out, keep=2, every=part) as checkpoints:
+        state, batches = checkpoints.resume(make_state, jax.random.key(0), batches=batches)
+        say(autopar.explain(step, state, held_out))
+        left = max(0, args.steps - checkpoints.steps)
+        for batch in track(islice(batches, left), "training", left, disable=say is not print):
+            state, metrics = step(state, batch)
+            checkpoints.step(state)
+            if (done := checkpoints.steps) % part == 0:
+                say(f"step {done:>6}   loss {metrics['loss']:.3f}   held out {evaluate(state, held_out):.3f}")
+    say(sample(model, autopar.materialize(state.params), text[cut : cut + args.length], 300))
 
 
 if __name__ == "__main__":

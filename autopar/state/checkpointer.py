@@ -67,7 +67,8 @@ class Checkpointer:
     folder is on a file system that all of them see, or in an object store.
 
     Args:
-      folder: For the checkpoints of one training: a path, which is made, "s3://bucket/run" or "gs://bucket/run".
+      folder: For the checkpoints of one training: a path, which is made, "s3://bucket/run" or "gs://bucket/run". None
+        keeps none: a training without the flag for it.
       step: What `parallelize` returned: a restored state goes where its plan has it, and the plan is kept, too.
         Without it `resume` makes and restores ordinary arrays.
       batch, call: With `step`, as for `init`.
@@ -101,7 +102,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: str | os.PathLike[str] | None,
         *,
         step: ParallelStep | BoundStep | None = None,
         batch: Any = None,
@@ -117,7 +118,7 @@ class Checkpointer:
         if best is not None and (not isinstance(best, tuple) or len(best) != 2 or best[1] not in _CHOICES):
             raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
         self.steps = 0
-        self._history = History.of(folder)
+        self._kept = None if folder is None else History.of(folder)
         self._planned, self._batch, self._call = step, batch, call
         self._keep, self._every, self._async_save = keep, every, async_save
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
@@ -129,14 +130,14 @@ class Checkpointer:
         self._latest: tuple[Any, Any] | None = None
         self._saving: _Saving | None = None
         self._saved: int | None = None
-        self._best = self._led(self._history.best)
+        self._best = None if folder is None else self._led(self._history.best)
         self._is_new = not self.all_steps()
 
     # --- what there is ---
 
     def all_steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order. Collective."""
-        return self._led(self._history.steps)
+        return [] if self._kept is None else self._led(self._history.steps)
 
     def latest_step(self) -> int | None:
         """Returns the step of the latest complete checkpoint; None if there is none. Collective."""
@@ -262,6 +263,12 @@ class Checkpointer:
 
     # --- saving ---
 
+    @property
+    def _history(self) -> History:
+        if self._kept is None:
+            raise CheckpointError("there are no checkpoints: Checkpointer(None) keeps none")
+        return self._kept
+
     def _finish(self) -> None:
         """Save the latest state, unless it was saved, and wait."""
         try:
@@ -276,6 +283,8 @@ class Checkpointer:
         self.wait()
 
     def _save(self) -> None:
+        if self._kept is None:
+            return
         assert self._latest is not None, "there is a state"
         self.wait()
         state, position = self._latest

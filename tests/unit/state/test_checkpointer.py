@@ -26,7 +26,7 @@ from tests.support.checkpoints import ROWS, batch_of, make_state, same, train
 KEY = jax.random.key(0)
 
 
-def opened(folder: Path, step: Any, **options: Any) -> autopar.Checkpointer:
+def opened(folder: Path | None, step: Any, **options: Any) -> autopar.Checkpointer:
     return autopar.Checkpointer(folder, step=step, batch=batch_of(0), **options)
 
 
@@ -285,6 +285,22 @@ def test_without_a_step_there_are_ordinary_arrays(tmp_path: Path) -> None:
     for k in range(5):
         expected, _ = jax.jit(train)(expected, batch_of(8 * k))
     same(found, expected)
+
+
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    step = planned()
+    with opened(None, step, every=2, best=("loss", min)) as checkpoints:
+        state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(5))
+        for batch in batches:
+            state, loss = step(state, batch)
+            checkpoints.step(state)
+            checkpoints.evaluated(state, {"loss": float(np.mean(loss))})
+        checkpoints.save()
+    equal(state, undisturbed(5))
+    assert checkpoints.steps == 5 and checkpoints.all_steps() == [] and not any(tmp_path.iterdir())
+    with pytest.raises(autopar.CheckpointError, match=r"Checkpointer\(None\) keeps none"):
+        checkpoints.path(5)
 
 
 def test_a_plan_of_another_step_is_made_again(tmp_path: Path) -> None:
