@@ -67,7 +67,7 @@ def bind(here: World, *, computes_on_one: bool) -> None:
 
         threadpool_limits(1)
     if here.rank == 0:
-        LOG.info("autopar: each rank keeps to one core, as they take all of them (%s=none: not)", BIND_VARIABLE)
+        LOG.info("each rank keeps to one core, as they take all of them (%s=none: not)", BIND_VARIABLE)
 
 
 def choose_core(ranks: Sequence[Bindable], rank: int, *, always: bool = False) -> int | None:

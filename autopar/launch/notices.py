@@ -76,7 +76,7 @@ class Notice:
     """
 
     def __init__(self, what: str, parts: int, *, logs: bool) -> None:
-        self._what, self._parts, self._done, self._logs = what, parts, 0, logs
+        self._what, self._parts, self._done, self.logs = what, parts, 0, logs
         self._phase = self._said = ""
         self._start = time.monotonic()
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -100,7 +100,7 @@ class Notice:
                 return
             if _is_live():
                 self._write(self._line())
-            elif self._logs and self._phase != self._said:
+            elif self.logs and self._phase != self._said:
                 LOG.info("%s: %s", self._what, self._phase)
             self._said = self._phase
 
@@ -151,10 +151,11 @@ def noticing(
       what: Whose work it is.
       phase: What is done first.
       parts: How many parts the work has, 0 if that isn't known.
-      at_once: For work that is known to take its time, a line that is said before. In a log it is the only one.
+      at_once: For work that is known to take its time, a line that is said before. In a log it is the only one, of
+        what that work consists of, too.
       shown: Whether this process says it; None: the first one of the job does.
     """
-    notice = Notice(what, parts, logs=not at_once)
+    notice = Notice(what, parts, logs=not at_once and all(outer.logs for outer in _open))
     notice.tell(phase)
     if not (_is_first() if shown is None else shown):
         yield notice

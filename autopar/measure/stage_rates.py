@@ -92,7 +92,7 @@ def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
     assumed = planned_stage_rates(are_alike(own[0].platform, own[0].device_kind))
     if len(found) < len(probes) and jax.process_index() == 0:
         missing = ", ".join(name for name in probes if name not in found)
-        LOG.info("autopar: stages are planned by assumed %s: there was no time to measure them", missing)
+        LOG.info("stages are planned by assumed %s: there was no time to measure them", missing)
     return dataclasses.replace(assumed, **found)
 
 

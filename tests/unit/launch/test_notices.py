@@ -157,6 +157,12 @@ def test_what_is_known_to_take_long_is_said_at_once(
         assert "[##########..........] 1 of 2" in terminal.shown
 
 
+def test_parts_of_what_was_said_at_once_are_no_lines_of_a_log(caplog: pytest.LogCaptureFixture) -> None:
+    with noticing("measuring", at_once="measuring links"), noticing("_step", "compiling") as inner:
+        inner.show()
+    assert caplog.messages == ["measuring links"]
+
+
 def test_of_several_processes_the_first_one_says_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
