@@ -311,7 +311,8 @@ def require_plan(plan: object, what: str) -> Plan:
       ArgumentsError: it isn't one.
     """
     if not isinstance(plan, Plan):
-        raise ArgumentsError(f"{what} takes a plan, autopar.plan(step, state, batch), not a {type(plan).__name__}")
+        kind = "step" if hasattr(plan, "plan") else type(plan).__name__
+        raise ArgumentsError(f"{what} takes a plan, step.plan or autopar.plan(step, state, batch), not a {kind}")
     return plan
 
 

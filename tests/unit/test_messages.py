@@ -150,6 +150,7 @@ def test_a_position_that_cannot_be(position: Any) -> None:
         (lambda: autopar.Plan.load(3), "3 is no path of a plan"),
         (lambda: autopar.plan(planned(), STATE, BATCH).diff(3), "diff takes a plan, .* not a int"),
         (lambda: autopar.why(3, "t", "ps"), "why takes a plan, .* not a int"),
+        (lambda: autopar.why(planned(), "t", "ps"), r"why takes a plan, step\.plan or .*, not a step"),
         (lambda: autopar.simulate(3), "simulate takes a plan, .* not a int"),
         (lambda: autopar.watchdog("a"), "watchdog: 'a' seconds; it must be a positive number"),
     ],
