@@ -29,8 +29,9 @@ import numpy as np
 
 from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
-from autopar.backends.fading import Suffixes, beside, times
+from autopar.backends.fading import Suffixes, beside
 from autopar.backends.indices import along, set_rows, sorted_unique
+from autopar.backends.segments import Entries, close, closed, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 
@@ -43,29 +44,6 @@ _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Steps that rows are replayed between two looks at whether they have faded.
 _STRIDE = 16
 _NEVER = np.iinfo(np.int32).max
-
-
-@dataclass(frozen=True, slots=True)
-class Entries:
-    """An update log, but for the stamps.
-
-    Attributes:
-      now: int32[], where the next step goes: from K to 2 K.
-      segment: int32[], how many parts were closed before.
-      records: [2 K, ...] each, what the steps wrote down.
-      segments: [M] each, what the closed parts multiply scale-only rows by, leaf by leaf (logarithms where near one).
-    """
-
-    now: Array
-    segment: Array
-    records: Sequence[Array]
-    segments: Sequence[Array]
-
-    @staticmethod
-    def of(replay: Replay, flat: Sequence[Array]) -> Entries:
-        """From flat arrays."""
-        n = len(replay.records)
-        return Entries(flat[0], flat[1], flat[2 : 2 + n], flat[2 + n :])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,7 +75,7 @@ class Deferred:
     ) -> tuple[Array, ...]:
         """The rows as they are at the end of the older part; of the changed leaves. Arguments as in `catch_up_some`."""
         changed, read = self._parts(self._rows_first(rows))
-        changed = self._multiplied(changed, stamps, self._closed(segment, segments))
+        changed = multiplied(self.replay, changed, stamps, closed(self.replay, segment, segments))
         begin = jnp.where(stamps < 0, self.replay.part, stamps)
         return self._rows_back(self._moved(changed, read, begin, self.replay.part, older))
 
@@ -175,7 +153,7 @@ class Deferred:
         """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
         rows can't wait any longer; stamps, entries, and the older part's records."""
         p = self.replay
-        takes_all, dropped, segment, segments = self.close(entries)
+        takes_all, dropped, segment, segments = close(p, entries)
         records = [jnp.concatenate([x[p.part :], x[p.part :]]) for x in entries.records]  # what is newer isn't read
         stamps = jnp.where(stamps < 0, stamps + dropped, stamps - p.part)
         older = [x[p.part :] for x in entries.records]
@@ -262,22 +240,6 @@ class Deferred:
         caught = [set_rows(leaf, some, rows, axis) for leaf, some, axis in triples]
         return (*caught, set_rows(stamps, jnp.full(rows.shape, entries.now), rows, 0))
 
-    def close(self, entries: Entries) -> tuple[Array, Array, Array, list[Array]]:
-        """Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room; the
-        next segment's number; and the segments with this one."""
-        p, none = self.replay, jnp.zeros((), jnp.int32)
-        if p.scale_only is None:
-            return jnp.zeros((), bool), none, none, []
-        tables, _, hold = self._scales(entries)
-        is_full = entries.segment + 1 >= entries.segments[0].size
-        segments = []
-        for scales, by in zip(entries.segments, tables, strict=True):
-            own = by[entries.segment]  # from this segment on: this part alone
-            scales = jax.lax.dynamic_update_index_in_dim(scales, own, entries.segment, 0)
-            segments.append(jnp.where(is_full, jnp.roll(scales, -p.dropped), scales))
-        dropped = jnp.where(is_full, jnp.int32(p.dropped), none)
-        return ~hold, dropped, entries.segment + 1 - dropped, segments
-
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
         """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""
         scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
@@ -296,61 +258,14 @@ class Deferred:
 
     # --- scale-only rows ---
 
-    def _scales(self, entries: Entries) -> tuple[list[Array], list[Array], Array]:
-        """For each scaled leaf [M], by segment, what a row that has waited since then is to be multiplied by.
-
-        Logarithms where factors are near one, and sums of them: a product would round each factor.
-
-        Returns:
-          With the newer part's steps, without them, and whether the first may be used.
-        """
-        p = self.replay
-        assert p.scale_only is not None, "there are scale-only rows"
-        *rates, holds = entries.records[len(p.values) :][: len(p.scale_only.scaled) + 1]
-        step = jax.lax.iota(jnp.int32, p.length)
-        done = (step >= p.part) & (step < entries.now)
-        hold = jnp.all(jnp.where(done, holds, True))
-        whole, closed = [], self._closed(entries.segment, entries.segments)
-        for rate, before, near_one in zip(rates, closed, p.scale_only.near_one, strict=True):
-            if near_one:
-                by = before + jnp.sum(jnp.where(done, jnp.log1p(rate), 0))
-                hold &= jnp.all(jnp.isfinite(jnp.exp(by)))
-            else:
-                by = before * jnp.prod(jnp.where(done, rate, 1))
-                hold &= jnp.all(jnp.isfinite(by))  # zero times a product that overflows isn't zero
-            whole.append(by)
-        return whole, closed, hold
-
-    def _closed(self, segment: Array, segments: Sequence[Array]) -> list[Array]:
-        """For each scaled leaf [M], by segment, what the closed parts since then multiply a row by (`_scales`)."""
-        closed = []
-        scale_only = self.replay.scale_only
-        for scales, near_one in zip(segments, scale_only.near_one if scale_only else (), strict=True):
-            past = jax.lax.iota(jnp.int32, scales.shape[0]) < segment
-            together, nothing = (jax.lax.cumsum, 0) if near_one else (jax.lax.cumprod, 1)
-            closed.append(together(jnp.where(past, scales, nothing), reverse=True))
-        return closed
-
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
         """Scale-only rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
         if self.replay.scale_only is None:
             return list(changed), stamps
-        whole, closed, hold = self._scales(entries)
-        scales = [jnp.where(hold, all_, before) for all_, before in zip(whole, closed, strict=True)]
+        whole, before_newer, hold = scales(self.replay, entries)
+        chosen = [jnp.where(hold, all_, before) for all_, before in zip(whole, before_newer, strict=True)]
         begin = jnp.where(stamps < 0, jnp.where(hold, entries.now, self.replay.part), stamps)
-        return self._multiplied(changed, stamps, scales), begin
-
-    def _multiplied(self, changed: Sequence[Array], stamps: Array, scales: Sequence[Array]) -> list[Array]:
-        """Rows of which the scale-only ones are multiplied by the scales, [M] for each scaled leaf."""
-        changed = list(changed)
-        waits = stamps < 0
-        since = jnp.where(waits, ~stamps, 0)
-        scale_only = self.replay.scale_only
-        leaves = zip(scale_only.scaled, scale_only.near_one, strict=True) if scale_only else ()
-        for (k, near_one), scale in zip(leaves, scales, strict=True):
-            by = scale.at[since].get(mode="clip")
-            changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
-        return changed
+        return multiplied(self.replay, changed, stamps, chosen), begin
 
     # --- rows that are replayed ---
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.deferred import Deferred, Entries
+from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.layouts import own_rows, store, whole
 from autopar.backends.loops import while_loop
@@ -23,6 +23,7 @@ from autopar.backends.microbatches import Microbatch, run_microbatches
 from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others, reduce_across
 from autopar.backends.row_ops import ROW_OPS
+from autopar.backends.segments import Entries
 from autopar.backends.single import SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var

@@ -18,9 +18,9 @@ import numpy as np
 from autopar.analysis.rules import resized
 from autopar.backends.across import local
 from autopar.backends.background import Compilation, beside
-from autopar.backends.deferred import Entries
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
+from autopar.backends.segments import Entries
 from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout

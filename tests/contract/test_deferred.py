@@ -15,7 +15,8 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.backends import deferred
-from autopar.backends.deferred import Deferred, Entries
+from autopar.backends.deferred import Deferred
+from autopar.backends.segments import Entries
 from autopar.tables.deferred import UpdateLog
 from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
 from tests.support.pairs import diagonal, every

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.background import Compilation, beside
-from autopar.backends.deferred import Entries
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
+from autopar.backends.segments import Entries, close
 from autopar.errors import note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
@@ -61,7 +61,7 @@ class HostUpdateLogSpec:
         self._up_to_date = jax.jit(up_to_date)
         self._caught_up = jax.jit(caught_up)
         self._past_older = jax.jit(past_older)
-        self._close = jax.jit(lambda *entries: deferred.close(Entries.of(self.replay, entries)))
+        self._close = jax.jit(lambda *entries: close(self.replay, Entries.of(self.replay, entries)))
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
         self._compilation: Compilation[None] | None = None
 
@@ -88,10 +88,10 @@ class HostUpdateLogSpec:
         count = 2 + len(self.replay.records)
         older = [x[self.replay.part :] for x in entries[2:count]]
         operands = [*some, np.zeros(rows, np.int32), entries[1], *entries[count:], *older]
-        close, past_older = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (entries, operands))
+        closing, past_older = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (entries, operands))
 
         def compile_all() -> None:
-            self._close.lower(*close).compile()
+            self._close.lower(*closing).compile()
             self._past_older.lower(*past_older).compile()
 
         with jax.default_device(self._device):
