@@ -9,11 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-import numpy as np
 from jax.profiler import StepTraceAnnotation
 
 from autopar import jax_compat
-from autopar.backends.background import Compilation, beside
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.compile import Compiled
@@ -21,16 +19,15 @@ from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, R
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
-from autopar.ir.sizes import HEADROOM, NEAR
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
-from autopar.passes.choosing.capacity import needed_share
 from autopar.run.arguments import Call, call_difference, read_call, static_keywords
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry
+from autopar.run.growth import Growth
 from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
@@ -132,8 +129,11 @@ class ParallelStep:
             return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
         loads = runner.loads()
         if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
-            grown = self._grown(ready.entry, loads)
-            runner, has_run = (runner, has_run) if grown is ready.entry else (grown.runner, False)
+            grown, told = self._growth.after(ready.entry, loads)
+            if grown is not ready.entry:
+                self._replace(ready.entry, grown)
+                warn(told, CapacityWarning)
+                runner, has_run = grown.runner, False
         mark(self._calls, self.name)
         self._calls += 1
         try:
@@ -261,58 +261,9 @@ class ParallelStep:
 
     # --- planning ---
 
-    def _grown(self, entry: Entry, loads: Sequence[int]) -> Entry:
-        """The step with larger capacities after batches that exceeded those of its plan: twice as large, or as large as
-        they needed, with headroom. After batches that came near them the plan as it is: the larger one is compiled
-        beside the steps. `loads`: what they needed, in rows."""
-        tight = [f for f in entry.compiled.bound.families if f.bounds.tight]
-        needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
-        exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
-        if not exceeded:
-            if entry.larger is None:
-                entry.larger = self._larger(entry, 2 * entry.headroom)
-            return entry
-        how = "the step was compiled beside the ones before"
-        with interruptible(not everyone().several), noticing(self.name, "compiling"):
-            grown = None if entry.larger is None else entry.larger.wait()
-            if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
-                how = "the step is compiled again"
-                needed = HEADROOM * entry.headroom * max(needed_share(most, n) for _, n, most in needs)
-                grown = self._with_headroom(entry, entry.example, max(2 * entry.headroom, needed))
-        self._replace(entry, grown)
-        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
-        shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
-        warn(
-            f"{self.name}: a batch needed more rows of one device than the example did ({exceeded}). That step was run "
-            f"without limits, with the same result; capacities grow from {shown}, in rows, and {how}",
-            CapacityWarning,
-        )
-        return grown
-
-    def _larger(self, entry: Entry, headroom: float) -> Compilation[Entry]:
-        """The step with larger capacities, compiled beside the steps, and planned there unless processes compare their
-        plans; these take the plan that all of them made, whether it was compiled or not."""
-        planned, example = None, entry.example
-        if self.planner.processes is not None:
-            planned = self._with_headroom(entry, example, headroom)
-        elif example is not None:  # on the host: a program on all devices would meet those of a step
-            example = [x if x is None or jax_compat.is_key(x.dtype) else np.asarray(x) for x in example]
-
-        def compiled() -> Entry:
-            larger = planned or self._with_headroom(entry, example, headroom)
-            larger.own_runner.lower().compile()
-            return larger
-
-        return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
-
-    def _with_headroom(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
-        """The step planned with larger capacities: with some headroom, or twice as much until that changes the plan, as
-        capacities are rounded."""
-        while True:
-            compiled = self.planner.plan_again(entry, example, headroom)
-            if compiled.bound.decisions != entry.compiled.bound.decisions:
-                return self._another(entry, compiled, example, headroom)
-            headroom *= 2
+    @functools.cached_property
+    def _growth(self) -> Growth:
+        return Growth(self.name, self.planner, self._another)
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
@@ -394,12 +345,6 @@ class _Ready:
     entry: Any
     runner: Runner | None
     has_run: bool = False
-
-
-def _has_room(entry: Entry, needs: Mapping[str, int]) -> bool:
-    """Whether batches that need so much, in rows by table, don't come near a capacity."""
-    tight = {f.table.path: f.bounds.capacity or 0 for f in entry.compiled.bound.families if f.bounds.tight}
-    return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)
 
 
 #: Before the first call.

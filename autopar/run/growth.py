@@ -1,0 +1,99 @@
+"""`Growth`: larger capacities, after batches that came near those of a plan or exceeded them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.background import Compilation, beside
+from autopar.compile import Compiled
+from autopar.interrupts import interruptible
+from autopar.ir.sizes import HEADROOM, NEAR
+from autopar.launch.group import everyone
+from autopar.launch.notices import noticing
+from autopar.passes.choosing.capacity import needed_share
+from autopar.run.entry import Entry
+from autopar.run.planner import Planner
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """Plans a step with larger capacities.
+
+    Attributes:
+      name: The step's.
+      planner: Its planner.
+      another: Makes an entry of one that was planned once more, by an example and some headroom.
+    """
+
+    name: str
+    planner: Planner
+    another: Callable[[Entry, Compiled, Sequence[Any] | None, float], Entry]
+
+    def after(self, entry: Entry, loads: Sequence[int]) -> tuple[Entry, str]:
+        """The step with larger capacities after batches that exceeded those of its plan: twice as large, or as large as
+        they needed, with headroom. After batches that came near them the plan as it is: the larger one is compiled
+        beside the steps.
+
+        Args:
+          entry: The step as it is planned.
+          loads: What batches needed of each measured capacity, in rows.
+
+        Returns:
+          The step as it is to be taken, and a warning if that is another one.
+        """
+        tight = [f for f in entry.compiled.bound.families if f.bounds.tight]
+        needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
+        exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
+        if not exceeded:
+            if entry.larger is None:
+                entry.larger = self._larger(entry, 2 * entry.headroom)
+            return entry, ""
+        how = "the step was compiled beside the ones before"
+        with interruptible(not everyone().several), noticing(self.name, "compiling"):
+            grown = None if entry.larger is None else entry.larger.wait()
+            if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
+                how = "the step is compiled again"
+                needed = HEADROOM * entry.headroom * max(needed_share(most, n) for _, n, most in needs)
+                grown = self._with_headroom(entry, entry.example, max(2 * entry.headroom, needed))
+        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
+        shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
+        return grown, (
+            f"{self.name}: a batch needed more rows of one device than the example did ({exceeded}). That step was run "
+            f"without limits, with the same result; capacities grow from {shown}, in rows, and {how}"
+        )
+
+    def _larger(self, entry: Entry, headroom: float) -> Compilation[Entry]:
+        """The step with larger capacities, compiled beside the steps, and planned there unless processes compare their
+        plans; these take the plan that all of them made, whether it was compiled or not."""
+        planned, example = None, entry.example
+        if self.planner.processes is not None:
+            planned = self._with_headroom(entry, example, headroom)
+        elif example is not None:  # on the host: a program on all devices would meet those of a step
+            example = [x if x is None or jax_compat.is_key(x.dtype) else np.asarray(x) for x in example]
+
+        def compiled() -> Entry:
+            larger = planned or self._with_headroom(entry, example, headroom)
+            larger.own_runner.lower().compile()
+            return larger
+
+        return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
+
+    def _with_headroom(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
+        """The step planned with larger capacities: with some headroom, or twice as much until that changes the plan, as
+        capacities are rounded."""
+        while True:
+            compiled = self.planner.plan_again(entry, example, headroom)
+            if compiled.bound.decisions != entry.compiled.bound.decisions:
+                return self.another(entry, compiled, example, headroom)
+            headroom *= 2
+
+
+def _has_room(entry: Entry, needs: Mapping[str, int]) -> bool:
+    """Whether batches that need so much, in rows by table, don't come near a capacity."""
+    tight = {f.table.path: f.bounds.capacity or 0 for f in entry.compiled.bound.families if f.bounds.tight}
+    return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)
