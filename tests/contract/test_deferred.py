@@ -16,7 +16,8 @@ import autopar
 from autopar import jax_compat
 from autopar.backends import deferred
 from autopar.backends.deferred import Deferred
-from autopar.backends.segments import Entries
+from autopar.backends.segments import Entries, scales
+from autopar.ir.deferred import Replay
 from autopar.tables.deferred import UpdateLog
 from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
 from tests.support.pairs import diagonal, every
@@ -48,12 +49,11 @@ def test_one_step_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_factor_too_few_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     case = rows_case(times(lambda count: 0.99))
     assert differ(case, steps=60) == []
-    scales = Deferred._scales
 
-    def short(self: Deferred, entries: Entries) -> Any:
-        return scales(self, dataclasses.replace(entries, now=entries.now - 1))
+    def short(replay: Replay, entries: Entries) -> Any:
+        return scales(replay, dataclasses.replace(entries, now=entries.now - 1))
 
-    monkeypatch.setattr(Deferred, "_scales", short)
+    monkeypatch.setattr(deferred, "scales", short)
     assert differ(case, steps=60)
 
 
