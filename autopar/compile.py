@@ -119,6 +119,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
         microbatches=options.microbatches,
         batch_axis=options.batch_axis,
         always=options.hosts or options.pipeline is not None or options.is_served,
+        uneven=options.emit == "pjit" and not options.hosts and options.pipeline is None and options.sync is None,
     )
 
 

@@ -125,10 +125,14 @@ class Placed:
     needed: Mapping[int, int] = field(default_factory=dict)
 
 
-def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) -> Placed:
+def place_spread(equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False) -> Placed:
     """Where equal shards of some operands end up, in an equation without bodies.
 
-    `spread`: operand -> the axis along which it is spread.
+    Args:
+      equation: The equation.
+      spread: Operand -> the axis along which it is spread.
+      devices: Over how many.
+      padded: Whether they needn't divide an axis, because what is put behind it is cut off from the results.
 
     Raises:
       NotLocal: there is no rule, or the operands don't go together.
@@ -157,7 +161,10 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int) ->
         raise NotLocal(f"{op} of examples with other examples", equation.source)
     (at,) = places
     out = equation.outputs[0]
-    if at != SUMMED and (out.shape[at] % devices or (op == "reshape" and not _equal_shards(equation, spread[0], at))):
+    if at == SUMMED:
+        return _agreed(equation, spread, needed, at)
+    kept = padded and all(equation.inputs[k].shape[axis] == out.shape[at] for k, axis in spread.items())
+    if (out.shape[at] % devices and not kept) or (op == "reshape" and not _equal_shards(equation, spread[0], at)):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
 

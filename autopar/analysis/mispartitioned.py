@@ -70,6 +70,7 @@ _SPREAD_WINDOWS = "a reduction of windows"
 _MAXIMUM = "a maximum or minimum, which may be NaN,"
 CUMULATIVE = "a cumulative reduction"
 SCATTER = "a scatter of updates that the devices don't divide"
+UNSIGNED = "a scatter by unsigned indices that the devices don't divide"
 _SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"})
 #: Got wrong only along an axis that is spread.
 ALONG_SPREAD = frozenset({_MAXIMUM, CUMULATIVE})
@@ -119,8 +120,13 @@ def uneven(equation: Equation, devices: int) -> str | None:
 
     XLA gives each device as much of an axis as another one, so that the last ones have more than there is. Where it
     then moves the array from all devices to groups of them (it forms such groups itself), what is beyond the end is a
-    neighbour's data, which a scatter adds to a row and a convolution multiplies by its kernel.
+    neighbour's data, which a scatter adds to a row and a convolution multiplies by its kernel. Unsigned indices of a
+    scatter it can't pad: the process is aborted.
     """
+    if equation.op.startswith("scatter"):
+        index = equation.inputs[1]
+        if np.dtype(index.dtype).kind == "u" and any(n % devices for n in index.shape[:-1]):
+            return UNSIGNED
     if equation.op in _SCATTERS or (equation.op == "ap.push" and equation.params["op"] in _SCATTERS):
         index = equation.inputs[-2]
         return SCATTER if any(n % devices for n in _entries(equation, index.shape)) else None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar.analysis.batch import follow_batch
+from autopar.analysis.rules import resized
 from autopar.analysis.values import Numbering, atom_key
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Access, RowSpace
@@ -57,7 +58,7 @@ class RowIds:
 
     @property
     def count(self) -> int:
-        """Number of ids, duplicates included."""
+        """Number of ids, duplicates and padding included."""
         return sum(v.shape[0] for v in self.results)
 
     def count_on(self, devices: int) -> int:
@@ -115,12 +116,28 @@ def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
         size = len(range(params["start"], params["stop"], params["stride"]))
         return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
     shape = index.shape if params["position"] is None else index.shape[:-1]
+    shape = resized(shape, params["batch"], shape[params["batch"]] + params["more"]) if "more" in params else shape
     size = math.prod(shape) * params["count"]
     return Equation("ap.row_ids", (index,), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
 
 
-def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1) -> RowIds:
-    """The ids of all accesses of a family, each distinct set once. `batch`: the batch axes of variables."""
+def collect_ids(
+    block: Block,
+    space: RowSpace,
+    batch: Mapping[Var, int] | None = None,
+    devices: int = 1,
+    *,
+    uneven: bool = False,
+) -> RowIds:
+    """The ids of all accesses of a family, each distinct set once.
+
+    Args:
+      block: The program's.
+      space: The family.
+      batch: The batch axes of variables.
+      devices: N, over how many the examples are spread.
+      uneven: Whether N needn't divide them: ids are then padded by those of no row (`more` examples of them).
+    """
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
     indices: dict[Equation, Index] = {}
@@ -142,8 +159,10 @@ def collect_ids(block: Block, space: RowSpace, batch: Mapping[Var, int] | None =
             index = _append(inner, value, equations, numbering)
             indices[access.equation] = Index(access.path, index, varies)
             follow_batch(equations[known:], axes, devices=devices)
-            spread[access.equation] = axis = _spread_axis(access, atom, index, axes, devices)
+            spread[access.equation] = axis = _spread_axis(access, atom, index, axes, 1 if uneven else devices)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
+            if params["batch"] is not None and index.shape[params["batch"]] % devices:
+                params["more"] = -index.shape[params["batch"]] % devices
         key = (None if index is None else atom_key(index), *(v for k, v in sorted(params.items()) if k != "clip"))
         # Clipped ids include the unclipped ones, so one of the two is enough.
         if key not in wanted or params.get("clip"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar.backends.indices import lengthened
 from autopar.backends.reductions import reduce_across
 from autopar.launch.group import StoreGroup
 
@@ -112,7 +114,12 @@ class Devices:
     def mapped(
         self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, over: str | tuple[str, ...] = ""
     ) -> Callable[..., Any]:
-        """The function of global arrays that `local` calls, spread over axes of the mesh."""
+        """The function of global arrays that `local` calls, spread over axes of the mesh.
+
+        Zeros are put behind an operand that these don't divide, so that results may be longer as well.
+        """
+        names = (over or self.axis,) if isinstance(over, str) else over
+        parts = math.prod(self.mesh.shape[name] for name in names)
         specs = tuple(self.spec(along, over) for along in axes)
         several = isinstance(returned, tuple)
         out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
@@ -122,6 +129,8 @@ class Devices:
             return jax.lax.optimization_barrier((some, fun(*operands)))[1]
 
         def run(*operands: Array) -> Any:
+            pairs = zip(operands, axes, strict=True)
+            operands = tuple(x if k is None else lengthened(x, k, -x.shape[k] % parts) for x, k in pairs)
             if not operands or any(x.size for x in operands):
                 return map_(fun, in_specs=specs)(*operands)
             # XLA wants an operand that is read, and makes constants of those without elements.

@@ -17,6 +17,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.indices import cut
 from autopar.backends.layouts import own_rows, store, whole
 from autopar.backends.loops import while_loop
 from autopar.backends.microbatches import Microbatch, run_microbatches
@@ -147,7 +148,10 @@ class _Emitter:
             results = tuple(map(jnp.asarray, run(*shards)))
             return results if op is None else tuple(reduce_across(op, x, names) for x in results)
 
-        return self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
+        results = self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
+        axis = p["returned"]
+        pairs = zip(results, equation.outputs, strict=True)
+        return results if axis is None else [cut(x, axis, v.shape[axis]) for x, v in pairs]
 
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)

@@ -28,7 +28,8 @@ def in_range(ids: Array, extent: int, clip: bool) -> Array:
 def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
     """The rows that an access's index operand means: flat int32, `extent` for no row.
 
-    With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch.
+    With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch,
+    which `more` examples without rows make possible.
     """
     extent, count = params["extent"], params["count"]
     index = jnp.asarray(index)
@@ -36,7 +37,23 @@ def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
         start = in_range(index.reshape(-1), extent - count + 1, True)
         return (start[:, None] + jax.lax.iota(jnp.int32, count)).reshape(-1)
     ids = in_range(index[..., params["position"]], extent, params["clip"])
-    return (ids if params.get("batch") is None else jnp.moveaxis(ids, params["batch"], 0)).reshape(-1)
+    if params.get("batch") is None:
+        return ids.reshape(-1)
+    return lengthened(jnp.moveaxis(ids, params["batch"], 0), 0, params.get("more", 0), extent).reshape(-1)
+
+
+def lengthened(value: Array, axis: int, more: int, fill: Any = 0) -> Array:
+    """An array with more elements behind it along an axis."""
+    if not more:
+        return value
+    widths = [(0, more if d == axis else 0) for d in range(value.ndim)]
+    # Of an array of its own: XLA's partitioner gives two pads of one array the same value.
+    return jnp.pad(jax.lax.optimization_barrier(value), widths, constant_values=fill)
+
+
+def cut(value: Array, axis: int, size: int) -> Array:
+    """The first elements of an array along an axis."""
+    return value if value.shape[axis] == size else jax.lax.slice_in_dim(value, 0, size, axis=axis)
 
 
 def sorted_unique(ids: Array, size: int, fill: int) -> Array:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autopar.backends.devices import Devices
 from autopar.backends.indices import (
     along,
+    cut,
     find,
     find_own,
     gather_rows,
@@ -131,7 +132,8 @@ class ShardedRows(RowBackend):
             return gather_rows(params, fetched, self._local(params, requested, index))
 
         operand_axes = (params["axis"], 0, params["batch"])
-        return self._devices.local(lookup, operand_axes, params["spread"], fetched, route.requested, index)
+        found = self._devices.local(lookup, operand_axes, params["spread"], fetched, route.requested, index)
+        return found if params["batch"] is None else cut(found, params["spread"], index.shape[params["batch"]])
 
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
         axis = params["axis"]

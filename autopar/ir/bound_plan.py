@@ -67,6 +67,8 @@ class BoundPlan:
       families: The tables that are lifted, with their slots.
       placements: For each input of the program the axis along which it is spread over the devices; None: each device
         holds all of it.
+      uneven: Inputs of examples that the devices don't divide -> the axis of these. Each device is given all of it, and
+        XLA spreads it in the step, where it pads and masks.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shards: Dense leaves that are spread and gathered for use -> the axis.
@@ -80,6 +82,7 @@ class BoundPlan:
     fallback: tuple[FamilyPlan, ...] = ()
     shards: Mapping[int, int] = field(default_factory=dict)
     tensors: Mapping[int, int] = field(default_factory=dict)
+    uneven: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def devices(self) -> int:
@@ -120,6 +123,7 @@ class BoundPlan:
             self.layouts,
             self.shards,
             self.tensors,
+            self.uneven,
             self.emit,
             self.plan.microbatches,
         )

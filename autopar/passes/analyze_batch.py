@@ -1,10 +1,10 @@
 """Follow the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
 Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
-divide it. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's state from
-one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed to be
-carried, and the program tells: a carried leaf meets the batch along its axis only, and its new value is one of the
-batch whether or not the old one is.
+divide it, or if XLA may pad and mask what each has (`uneven`). A leaf of the state with an axis of that size may be
+carried along with the examples (an LSTM's state from one piece of text to the next); it may be a weight that has this
+size by chance as well. So each is guessed to be carried, and the program tells: a carried leaf meets the batch along its
+axis only, and its new value is one of the batch whether or not the old one is.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ from autopar.ir.program import ArrayType, Program, Var
 
 
 def analyze_batch(
-    program: Program, *, devices: int, microbatches: int = 1, batch_axis: BatchAxis = 0, always: bool = False
+    program: Program,
+    *,
+    devices: int,
+    microbatches: int = 1,
+    batch_axis: BatchAxis = 0,
+    always: bool = False,
+    uneven: bool = False,
 ) -> tuple[Program, str]:
     """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
     Args:
       program: An analysed program.
-      devices: N; a batch whose size N doesn't divide is not spread.
+      devices: N.
       microbatches: M, into which each device's examples are divided.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       always: Also for one device.
+      uneven: Whether a batch whose size N doesn't divide is spread; shared leaves of other sizes that N doesn't divide
+        never are.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -44,12 +52,18 @@ def analyze_batch(
         return _with_ids(program, {}, devices), "one device"
     named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
     parts = devices * microbatches
-    starts = {v: axis for v, axis in named.items() if v.shape[axis] and v.shape[axis] % parts == 0}
+    most = max((v.shape[axis] for v, axis in named.items()), default=0)
+    uneven = uneven and microbatches == 1 and most > 1 and most % devices != 0
+    starts = {
+        v: axis
+        for v, axis in named.items()
+        if v.shape[axis] and (v.shape[axis] % parts == 0 or (uneven and v.shape[axis] == most))
+    }
     if microbatches > 1:
         _check_divides(dict(inputs), named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
-    return _with_ids(program, axes, devices), _note(program, over, named, starts, axes)
+    return _with_ids(program, axes, devices, uneven=uneven), _note(program, over, named, starts, axes)
 
 
 def _check_divides(
@@ -68,9 +82,9 @@ def _check_divides(
         raise ArgumentsError(f"microbatches={microbatches}: nothing in the batch has examples that could be divided")
 
 
-def _with_ids(program: Program, axes: BatchAxes, devices: int) -> Program:
+def _with_ids(program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False) -> Program:
     spaces = () if program.rows is None else program.rows.spaces
-    ids = {space.family: collect_ids(program.block, space, axes, devices) for space in spaces}
+    ids = {space.family: collect_ids(program.block, space, axes, devices, uneven=uneven) for space in spaces}
     return dataclasses.replace(program, batch=axes, ids=ids)
 
 

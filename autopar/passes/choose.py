@@ -86,7 +86,10 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
     facts = (program.name, options.devices, None, options.sparse, options.emit)
     plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
-    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards)
+    examples = {k: program.batch[v] for k, v in enumerate(program.block.inputs) if v in program.batch}
+    uneven = {k: axis for k, axis in examples.items() if program.block.inputs[k].shape[axis] % options.devices}
+    placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
+    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven)
     return bound.noting(state_bytes=state_bytes(program, bound))
 
 
@@ -151,7 +154,7 @@ def _with_tensors(
     lifted = {f.family for f in bound.families}
     rows = {leaf for space in program.rows.spaces if space.family in lifted for leaf in space.leaves}
     states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
-    examples = {k for k, along in enumerate(bound.placements) if along is not None}
+    examples = {k for k, along in enumerate(bound.placements) if along is not None}.union(bound.uneven)
     eligible = sorted(states - rows - examples - wanted.kept)
     needed, memory = bound.plan.state_bytes, measured.memory
     axes, plan = choose_tensor(

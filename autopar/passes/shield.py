@@ -27,6 +27,7 @@ from autopar.analysis.mispartitioned import (
     ALONG_SPREAD,
     CUMULATIVE,
     SCATTER,
+    UNSIGNED,
     mispartitioned,
     scatter_with_nan,
     uneven,
@@ -115,11 +116,11 @@ class _Shield:
     def _equation(self, equation: Equation) -> Sequence[Equation]:
         name = uneven(equation, self._devices)
         if name is not None and not self._is_along_examples(equation):
-            if name != SCATTER:
+            if name not in (SCATTER, UNSIGNED):
                 return (self._isolated(equation, name),)
             self.told.append(f"{name} ({equation.where}) is written otherwise")
-            padded = _evened(equation, self._devices)
-            return *padded[:-1], *self._equation(padded[-1])
+            new = _signed(equation) if name == UNSIGNED else _evened(equation, self._devices)
+            return *new[:-1], *self._equation(new[-1])
         name = mispartitioned(equation)
         if name in ALONG_SPREAD and self._is_apart(equation):
             return (equation,)
@@ -134,10 +135,11 @@ class _Shield:
 
     def _is_along_examples(self, equation: Equation) -> bool:
         """Whether an operand is known to lie along the examples, evenly: XLA leaves it there."""
+        pairs = [(a, self._axes[a]) for a in equation.inputs[-2:] if isinstance(a, Var) and a in self._axes]
+        sizes = [a.shape[axis] for a, axis in pairs]
         if equation.params.get("batch") is not None:  # of a push
-            return True
-        axes = [(a, self._axes[a]) for a in equation.inputs[-2:] if isinstance(a, Var) and a in self._axes]
-        return any(a.shape[axis] % self._devices == 0 for a, axis in axes)
+            sizes.append(equation.inputs[-2].shape[equation.params["batch"]])
+        return any(size % self._devices == 0 for size in sizes)
 
     def _is_apart(self, equation: Equation) -> bool:
         """Whether each device's results are known to be of its own examples alone."""
@@ -178,17 +180,14 @@ class _Shield:
 
     def _placed(self, equation: Equation) -> tuple[Sequence[int | None], Placed | None]:
         """Along which axis each operand is spread, and what becomes of the results; None: all have all of them."""
-        spread = {
-            k: self._axes[a]
-            for k, a in enumerate(equation.inputs)
-            if isinstance(a, Var) and a in self._axes and a.shape[self._axes[a]] % self._devices == 0
-        }
+        spread = {k: self._axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self._axes}
         for some in (spread, *({k: axis} for k, axis in spread.items())):  # all together, or with one operand's
             try:
-                placed = place_spread(equation, some, self._devices) if some else None
+                placed = place_spread(equation, some, self._devices, padded=True) if some else None
             except NotLocal:
                 continue
-            if placed is None or (placed.axis == SUMMED and equation.op not in REDUCES):
+            is_even = all(equation.inputs[k].shape[axis] % self._devices == 0 for k, axis in some.items())
+            if placed is None or (placed.axis == SUMMED and not (is_even and equation.op in REDUCES)):
                 continue
             axes = {**some, **placed.needed}
             if all(isinstance(equation.inputs[k], Var) for k in axes):
@@ -196,8 +195,20 @@ class _Shield:
         return [None] * len(equation.inputs), None
 
 
+def _signed(equation: Equation) -> Sequence[Equation]:
+    """A scatter by indices that have a sign; those that are too large stay so."""
+    operand, index, updates = equation.inputs
+
+    def signed(index: Any) -> Any:
+        most = np.asarray(min(np.iinfo(np.int32).max, np.iinfo(index.dtype).max), index.dtype)
+        return lax.convert_element_type(lax.min(index, most), np.int32)
+
+    made = expand(signed, equation, (index,))
+    return *made, dataclasses.replace(equation, inputs=(operand, made[-1].outputs[0], updates))
+
+
 def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
-    """A scatter with more updates, which change nothing: of the last entry's row once more."""
+    """A scatter with more updates, which change nothing: of the first row, or the last entry's once more."""
     numbers, (*before, index, updates) = equation.params["dimension_numbers"], equation.inputs
     op = equation.params["op"] if equation.op == "ap.push" else equation.op
     entries = [axis for axis in range(len(updates.shape)) if axis not in numbers.update_window_dims]
@@ -213,7 +224,7 @@ def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
     by_entry = {entries[axis]: n for axis, n in more.items()}
     idle = {"scatter-add": -0.0, "scatter-sub": 0.0, "scatter-mul": 1.0}.get(op)  # x + 0.0 is no -0.0
     fill = {"mode": "edge"} if idle is None else {"constant_values": np.asarray(idle).astype(updates.dtype)}
-    wider = expand(widened(more, mode="edge"), equation, (index,))
+    wider = expand(widened(more, **({"mode": "edge"} if idle is None else {})), equation, (index,))
     widest = expand(widened(by_entry, **fill), equation, (updates,))
     params = {**equation.params, **({"unique_indices": False} if "unique_indices" in equation.params else {})}
     inputs = (*before, wider[-1].outputs[0], widest[-1].outputs[0])
@@ -300,4 +311,4 @@ def _part(atom: Atom, axis: int | None, devices: int) -> Atom:
         return atom
     if axis is None:
         return Var(atom.type)
-    return Var(atom.type.resized(axis, atom.shape[axis] // devices))
+    return Var(atom.type.resized(axis, -(-atom.shape[axis] // devices)))

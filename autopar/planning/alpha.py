@@ -188,7 +188,8 @@ class _Reader:
             entry = own.entry(*arrays, **named)
         leaves = own.leaves(arrays, named)
         program = entry.compiled.analysed
-        if self._spread > 1 and not any(program.batch.get(v) is not None for v in program.block.inputs):
+        is_spread = not entry.compiled.bound.uneven and any(v in program.batch for v in program.block.inputs)
+        if self._spread > 1 and not is_spread:
             raise ArgumentsError(
                 f"batch {number} of measure_alpha isn't spread over {self._spread} workers: its examples must be a "
                 "multiple of them"

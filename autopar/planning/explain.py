@@ -81,6 +81,12 @@ def _explain(
     devices = 1 if cluster is not None else jax.local_device_count()
     there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
     there += isolated_notes(entry, devices, verbose)
+    bound = entry.compiled.bound
+    if bound.uneven:
+        k, axis = next(iter(bound.uneven.items()))
+        size = program.block.inputs[k].shape[axis]
+        each = f"each has {-(-size // plan.devices)} or fewer, padded and masked"
+        there += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
     if is_undivided(entry):
         there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
     return Explanation(

@@ -107,7 +107,8 @@ class DevicesRunner:
                 return self._shardings[state]
             if not self._across or not isinstance(atom.type, ArrayType):
                 return None
-            return self._devices.sharding(analysed.batch.get(atom) if isinstance(atom, Var) else None)
+            axis = analysed.batch.get(atom) if isinstance(atom, Var) else None
+            return self._devices.sharding(axis if axis is None or atom.shape[axis] % self._devices.count == 0 else None)
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)
         shardings = [of(atom, out.state) for atom, out in pairs]

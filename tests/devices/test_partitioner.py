@@ -25,12 +25,19 @@ from tests.support.partitioned import GROUPS, IDS, convolution
 N = 4
 
 
-def variants(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int | None]]:
-    """(operand, axis) of each way to spread one operand; at last all along their first axes."""
-    found: list[tuple[int | None, int | None]] = [
-        (k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n % N == 0
-    ]
+#: (operand, axis) that is spread; all along their first axes.
+Variant = tuple[int | None, int | None]
+
+
+def variants(shapes: Sequence[tuple[int, ...]]) -> list[Variant]:
+    """Each way to spread one operand; at last all along their first axes."""
+    found: list[Variant] = [(k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n % N == 0]
     return [*found, (None, None)] if len(shapes) > 1 else found
+
+
+def of_size(size: int) -> Callable[[Sequence[tuple[int, ...]]], list[Variant]]:
+    """Each way to spread one operand along an axis of a size."""
+    return lambda shapes: [(k, d) for k, shape in enumerate(shapes) for d, n in enumerate(shape) if n == size]
 
 
 @pytest.mark.parametrize(
@@ -38,11 +45,26 @@ def variants(shapes: Sequence[tuple[int, ...]]) -> list[tuple[int | None, int | 
 )
 def test_every_primitive(group: str, groups: int) -> None:
     """A guard where XLA gets nothing of a group wrong. Of several groups of devices, examples are spread over one."""
+    mesh = jax.make_mesh((N // groups, groups), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    check_group(group, mesh, variants)
+
+
+@pytest.mark.parametrize(
+    "group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
+)
+def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) -> None:
+    for size in (4, 8):
+        planned = check_group(group, mesh_of(3), of_size(size))
+        assert planned.latest.compiled.bound.uneven
+
+
+def check_group(group: str, mesh: Any, spread: Callable[[Sequence[tuple[int, ...]]], list[Variant]]) -> Any:
+    """Compares all functions of a group, with operands spread in some ways; returns the planned step."""
     batch: dict[str, Any] = {}
     axes: dict[str, int | None] = {}
     calls: dict[str, tuple[Callable[..., Any], list[str]]] = {}
     for name, (fun, shapes) in GROUPS[group].items():
-        for operand, axis in variants(shapes):
+        for operand, axis in spread(shapes):
             paths = [f"{name} {operand} {axis} {k}" for k in range(len(shapes))]
             for k, (path, shape) in enumerate(zip(paths, shapes, strict=True)):
                 batch[path] = np.random.default_rng(k).normal(size=shape).astype(np.float32)
@@ -65,7 +87,6 @@ def test_every_primitive(group: str, groups: int) -> None:
                     found[name] += jax.grad(loss, tuple(range(len(paths))))(*(batch[p] for p in paths))
         return found
 
-    mesh = jax.make_mesh((N // groups, groups), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     planned = autopar.parallelize(evaluate, mesh=mesh, data_axis="data", batch_axis=axes)
     mine, theirs = planned(batch), jax.jit(evaluate)(batch)
     wrong = []
@@ -75,6 +96,7 @@ def test_every_primitive(group: str, groups: int) -> None:
             if not np.allclose(a, b, rtol=1e-4, atol=1e-4 * scale, equal_nan=True):
                 wrong.append((name, k))
     assert not wrong, wrong
+    return planned
 
 
 # --- maxima and cumulative reductions in nested programs ---

@@ -67,8 +67,10 @@ def test_small_tables_are_dense_without_a_word() -> None:
     assert _told(jnp.linalg.norm, 8) == []
 
 
-@pytest.mark.parametrize(("examples", "warns"), [(66, True), (64, False), (6, False)])
-def test_a_batch_that_devices_do_not_divide(examples: int, warns: bool) -> None:
-    told = _told(None, examples, mesh=mesh_of(4), strategy="allreduce")
+@pytest.mark.parametrize(
+    ("examples", "emit", "warns"), [(66, "pmap", True), (64, "pmap", False), (6, "pmap", False), (66, "pjit", False)]
+)
+def test_a_batch_that_devices_do_not_divide(examples: int, emit: Any, warns: bool) -> None:
+    told = _told(None, examples, mesh=mesh_of(4), strategy="allreduce", emit=emit)
     assert [f"4 devices don't divide a batch of {examples}" in text for text in told] == [True] * warns
     assert not warns or "64 or 68" in told[0]

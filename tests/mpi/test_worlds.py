@@ -36,7 +36,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_mesh_with_two_axes",
         ),
         (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
-        (3, 1): ("check_what_differs_between_processes",),
+        (3, 1): ("check_what_differs_between_processes", "check_batches_that_the_devices_do_not_divide"),
     },
     "host_cases": {
         (2, 1): (

@@ -89,6 +89,22 @@ def check_methods() -> None:
     assert {s.data.shape for s in emb.stored.addressable_shards} == {(13, 3)}
 
 
+def check_batches_that_the_devices_do_not_divide() -> None:
+    """Examples are spread in the step all the same, and results by example are whole on each process."""
+
+    def by_example(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+        return new, {**metrics, "sums": state["params"]["emb"][batch["ids"]].sum((1, 2))}
+
+    some = [{"ids": ids_of(ROWS, k)["ids"][1:]} for k in range(3)]
+    for method in ("ps", "allgather", "allreduce_rows", "allreduce"):
+        planned = autopar.parallelize(by_example, strategy=method)
+        train(planned, jax.jit(by_example), make_state(ROWS), some)
+        assert planned.latest is not None and planned.latest.compiled.bound.uneven
+        _, metrics = planned(make_state(ROWS), some[0])
+        assert metrics["sums"].is_fully_replicated and metrics["sums"].shape == (BATCH - 1,)
+
+
 def check_a_table_that_the_devices_divide() -> None:
     planned = autopar.parallelize(step, strategy="ps")
     mine = train(planned, PLAIN, make_state(12 * COUNT), [ids_of(12 * COUNT, k) for k in range(3)])
