@@ -70,6 +70,7 @@ _SPREAD_WINDOWS = "a reduction of windows"
 _MAXIMUM = "a maximum or minimum, which may be NaN,"
 CUMULATIVE = "a cumulative reduction"
 SCATTER = "a scatter of updates that the devices don't divide"
+CONVOLUTION = "a convolution along an axis that the devices don't divide"
 UNSIGNED = "a scatter by unsigned indices that the devices don't divide"
 _SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"})
 #: Got wrong only along an axis that is spread.
@@ -133,7 +134,7 @@ def uneven(equation: Equation, devices: int) -> str | None:
     if equation.op == "conv_general_dilated":
         spatial = equation.params["dimension_numbers"].lhs_spec[2:]
         sizes = [equation.inputs[0].shape[axis] for axis in spatial]
-        return "a convolution along an axis that the devices don't divide" if any(n % devices for n in sizes) else None
+        return CONVOLUTION if any(n % devices for n in sizes) else None
     return None
 
 

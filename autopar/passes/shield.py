@@ -25,6 +25,7 @@ from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, NotLocal, Placed, place_spread
 from autopar.analysis.mispartitioned import (
     ALONG_SPREAD,
+    CONVOLUTION,
     CUMULATIVE,
     SCATTER,
     UNSIGNED,
@@ -114,7 +115,7 @@ class _Shield:
         return block.with_equations([new for e in block.equations for new in self._equation(e)])
 
     def _equation(self, equation: Equation) -> Sequence[Equation]:
-        name = uneven(equation, self._devices)
+        name = uneven(equation, self._devices) or (CONVOLUTION if self._may_be_uneven(equation) else None)
         if name is not None and not self._is_along_examples(equation):
             if name not in (SCATTER, UNSIGNED):
                 return (self._isolated(equation, name),)
@@ -132,6 +133,12 @@ class _Shield:
         if name is not None:
             return (self._isolated(equation, name),)
         return (equation.with_bodies([self.block(body) for body in equation.bodies]),)
+
+    def _may_be_uneven(self, equation: Equation) -> bool:
+        """Whether a convolution may be along examples that the devices don't divide, of which XLA may make groups."""
+        if equation.op != "conv_general_dilated" or any(a in self._axes for a in equation.inputs if isinstance(a, Var)):
+            return False
+        return any(v.shape[axis] % self._devices for v, axis in self._axes.items())
 
     def _is_along_examples(self, equation: Equation) -> bool:
         """Whether an operand is known to lie along the examples, evenly: XLA leaves it there."""
@@ -187,7 +194,8 @@ class _Shield:
             except NotLocal:
                 continue
             is_even = all(equation.inputs[k].shape[axis] % self._devices == 0 for k, axis in some.items())
-            if placed is None or (placed.axis == SUMMED and not (is_even and equation.op in REDUCES)):
+            adds_zeros = is_even or equation.op == "conv_general_dilated"  # products of padding
+            if placed is None or (placed.axis == SUMMED and not (adds_zeros and equation.op in REDUCES)):
                 continue
             axes = {**some, **placed.needed}
             if all(isinstance(equation.inputs[k], Var) for k in axes):

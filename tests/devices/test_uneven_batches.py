@@ -186,3 +186,22 @@ def test_padding_stays_apart(method: str) -> None:
     batch = {"users": rng.integers(1, ROWS, 9), "scale": rng.uniform(1, 2, 9)}
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False, strategy=method)
     _same(planned(state, batch), jax.jit(step)(state, batch))
+
+
+def test_convolutions() -> None:
+    """Of images whose sizes the devices don't divide either: each device has its examples' part of the kernel's sum."""
+
+    def step(w: jax.Array, batch: Any) -> Any:
+        def loss_of(w: jax.Array) -> Any:
+            h = jax.lax.conv_general_dilated(batch["x"], w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            pooled = jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+            return (pooled**2).mean(), pooled
+
+        (loss, pooled), slope = jax.value_and_grad(loss_of, has_aux=True)(w)
+        return w - 0.1 * slope, (loss, pooled)
+
+    rng = np.random.default_rng(5)
+    w, batch = _dense(rng, 3, 3, 2, 4), {"x": rng.normal(size=(6, 7, 7, 2))}
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False, state_argnums=(0,))
+    _same(planned(w, batch), jax.jit(step)(w, batch))
+    assert "all of it" not in explained(planned, w, batch, verbose=True)
