@@ -24,8 +24,6 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_state_in_place",
             "check_results_can_be_read",
             "check_a_copy_of_the_state_is_whole_everywhere",
-            "check_growth",
-            "check_larger_capacities",
             "check_tables",
             "check_init",
             "check_explain_and_verify",
@@ -38,6 +36,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
         (3, 1): ("check_what_differs_between_processes", "check_batches_that_the_devices_do_not_divide"),
     },
+    "capacity_cases": {(2, 1): ()},
     "host_cases": {
         (2, 1): (
             "check_deferred",
@@ -91,10 +90,10 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_methods",
             "check_results_can_be_read",
             "check_a_copy_of_the_state_is_whole_everywhere",
-            "check_growth",
         ),
-        (3, 1): ("check_methods", "check_growth", "check_larger_capacities"),
+        (3, 1): ("check_methods",),
     },
+    "capacity_cases": {(2, 2): ("check_growth",), (3, 1): ()},
     "host_cases": {
         (1, 1): (),
         (2, 1): (),
