@@ -45,7 +45,7 @@ def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[A
     if replay.scale_only is None:
         return jnp.zeros((), bool), none, none, []
     tables, _, hold = scales(replay, entries)
-    is_full = entries.segment + 1 >= entries.segments[0].size
+    is_full = entries.segment >= replay.waiting + replay.dropped
     segments = []
     for known, by in zip(entries.segments, tables, strict=True):
         own = by[entries.segment]  # from this segment on: this part alone
