@@ -111,12 +111,25 @@ def main(model_name: str, optimizer: str, devices: str, only: str = "") -> None:
         return
     mesh = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     whole, split = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-    spread = [jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, split, x.__getitem__), b) for b in batches]
+
+    def spread(batch: Any) -> Any:
+        """As a user would: both sides are given arrays of NumPy."""
+        if jax.device_count() == 1:
+            return batch
+        if jax.process_count() == 1:
+            return jax.device_put(batch, split)
+        return jax.tree.map(lambda x: jax.make_array_from_callback(x.shape, split, x.__getitem__), batch)
+
     plain = jax.jit(train_step, out_shardings=whole, donate_argnums=0)
     plain_evaluation = jax.jit(evaluate, out_shardings=whole)
     sides = {
         "autopar": _Side(step, evaluation, state, batches),
-        "plain": _Side(plain, plain_evaluation, jax.jit(make_state, out_shardings=whole)(), spread),
+        "plain": _Side(
+            lambda state, batch: plain(state, spread(batch)),
+            lambda state, batch: plain_evaluation(state, spread(batch)),
+            jax.jit(make_state, out_shardings=whole)(),
+            batches,
+        ),
     }
     first = {name: side.begin() for name, side in sides.items()}
     slowest = max(np.median(side.seconds) for side in sides.values())

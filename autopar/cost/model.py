@@ -12,11 +12,15 @@ import math
 #: The lifted step is faster from this many rows per looked-up id on, times 1 / sqrt(bytes of a row and its slots').
 #: Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512, 4 at 2048.
 ROWS_PER_ID = 192.0
-#: Deferred rows pay from this many bytes in a table and its slots on, and from so many rows per id: `ROWS_PER_ID` times
+#: Deferred rows pay from this many bytes in a table and its slots on, and from so many rows per id: ROWS_PER_ID times
 #: the first number, the second at most. Measured on 2 CPU cores with AdamW: five tables of 24,000 x 16 among 26 took as
 #: long as dense ones or a bit longer; both ways take as long at 20 to 35 rows per id of 192 bytes, 28 at 768; at 20 of
 #: 3072 bytes the lifted step takes a third of the dense one's time.
 SMALL_DEFERRED_BYTES, DEFERRED_ROWS, MOST_DEFERRED_ROWS = 1 << 23, 4.0, 32.0
+#: Seconds that deferred rows cost in a step of several CPU devices beside their exchange: a table, and each element
+#: that is looked up. Measured on 2 cores, 4 devices, with AdamW: 3.4 ms for 512 ids of 192 numbers, 0.6 ms for 128 of
+#: 16; on one device 23 to 66 ns for an element.
+DEFERRED_S, DEFERRED_ELEMENT_S = 5e-4, 30e-9
 #: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that an update log may
 #: hold. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9
@@ -51,6 +55,16 @@ def lifting_pays(*, extent: int, ids: int, row_bytes: int, deferred: bool = Fals
     if deferred:
         small, rows_per_id = SMALL_DEFERRED_BYTES, min(rows_per_id * DEFERRED_ROWS, MOST_DEFERRED_ROWS)
     return extent * row_bytes >= small and extent >= ids * rows_per_id
+
+
+def deferred_s(*, ids: int, row_elements: int) -> float:
+    """Returns the seconds that a step of several CPU devices takes to bring looked-up rows up to date.
+
+    Args:
+      ids: Ids looked up in a step, duplicates included.
+      row_elements: Numbers in a row of the table.
+    """
+    return DEFERRED_S + ids * row_elements * DEFERRED_ELEMENT_S
 
 
 def lifting_pays_on_accelerators(*, family_bytes: int, deferred: bool = False) -> bool:

@@ -16,6 +16,7 @@ from autopar.cost.model import (
     SMALL_ACCELERATOR_BYTES,
     SMALL_DEFERRED_BYTES,
     SMALL_FAMILY_BYTES,
+    deferred_s,
     lifting_pays,
     lifting_pays_on_accelerators,
     touched_bytes,
@@ -81,6 +82,10 @@ def test_lifting_of_deferred_rows_pays_later() -> None:
     assert lifting_pays(extent=16_000, ids=2000, row_bytes=9216, deferred=True)
     assert not lifting_pays(extent=15_999, ids=2000, row_bytes=9216, deferred=True)
     assert not lifting_pays(extent=1000, ids=1, row_bytes=SMALL_DEFERRED_BYTES // 1000, deferred=True)
+
+
+def test_seconds_of_deferred_rows_by_hand() -> None:
+    assert deferred_s(ids=1000, row_elements=100) == pytest.approx(0.5e-3 + 3e-3)
 
 
 def test_lifting_pays_on_accelerators_for_large_tables() -> None:

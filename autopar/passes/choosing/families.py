@@ -13,7 +13,7 @@ import numpy as np
 from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
-from autopar.cost.model import lifting_pays, lifting_pays_on_accelerators, log_steps
+from autopar.cost.model import deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
@@ -151,11 +151,11 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         costs["terms"] = {} if rates is None else step_terms(rates, sizes)
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
-        replays = choices.options.accelerators and space.deferred and not sharded
-        if method == "allreduce" or replays:
+        slower = "" if sharded else _why_dense(program, space, ids, choices, seconds, method)
+        if slower:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
-            return dense(f"{shown}: the dense update is the fastest", "strategy='ps'", **costs)
+            return dense(f"{shown}: {slower}", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
     return (safe, tight), lifted(tight, method, why=sharded, **costs)
@@ -192,6 +192,21 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
     if choices.options.accelerators:
         return lifting_pays_on_accelerators(family_bytes=row_bytes * space.extent, deferred=space.deferred)
     return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes, deferred=space.deferred)
+
+
+def _why_dense(
+    program: Program, space: RowSpace, ids: RowIds, choices: Choices, seconds: Mapping[str, float], method: str
+) -> str:
+    """Why a family is updated whole although it needn't be; empty: it isn't. `method`, `seconds`: the cheapest
+    exchange, and what each takes; empty: unknown."""
+    if method == "allreduce" or (space.deferred and choices.options.accelerators):
+        return "the dense update is the fastest"
+    if not space.deferred or not seconds:
+        return ""
+    row_elements = max(program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
+    saved = seconds["allreduce"] - seconds[method]
+    is_little = saved < deferred_s(ids=ids.count, row_elements=row_elements)
+    return "to bring rows up to date would cost more than their exchange saves" if is_little else ""
 
 
 def _lifted(
