@@ -29,7 +29,7 @@ THREAD = "autopar-compiles"
 
 
 class Compilation(Generic[_T]):
-    """What is compiled beside the steps."""
+    """Holds what is compiled beside the steps, and its result."""
 
     def __init__(self, what: str, compile_all: Callable[[], _T], otherwise: _T | None) -> None:
         self._what, self._compile_all, self._otherwise = what, compile_all, otherwise

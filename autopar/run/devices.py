@@ -192,7 +192,7 @@ class DevicesRunner:
                 results[out] = DeferredTable(log, n, layout, axes[n])
 
     def loads(self) -> Sequence[int] | None:
-        """What earlier calls are known to have needed of each measured capacity, in rows; None if none came near one.
+        """Returns what earlier calls are known to have needed of each capacity, in rows; None if none came near.
 
         In one process it waits for nothing. Processes must all know it after the same call, so there it is the call
         before the latest one, which is waited for while the latest one runs.

@@ -96,7 +96,7 @@ class ReplicaRunner(abc.ABC):
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> Sequence[int] | None:
-        """What earlier calls of this client are known to have needed of measured capacities."""
+        """Returns what earlier calls of this client are known to have needed of measured capacities."""
         return self.inner.loads()
 
     def __call__(self, leaves: Sequence[Any]) -> Any:

@@ -22,5 +22,5 @@ class Runner(Protocol):
         ...
 
     def loads(self) -> Sequence[int] | None:
-        """What earlier calls are known to have needed of measured capacities, in rows; None if none came near one."""
+        """Returns what earlier calls are known to have needed of capacities, in rows; None if none came near."""
         ...

@@ -204,7 +204,7 @@ def _read(version: Place, record: LeafRecord, home: Home, array: Any, client: in
 
 
 def _array(version: Place, record: LeafRecord) -> Source:
-    """What a dense leaf is read from that was written as rows."""
+    """Returns what a dense leaf is read from that was written as rows."""
     shape = record.shape if record.key is None else _key_data(record).shape
     rows = shape or (1,)
     layout = RowLayout(rows[0], 1, cyclic=False)

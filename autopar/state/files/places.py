@@ -155,7 +155,7 @@ class ObjectPath(os.PathLike[str]):
         return spec
 
     def _names(self) -> list[str]:
-        """What is below, without this name."""
+        """Returns the names of all objects below, without this name."""
         return sorted(name.decode() for name in self._below(lambda store: store.list()))
 
     @property
@@ -268,7 +268,7 @@ def put(path: Place, data: bytes) -> None:
 
 
 def flush(path: Place) -> None:
-    """What was written to a file, or which files are in a directory, down to the disk."""
+    """Flush what was written to a file, or which files are in a directory, down to the disk."""
     if isinstance(path, ObjectPath):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -279,7 +279,7 @@ def flush(path: Place) -> None:
 
 
 def flush_all(path: Place) -> None:
-    """Which files are in a directory, and in those below it, down to the disk."""
+    """Flush which files are in a directory, and in those below it, down to the disk."""
     for folder, _, _ in os.walk(path) if isinstance(path, Path) else ():
         with named(Path(folder), "written"):
             flush(Path(folder))
