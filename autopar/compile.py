@@ -38,6 +38,7 @@ from autopar.passes.plan_servers import served_plan
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
+from autopar.passes.share_logs import share_logs
 from autopar.passes.shield import shield, shield_stages, shield_worker
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import split_servers
@@ -276,6 +277,7 @@ def _following(run: Callable[[Program, BoundPlan, Request], Result | tuple[Progr
 _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("replicate", _following(_replicate)),
     ("lift_rows", _following(lambda program, bound, _: lift_rows(program, bound))),
+    ("share_logs", _following(lambda program, bound, _: share_logs(program, bound))),
     ("merge_pushes", _following(lambda program, bound, _: merge_pushes(program, bound))),
     ("place", _following(lambda program, bound, _: place(program, bound))),
     ("reduce_tables", _following(lambda program, bound, _: reduce_tables(program, bound))),
@@ -283,10 +285,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("split_servers", _following(_split_servers)),
     ("split_pipeline", _following(_split_pipeline)),
     ("localize", _following(_localize)),
-    (
-        "once_per_row",
-        _following(lambda program, bound, request: once_per_row(program, bound, request.options.rank_devices)),
-    ),
+    ("once_per_row", _following(lambda program, bound, r: once_per_row(program, bound, r.options.rank_devices))),
     ("shield", _following(_shield)),
     ("split_stages", _following(_split_stages)),
 )

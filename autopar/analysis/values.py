@@ -53,10 +53,15 @@ def _params_key(equation: Equation) -> Hashable:
 
 
 def _bodies_key(equation: Equation) -> Hashable:
-    return tuple(_block_key(b) for b in equation.bodies)
+    return tuple(block_key(b) for b in equation.bodies)
 
 
-def _block_key(block: Block) -> Hashable:
+def block_key(block: Block) -> Hashable:
+    """Equal for blocks that compute the same of their inputs.
+
+    Raises:
+      TypeError: a parameter can't be hashed.
+    """
     numbers: dict[Var, int] = {}
 
     def key(atom: Atom) -> Any:

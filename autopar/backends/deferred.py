@@ -18,6 +18,7 @@ segments from `segment` on, are never read; the scales of all segments together 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,12 +26,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
+from autopar.backends.deferred_tables import NEVER, DeferredTables, row_elements
 from autopar.backends.fading import Suffixes, beside
-from autopar.backends.indices import along, set_rows, sorted_unique
+from autopar.backends.indices import sorted_unique
 from autopar.backends.segments import Entries, close, closed, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
@@ -43,26 +44,32 @@ _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
 _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Steps that rows are replayed between two looks at whether they have faded.
 _STRIDE = 16
-_NEVER = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred:
-    """The replay of one family. `update` runs the body on arrays; rows come as the leaves have them."""
+    """The replay of one family, or of several that share an update log: operands are then the leaves of each of these
+    *tables*, and the stamps of each. `update` runs the body on arrays; rows come as the leaves have them."""
 
     replay: Replay
     body: Block
     update: Callable[..., Sequence[Array]]
 
-    def spread(self, along: bool) -> tuple[list[int | None], tuple[int | None, ...]]:
-        """Along which axis the operands of a flush, and its results, are spread over devices, if rows are."""
+    def spread(self, tables: Sequence[bool]) -> tuple[list[int | None], tuple[int | None, ...]]:
+        """Along which axis the operands of a flush, and its results, are spread over devices, if a table's rows are."""
         p = self.replay
-        rows = [axis if along else None for axis in p.axes]
-        stamps = 0 if along else None
+        rows = [[axis if is_spread else None for axis in p.axes] for is_spread in tables]
+        stamps = [0 if is_spread else None for is_spread in tables]
         entries = 2 + len(p.records) + len(p.segments)
-        return [*rows, stamps, *[None] * entries], (*rows[: p.changed], stamps, None, None)
+        changed = (axis for axes in rows for axis in axes[: p.changed])
+        return [*itertools.chain(*rows), *stamps, *[None] * entries], (*changed, *stamps, None, None)
 
     # --- what a step does ---
+
+    def catch_up_tables(self, rows: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
+        """Rows of several tables as they are after `now` steps; of the changed leaves."""
+        tables = DeferredTables(self.replay, rows, stamps)
+        return tuple(itertools.chain(*tables.together(lambda some, stamped: self.catch_up(some, stamped, entries))))
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
@@ -84,7 +91,7 @@ class Deferred:
     ) -> Sequence[Array]:
         """Changed leaves of rows [U, ...] with the steps from each one's first, `begin` int32[U], to `now` replayed."""
         count = begin.shape[0]
-        group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // _row_elements(changed, count)))
+        group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // row_elements(changed, count)))
         order = jnp.argsort(begin)
         groups = -(-count // group_rows)
         order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])
@@ -93,7 +100,7 @@ class Deferred:
 
         def group(k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             some = jax.lax.dynamic_slice_in_dim(order, k * group_rows, group_rows)
-            first = begin.at[some].get(mode="fill", fill_value=_NEVER)
+            first = begin.at[some].get(mode="fill", fill_value=NEVER)
             mine = [x.at[some].get(mode="clip") for x in (*changed, *read)]
             new = self._replayed(mine, first, now, records, suffixes)
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
@@ -134,35 +141,33 @@ class Deferred:
         rows. `elements`: of the largest leaf, on one device."""
         return max(1, min(self.replay.part, elements // _LEAST_ELEMENTS))
 
-    def flush(self, leaves: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
+    def flush(self, leaves: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Changed leaves, stamps, now and segment with all rows up to date, and an empty update log. In place where the
         leaves are donated."""
-        changed, _ = self._parts(leaves)
-        extent = stamps.shape[0]
-        size = _block_rows(changed, extent, _FLUSH_ELEMENTS)
 
-        def caught_up(mine: Sequence[Array], stamped: Array) -> tuple[Sequence[Array], Array]:
+        def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
             new = self.catch_up(mine, stamped, entries)
-            return new, self.stamps(new)
+            return *new, self.stamps(new)
 
-        numbered = jax.lax.iota(jnp.int32, extent + -extent % size)
-        done = self._visited(leaves, stamps, numbered, jnp.int32(extent), size, caught_up)
+        extents = [x.shape[0] for x in stamps]
+        chosen = [(jax.lax.iota(jnp.int32, extent), extent) for extent in extents]
+        done = DeferredTables(self.replay, leaves, stamps).visited(chosen, _FLUSH_ELEMENTS, caught_up)
         return (*done, jnp.full_like(entries.now, self.replay.part), jnp.zeros_like(entries.segment))
 
-    def turn(self, stamps: Array, entries: Entries) -> tuple[Array, ...]:
+    def turn(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
         rows can't wait any longer; stamps, entries, and the older part's records."""
         p = self.replay
         takes_all, dropped, segment, segments = close(p, entries)
         records = [jnp.concatenate([x[p.part :], x[p.part :]]) for x in entries.records]  # what is newer isn't read
-        stamps = jnp.where(stamps < 0, stamps + dropped, stamps - p.part)
+        moved = [jnp.where(x < 0, x + dropped, x - p.part) for x in stamps]
         older = [x[p.part :] for x in entries.records]
-        return (takes_all, stamps, jnp.full_like(entries.now, p.part), segment, *records, *segments, *older)
+        return (takes_all, *moved, jnp.full_like(entries.now, p.part), segment, *records, *segments, *older)
 
     def catch_up_some(
         self,
         leaves: Sequence[Array],
-        stamps: Array,
+        stamps: Sequence[Array],
         segment: Array,
         segments: Sequence[Array],
         older: Sequence[Array],
@@ -179,66 +184,41 @@ class Deferred:
           which: int32[], below `times`.
           times: How many times this is called until it has seen all rows.
         """
-        changed, _ = self._parts(leaves)
-        extent = stamps.shape[0]
-        count = -(-extent // times)
-        size = min(count, _block_rows(changed, extent, _SOME_ELEMENTS))
-        numbered = which + times * jax.lax.iota(jnp.int32, count)
-        stamped = stamps.at[numbered].get(mode="fill", fill_value=_NEVER)
-        lags = self.lags(stamped, segment)
-        places = jnp.cumsum(lags, dtype=jnp.int32) - 1
-        chosen = jnp.full((count + -count % size,), extent, jnp.int32)
-        chosen = chosen.at[jnp.where(lags, places, chosen.shape[0])].set(numbered, mode="drop")
 
-        def caught_up(mine: Sequence[Array], stamped: Array) -> tuple[Sequence[Array], Array]:
+        def lagging(stamps: Array) -> tuple[Array, Array]:
+            numbered = which + times * jax.lax.iota(jnp.int32, -(-stamps.shape[0] // times))
+            lags = self.lags(stamps.at[numbered].get(mode="fill", fill_value=NEVER), segment)
+            places = jnp.cumsum(lags, dtype=jnp.int32) - 1
+            chosen = jnp.full_like(numbered, stamps.shape[0])
+            chosen = chosen.at[jnp.where(lags, places, chosen.shape[0])].set(numbered, mode="drop")
+            return chosen, places[-1] + 1
+
+        def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
             new = self.past_older(mine, stamped, segment, segments, older)
-            return new, self.stamps(new, segment)
+            return *new, self.stamps(new, segment)
 
-        return self._visited(leaves, stamps, chosen, places[-1] + 1, size, caught_up)
+        chosen = list(map(lagging, stamps))
+        return DeferredTables(self.replay, leaves, stamps).visited(chosen, _SOME_ELEMENTS, caught_up)
 
     def lags(self, stamps: Any, segment: Any) -> Any:
         """bool[rows]: which rows have to be brought up to the end of the older part in time."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
 
-    def _visited(
-        self,
-        leaves: Sequence[Array],
-        stamps: Array,
-        chosen: Array,
-        count: Array,
-        size: int,
-        caught_up: Callable[[Sequence[Array], Array], tuple[Sequence[Array], Array]],
-    ) -> tuple[Array, ...]:
-        """Changed leaves and stamps after the first `count` of the `chosen` rows were replaced, `size` at a time, by
-        what `caught_up` makes of them and their stamps."""
-        changed, read = self._parts(leaves)
-
-        def group(k: Array, state: tuple[Array, ...]) -> tuple[Array, ...]:
-            *changed, stamps = state
-            some = jax.lax.dynamic_slice_in_dim(chosen, k * size, size)
-            pairs = zip((*changed, *read), self.replay.axes, strict=True)
-            mine = [x.at[along(axis, some)].get(mode="clip") for x, axis in pairs]
-            new, ends = caught_up(mine, stamps.at[some].get(mode="fill", fill_value=_NEVER))
-            triples = zip(changed, new, self.replay.axes, strict=False)
-            changed = [set_rows(leaf, rows, some, axis) for leaf, rows, axis in triples]
-            return (*changed, set_rows(stamps, ends, some, 0))
-
-        return jax.lax.fori_loop(0, -(-count // size), group, (*changed, stamps))
-
     def catch_up_in_place(
-        self, leaves: Sequence[Array], stamps: Array, entries: Entries, ids: Array
+        self, leaves: Sequence[Array], stamps: Sequence[Array], entries: Entries, ids: Sequence[Array]
     ) -> tuple[Array, ...]:
-        """Changed leaves and stamps with some rows up to date. `ids`: flat int32, out of range is no row."""
-        changed, read = self._parts(leaves)
-        extent = stamps.shape[0]
-        rows = sorted_unique(jnp.where(ids < extent, ids, extent), ids.shape[0], extent)
-        pairs = zip((*changed, *read), self.replay.axes, strict=True)
-        mine = [x.at[along(axis, rows)].get(mode="clip") for x, axis in pairs]
-        new = self.catch_up(mine, stamps.at[rows].get(mode="fill", fill_value=_NEVER), entries)
-        triples = zip(changed, new, self.replay.axes, strict=False)
-        caught = [set_rows(leaf, some, rows, axis) for leaf, some, axis in triples]
-        return (*caught, set_rows(stamps, jnp.full(rows.shape, entries.now), rows, 0))
+        """Changed leaves and stamps with some rows of each table up to date. `ids`: flat int32, out of range is no
+        row."""
+
+        def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
+            return *self.catch_up(mine, stamped, entries), jnp.full(stamped.shape, entries.now)
+
+        rows = [
+            sorted_unique(jnp.where(some < len(stamped), some, len(stamped)), some.size, len(stamped))
+            for some, stamped in zip(ids, stamps, strict=True)
+        ]
+        return DeferredTables(self.replay, leaves, stamps).replaced(rows, caught_up)
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
         """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""
@@ -327,13 +307,3 @@ class Deferred:
 
     def _parts(self, leaves: Sequence[Array]) -> tuple[Sequence[Array], Sequence[Array]]:
         return leaves[: self.replay.changed], leaves[self.replay.changed :]
-
-
-def _block_rows(leaves: Sequence[Array], rows: int, elements: int) -> int:
-    """Rows of which no leaf has more than so many elements, or one."""
-    return min(rows, max(1, elements // _row_elements(leaves, rows)))
-
-
-def _row_elements(leaves: Sequence[Array], rows: int) -> int:
-    """Elements of a row of the widest leaf."""
-    return max(1, max(leaf.size // max(1, rows) for leaf in leaves))

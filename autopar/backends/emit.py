@@ -183,16 +183,19 @@ class _Emitter:
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Each device by itself, on what it has of the operands."""
         deferred = deferred_of(equation)
-        replay, n = deferred.replay, len(deferred.replay.leaves)
+        replay, families = deferred.replay, equation.params["families"]
+        tables = len(families)
+        n = len(replay.leaves) * tables
 
         def run(*operands: Array) -> Sequence[Array]:
-            return deferred.catch_up(operands[:n], operands[n], Entries.of(replay, operands[n + 1 :]))
+            entries = Entries.of(replay, operands[n + tables :])
+            return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
         if self._devices is None:
             return run(*operands)
-        is_spread = self._backends.get(equation.params["family"], self._single).is_spread
-        operand_axes, returned = deferred.spread(is_spread)
-        return self._devices.local(run, operand_axes, returned[: replay.changed], *operands)
+        backends = [self._backends.get(family, self._single) for family in families]
+        operand_axes, returned = deferred.spread([backend.is_spread for backend in backends])
+        return self._devices.local(run, operand_axes, returned[: len(equation.outputs)], *operands)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Nothing: the update log's owner does it, by a program of its own (`tables.deferred.UpdateLog.make_room`), for

@@ -160,6 +160,14 @@ class Replay:
 
 
 def flushes(block: Block) -> list[Equation]:
-    """The equations that flush a block's update logs, in the order of the update logs among its outputs."""
+    """The equations that flush a block's update logs, in the order of their stamps among its outputs."""
     flushes_ = [e for e in block.equations if e.op == "ap.flush"]
     return sorted(flushes_, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))
+
+
+def update_logs(block: Block) -> list[list[Equation]]:
+    """The same, those of families that share an update log together (`passes.share_logs`)."""
+    logs: dict[int, list[Equation]] = {}
+    for flush in flushes(block):
+        logs.setdefault(flush.params.get("log", flush.params["family"]), []).append(flush)
+    return list(logs.values())

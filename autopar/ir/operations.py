@@ -17,6 +17,7 @@ PREFIX = "ap."
 #: Passes that write operations, in their order; before them a program is all JAX's.
 PASSES = (
     "lift_rows",
+    "share_logs",
     "merge_pushes",
     "place",
     "reduce_tables",
@@ -80,8 +81,8 @@ def _if(name: str) -> Count:
 
 
 def _replayed(name: str) -> Count:
-    """As many as something of a replay."""
-    return lambda params: len(getattr(params["replay"], name))
+    """As many as something of a replay, for each of its tables."""
+    return lambda params: len(params.get("families", (0,))) * len(getattr(params["replay"], name))
 
 
 def _named(names: str) -> Mapping[str, int | Count]:
@@ -117,7 +118,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
             "guard": _if("guarded"),
             "first": REST,
         },
-        "catch_up": {"leaves": _replayed("leaves"), "stamps": 1, "entries": REST},
+        "catch_up": {"leaves": _replayed("leaves"), "stamps": lambda params: len(params["families"]), "entries": REST},
         "record": {"now": 1, "records": _replayed("records"), "values": _replayed("values"), "guard": REST},
         "flush": {"leaves": _replayed("leaves"), "stamps": 1, "entries": REST},
         "next": _named("now"),

@@ -40,7 +40,9 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     has_effects = any(e.effects for e in program.block.equations)
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
-    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided)
+    # Those on devices share update logs, each on hosts has its own.
+    waiting = 0 if wanted.hosts else sum(space.extent for space in program.rows.spaces if space.deferred)
+    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
     made = [decide_family(program, space, choices) for space in program.rows.spaces]
     bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:

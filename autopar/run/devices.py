@@ -19,7 +19,7 @@ from autopar.backends.layouts import placed
 from autopar.backends.watched import watched
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.deferred import flushes
+from autopar.ir.deferred import update_logs
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.sizes import NEAR
@@ -60,7 +60,8 @@ class DevicesRunner:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
         self._log_specs = [
-            UpdateLogSpec(e, _layout(bound, e.params["family"]), devices) for e in flushes(compiled.program.block)
+            UpdateLogSpec(tables, [_layout(bound, e.params["family"]) for e in tables], devices)
+            for tables in update_logs(compiled.program.block)
         ]
         logs = compiled.program.block.inputs[len(analysed.inputs) :]
         entries = [s for j in self._log_specs for s in j.shardings]
@@ -133,7 +134,7 @@ class DevicesRunner:
             self._separate(leaves, placed)
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
-                known += spec.begin([placed[k] for k in spec.replay.leaves])
+                known += spec.begin([placed[k] for k in spec.leaves])
         returned = self._call(*placed, *(x for known in entries for x in known))
         results = [returned[k] for k in self._order]
         lengths = [len(known) for known in entries]
@@ -162,9 +163,9 @@ class DevicesRunner:
         """The leaves, those of update logs that go on as they are stored; these logs, None where one begins; and their
         entries, or none."""
         leaves, entries = list(leaves), []
-        logs = [common_log([leaves[k] for k in j.replay.leaves], j) for j in self._log_specs]
+        logs = [common_log([leaves[k] for k in j.leaves], j) for j in self._log_specs]
         going = {id(log) for log in logs if log is not None}
-        members = {k for j in self._log_specs for k in j.replay.leaves}
+        members = {k for j in self._log_specs for k in j.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
             if k not in members and isinstance(leaf, DeferredTable) and id(leaf.log) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
@@ -172,7 +173,7 @@ class DevicesRunner:
             if log is not None:
                 log.make_room()
             entries.append([] if log is None else list(log.entries))
-            pairs = zip(spec.replay.leaves, log.leaves if log is not None else (), strict=False)
+            pairs = zip(spec.leaves, log.leaves if log is not None else (), strict=False)
             for k, stored in pairs:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, logs, entries
@@ -183,13 +184,11 @@ class DevicesRunner:
         rest, results[start:] = results[start:], []
         for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
             entries, rest = rest[:length], rest[length:]
-            outs = [self._new_states[k] for k in spec.replay.leaves]
+            outs = [self._new_states[k] for k in spec.leaves]
             log = UpdateLog.after(before, spec, [results[out] for out in outs], entries)
-            axes, layout = spec.replay.axes, spec.layout
-            layout = None if layout is None or layout.is_plain else layout
             # Those that are only read as well: nobody is to change them before the update was replayed.
             for n, out in enumerate(outs):
-                results[out] = DeferredTable(log, n, layout, axes[n])
+                results[out] = DeferredTable(log, n, *spec.stored_as(n))
 
     def loads(self) -> Sequence[int] | None:
         """Returns what earlier calls are known to have needed of each capacity, in rows; None if none came near.

@@ -57,10 +57,14 @@ class ReadRows:
         for log, places in by_log.values():
             if log.is_up_to_date or log.is_deleted():
                 continue
-            found = [ids for k in places if (ids := self._ids(k, leaves[k].axis)) is not None]
-            if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for ids in found for k in ids.reads):
+            found = {k: ids for k in places if (ids := self._ids(k, leaves[k].axis)) is not None}
+            reads = (k for ids in found.values() for k in ids.reads)
+            if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            log.catch_up([rows for ids in found for rows in ids.of(leaves)])
+            wanted: dict[int, list[Array]] = {}
+            for k, ids in found.items():
+                wanted.setdefault(leaves[k].table, []).extend(ids.of(leaves))
+            log.catch_up({table: rows for table, rows in wanted.items() if rows})
             for k in places:
                 made[k] = leaves[k].lagging()
         return made

@@ -1,13 +1,14 @@
 """`DeferredTable`: a leaf of the state whose untouched rows wait for steps to be replayed (`ir.deferred`).
 
-The leaves of a family (a table, its optimizer slots) share a `UpdateLog`: what steps wrote down, and the leaves as they
-are stored, some rows lagging behind. Reading any of them brings all rows up to date first, once, and an evaluation that
-looks rows up those alone: a stale row can't be read.
+The leaves of a family (a table, its optimizer slots) share a `UpdateLog`, with those of other families of which steps
+write down the same: what that is, and the leaves as they are stored, some rows lagging behind. Reading any of them
+brings all rows up to date first, once, and an evaluation that looks rows up those alone: a stale row can't be read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from autopar.backends.emit import deferred_of
 from autopar.backends.segments import Entries
 from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
+from autopar.ir.deferred import Replay
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import format_block
 from autopar.ir.program import ArrayType, Equation
@@ -31,88 +33,133 @@ from autopar.tables.sharded import Table
 
 
 class UpdateLogSpec:
-    """What a planned step knows of a family's update logs: how to begin one, and what is done with it between steps."""
+    """What a planned step knows of an update log: how to begin one, and what is done with it between steps.
 
-    def __init__(self, flush: Equation, layout: RowLayout | None, devices: Devices) -> None:
-        """`flush`: the equation of the planned step that does it. `layout`: None where each device has all rows."""
-        deferred = deferred_of(flush)
+    Attributes:
+      tables: Of each table that shares it the replay.
+      layouts: Of each how its rows are stored; None where each device has all of them.
+      shardings: Those of stamps and entries.
+      times: How many times `catch_up_some` is called until it has seen all rows.
+    """
+
+    def __init__(self, flushes: Sequence[Equation], layouts: Sequence[RowLayout | None], devices: Devices) -> None:
+        """`flushes`: the equations of the planned step that do it, one for each table."""
+        deferred = self._deferred = deferred_of(flushes[0])
         replay = self.replay = deferred.replay
-        self.layout = layout
-        self._signature = [str((replay, layout, devices)), *format_block(deferred.body)]
-        n, m = replay.changed, len(replay.leaves)
-        operand_axes, returned = deferred.spread(layout is not None)
-        axes = operand_axes[m:]
+        self.tables: list[Replay] = [e.params["replay"] for e in flushes]
+        self.layouts, self._devices = layouts, devices
+        self._signature = [str((self.tables, layouts, devices)), *format_block(deferred.body)]
+        n, m, count = replay.changed, len(replay.leaves), len(flushes)
+        k = count * m  # leaves, then stamps
+        spread = [layout is not None for layout in layouts]
+        operand_axes, returned = deferred.spread(spread)
+        axes = operand_axes[k:]
         self.shardings = tuple(map(devices.sharding, axes))
 
         def run(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, *entries) = operands[:m], operands[m:]
-            return deferred.flush(leaves, stamps, Entries.of(replay, entries))
+            return deferred.flush(operands[:k], operands[k : k + count], Entries.of(replay, operands[k + count :]))
 
-        def begin(*leaves: Any) -> tuple[Any, ...]:
-            stamps = devices.local(lambda *some: deferred.stamps(some), operand_axes[:n], axes[0], *leaves)
+        def stamps_of(*changed: Any) -> tuple[Any, ...]:
+            return tuple(deferred.stamps(changed[t * n : (t + 1) * n]) for t in range(count))
+
+        def begin(*changed: Any) -> tuple[Any, ...]:
+            stamps = devices.local(stamps_of, returned[: count * n], tuple(axes[:count]), *changed)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
             segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
-            return stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
+            return *stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
         def turn(*operands: Any) -> tuple[Any, ...]:
-            return deferred.turn(operands[0], Entries.of(replay, operands[1:]))
+            return deferred.turn(operands[:count], Entries.of(replay, operands[count:]))
 
-        def some(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, segment, which, *rest) = operands[:m], operands[m:]
+        def some(*operands: Any) -> Sequence[Any]:
+            leaves, stamps, (segment, which, *rest) = operands[:k], operands[k : k + count], operands[k + count :]
             segments, older = rest[: len(replay.segments)], rest[len(replay.segments) :]
             return deferred.catch_up_some(leaves, stamps, segment, segments, older, which, self.times)
 
-        spread = 1 if layout is None else devices.count
-        self.times = deferred.times(max(leaf.type.size for leaf in flush.inputs[:n]) // spread)
+        sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
+        pairs = zip(sizes, spread, strict=True)
+        self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
         whole = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
         self._whole = whole
         self._compilation: Compilation[None] | None = None
+        kept = self.kept(count)
         self.flush = jax.jit(
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
-            donate_argnums=(*range(n), m, m + 1, m + 2),
+            donate_argnums=(*kept, k + count, k + count + 1),
         )
         self._begin = jax.jit(begin, out_shardings=self.shardings)
         self.turn = jax.jit(turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
-        some_axes = (*operand_axes[: m + 1], *[None] * (2 + len(replay.segments) + len(replay.records)))
+        some_axes = (*operand_axes[: k + count], *[None] * (2 + len(replay.segments) + len(replay.records)))
         self.catch_up_some = jax.jit(
-            lambda *operands: devices.local(some, some_axes, returned[: n + 1], *operands),
-            out_shardings=places[: n + 1],
-            donate_argnums=(*range(n), m),
+            lambda *operands: devices.local(some, some_axes, tuple(returned[:-2]), *operands),
+            out_shardings=places[:-2],
+            donate_argnums=kept,
         )
+        self.catch_up = functools.cache(self._catch_up)
 
-        def catch_up(*operands: Any) -> tuple[Any, ...]:
-            leaves, (stamps, *entries, ids) = operands[:m], operands[m:]
-            if layout is not None:
-                ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * len(
-                    stamps
-                )
-                ids = jnp.where(ids < 0, len(stamps), ids)  # others have them
-            return deferred.catch_up_in_place(leaves, stamps, Entries.of(replay, entries), ids)
+    @property
+    def leaves(self) -> list[int]:
+        """Which inputs of the program the leaves of its tables are."""
+        return [k for table in self.tables for k in table.leaves]
 
-        self.catch_up = jax.jit(
-            lambda *operands: devices.local(catch_up, (*operand_axes, None), returned[: n + 1], *operands),
-            out_shardings=places[: n + 1],
-            donate_argnums=(*range(n), m),
+    def stored_as(self, place: int) -> tuple[RowLayout | None, int]:
+        """How rows of a leaf are stored (None: as they are), and its row axis."""
+        table, leaf = divmod(place, len(self.replay.leaves))
+        layout = self.layouts[table]
+        return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
+
+    def kept(self, count: int) -> tuple[int, ...]:
+        """Which operands a program on so many tables updates: changed leaves, and stamps."""
+        n, m = self.replay.changed, len(self.replay.leaves)
+        return *(t * m + k for t in range(count) for k in range(n)), *range(count * m, count * (m + 1))
+
+    def _catch_up(self, tables: tuple[int, ...]) -> Callable[..., Sequence[jax.Array]]:
+        """The program that brings rows of some tables up to date. Operands: leaves and stamps of these, the entries,
+        and numbers of rows for each (flat int32, out of range is no row)."""
+        replay, devices, count = self.replay, self._devices, len(tables)
+        k = count * len(replay.leaves)
+        layouts = [self.layouts[t] for t in tables]
+        operand_axes, returned = self._deferred.spread([layout is not None for layout in layouts])
+
+        def here(ids: Any, layout: RowLayout | None, extent: int) -> Any:
+            if layout is None:
+                return ids
+            ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
+            return jnp.where(ids < 0, extent, ids)  # others have them
+
+        def run(*operands: Any) -> Sequence[Any]:
+            leaves, stamps = operands[:k], operands[k : k + count]
+            places = zip(operands[-count:], layouts, stamps, strict=True)
+            ids = [here(some, layout, len(stamped)) for some, layout, stamped in places]
+            entries = Entries.of(replay, operands[k + count : -count])
+            return self._deferred.catch_up_in_place(leaves, stamps, entries, ids)
+
+        return jax.jit(
+            lambda *operands: devices.local(run, (*operand_axes, *[None] * count), tuple(returned[:-2]), *operands),
+            out_shardings=tuple(map(devices.sharding, returned[:-2])),
+            donate_argnums=self.kept(count),
         )
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """An empty update log for leaves that are up to date: stamps and entries."""
-        return list(self._begin(*leaves[: self.replay.changed]))
+        leaves_ = len(self.replay.leaves)
+        return list(self._begin(*(x for k, x in enumerate(leaves) if k % leaves_ < self.replay.changed)))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
         """Compile, beside the steps, what they need once the newer part is full."""
         if self._compilation is not None:
             return
-        rows, (stamps, *rest) = list(map(_shape, leaves)), map(_shape, entries)
+        count, shapes = len(self.tables), list(map(_shape, entries))
+        rows, stamps, rest = list(map(_shape, leaves)), shapes[:count], shapes[count:]
         segments = rest[2 + len(self.replay.records) :]
         types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
         older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
 
         def compile_all() -> None:
-            self.turn.lower(stamps, *rest).compile()
-            self.catch_up_some.lower(*rows, stamps, rest[1], np.int32(0), *segments, *older).compile()
+            self.turn.lower(*stamps, *rest).compile()
+            self.catch_up_some.lower(*rows, *stamps, rest[1], np.int32(0), *segments, *older).compile()
 
         self._compilation = beside("what a full update log needs", compile_all)
 
@@ -132,11 +179,11 @@ def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
 
 @dataclass(eq=False)
 class UpdateLog:
-    """A family's leaves, some rows lagging behind, and what they missed.
+    """The leaves of tables, some rows lagging behind, and what they missed.
 
     Attributes:
-      leaves: Changed ones, then those that are only read.
-      entries: Stamps, now, segment, records, segments.
+      leaves: Of each table changed ones, then those that are only read.
+      entries: Stamps of each table, now, segment, records, segments.
       now: As in the entries, or more if some steps were done again.
       older: Records of the older part when it was closed; none: no row needs them.
       seen: How many times some rows were brought up to its end.
@@ -167,28 +214,31 @@ class UpdateLog:
             self.is_up_to_date = True
 
     @uninterrupted
-    def catch_up(self, ids: Sequence[jax.Array]) -> None:
-        """Bring some rows up to date. `ids`: flat int32, out of range is no row."""
-        if ids:
-            self._run(self.spec.catch_up, *self.entries, jnp.concatenate(ids))
+    def catch_up(self, ids: Mapping[int, Sequence[jax.Array]]) -> None:
+        """Bring some rows up to date. `ids`: of some tables flat int32, out of range is no row."""
+        tables = tuple(sorted(ids))
+        if tables:
+            shared = self.entries[len(self.spec.tables) :]
+            self._run(self.spec.catch_up(tables), tables, *shared, *(jnp.concatenate(ids[t]) for t in tables))
 
     @uninterrupted
     def make_room(self) -> None:
         """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
         length, part = self.spec.replay.length, self.spec.replay.part
         if self.now >= length:
-            self.now = int(local(self.entries[1]))
+            self.now = int(local(self.entries[len(self.spec.tables)]))
         if self.now >= length:
             self._turn()
         if self.now >= part + self.spec.replay.prepared:
             self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
-        segments = self.entries[3 + len(self.spec.replay.records) :]
+        every = range(len(self.spec.tables))
+        _, segment, *rest = self.entries[len(every) :]
+        segments = rest[len(self.spec.replay.records) :]
         due = self.spec.times * (self.now + 1 - part) // part
         for which in range(self.seen, due):
-            rest = self.entries[2], np.int32(which), *segments, *self.older
-            self._run(self.spec.catch_up_some, self.entries[0], *rest)
+            self._run(self.spec.catch_up_some, every, segment, np.int32(which), *segments, *self.older)
             self.seen = which + 1
         if self.seen == self.spec.times:
             self.older = None
@@ -210,20 +260,29 @@ class UpdateLog:
                 "the rows were given to a later step, which updated them in place: read the state that it returned, or "
                 "keep old states with parallelize(step, donate=False)"
             )
-        self.entries[1:3] = self._run(self.spec.flush, *self.entries)
+        every = range(len(self.spec.tables))
+        self.entries[len(every) : len(every) + 2] = self._run(self.spec.flush, every, *self.entries[len(every) :])
         self.now, self.older = self.spec.replay.part, None
 
-    def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
-        """Run a program that updates leaves and stamps in place; what else it returns."""
-        changed = self.spec.replay.changed
+    def _run(
+        self, program: Callable[..., Sequence[jax.Array]], tables: Sequence[int], *operands: Any
+    ) -> Sequence[jax.Array]:
+        """Run a program that updates leaves and stamps of some tables in place; what else it returns."""
+        m = len(self.spec.replay.leaves)
+        places = [t * m + k for t in tables for k in range(m)]
         try:
-            results = program(*self.leaves, *operands)
+            results = program(*(self.leaves[k] for k in places), *(self.entries[t] for t in tables), *operands)
         except BaseException as error:
             if self.is_deleted():
                 note_lost_rows(error)
             raise
-        self.leaves[:changed], self.entries[0] = results[:changed], results[changed]
-        return results[changed + 1 :]
+        kept = self.spec.kept(len(tables))
+        for k, x in zip(kept, results, strict=False):
+            if k < len(places):
+                self.leaves[places[k]] = x
+            else:
+                self.entries[tables[k - len(places)]] = x
+        return results[len(kept) :]
 
     def is_deleted(self) -> bool:
         """Whether a step got them, and updated them in place."""
@@ -249,6 +308,11 @@ class DeferredTable(StandingLeaf):
     place: int
     layout: RowLayout | None
     axis: int
+
+    @property
+    def table(self) -> int:
+        """Which of the log's tables it belongs to."""
+        return self.place // len(self.log.spec.replay.leaves)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -54,6 +54,7 @@ class Choices:
       hosts: Tables whose rows are to be in the memory of the hosts; the options' devices are ranks then.
       repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
       decided: Table -> what an earlier plan decides about it.
+      waiting: Rows that may wait in one update log, of all families together; 0: each has its own.
     """
 
     options: Options
@@ -62,6 +63,7 @@ class Choices:
     hosts: frozenset[int] = frozenset()
     repeatable: bool = True
     decided: Mapping[int, TablePlan] = field(default_factory=dict)
+    waiting: int = 0
 
     @property
     def devices(self) -> int:
@@ -73,7 +75,8 @@ class Choices:
         if not space.deferred:
             return 0
         earlier = self.told(space)
-        return (earlier.log_steps if earlier is not None else self.options.log_steps) or log_steps(space.extent)
+        said = earlier.log_steps if earlier is not None else self.options.log_steps
+        return said or log_steps(max(space.extent, self.waiting))
 
     def told(self, space: RowSpace) -> TablePlan | None:
         """What an earlier plan decides about a family."""

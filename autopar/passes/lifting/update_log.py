@@ -118,7 +118,7 @@ class StepUpdateLog:
         pulls, scope.equations[end:] = scope.equations[end:], []
         body, _ = clone(update.body)
         inputs = (*raw, *also, stamped, *self.old[1:])
-        params = {"replay": update.replay, "family": self.family}
+        params = {"replay": update.replay, "families": (self.family,)}
         done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
         scope.equations[place : place + 1] = [*pulls, done]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.bound_plan import FamilyPlan
+from autopar.ir.deferred import Replay
 from autopar.ir.operations import split
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var, family_of
 from autopar.passes.localizing.local_forms import Forms, joined
@@ -231,12 +232,14 @@ def _off_form(
 
 def _of_log(walk: Forms, equation: Equation) -> None:
     """Each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
-    family, replay = _family(walk, equation), equation.params["replay"]
-    states = [_owned(family, axis) for axis in (*replay.axes, 0)]
-    wanted = itertools.chain(states, itertools.repeat(None))
+    replay: Replay = equation.params["replay"]
+    numbers = equation.params.get("families") or (equation.params["family"],)
+    families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]
+    stamps, entries = [_owned(f, 0) for f in families], itertools.repeat(None)
+    wanted = itertools.chain((_owned(f, axis) for f in families for axis in replay.axes), stamps, entries)
     inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, wanted, strict=False)]
-    entries = itertools.repeat(None)
-    _write(walk, equation, inputs, itertools.chain(states[: replay.changed], states[-1:], entries))
+    changed = (_owned(f, axis) for f in families for axis in replay.axes[: replay.changed])
+    _write(walk, equation, inputs, itertools.chain(changed, stamps, entries))
 
 
 def _load(walk: Forms, equation: Equation) -> None:
