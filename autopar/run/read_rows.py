@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from autopar.analysis.row_ids import collect_ids
 from autopar.backends.emit import emit
@@ -31,9 +33,6 @@ class _Ids:
     run: Callable[..., Sequence[Array]]
     reads: Sequence[int]
 
-    def of(self, leaves: Sequence[Any]) -> Sequence[Array]:
-        return self.run(*(leaves[k] for k in self.reads))
-
 
 class ReadRows:
     """Finds what an evaluation reads of tables.
@@ -45,6 +44,7 @@ class ReadRows:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._known: dict[tuple[int, int], _Ids | None] = {}
+        self._program_of = functools.cache(self._ids_program)
 
     def current(self, leaves: Sequence[Any]) -> list[Any]:
         """A call's flat arguments, with the table as it is stored, its rows up to date where they are read, in place of
@@ -58,16 +58,28 @@ class ReadRows:
             if log.is_up_to_date or log.is_deleted():
                 continue
             found = {k: ids for k in places if (ids := self._ids(k, leaves[k].axis)) is not None}
-            reads = (k for ids in found.values() for k in ids.reads)
+            reads = sorted({k for ids in found.values() for k in ids.reads})
             if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            wanted: dict[int, list[Array]] = {}
-            for k, ids in found.items():
-                wanted.setdefault(leaves[k].table, []).extend(ids.of(leaves))
-            log.catch_up({table: rows for table, rows in wanted.items() if rows})
+            run = self._program_of(tuple((leaves[k].table, k, leaves[k].axis) for k in places))
+            log.catch_up(run({k: leaves[k] for k in reads}))
             for k in places:
                 made[k] = leaves[k].lagging()
         return made
+
+    def _ids_program(self, read: tuple[tuple[int, int, int], ...]) -> Callable[[Mapping[int, Array]], dict[int, Array]]:
+        """The program that makes the numbers of rows of all tables of an update log, flat, of the inputs that they
+        follow from. `read`: (a table, an input that is a leaf of it, its row axis)."""
+
+        def run(inputs: Mapping[int, Array]) -> dict[int, Array]:
+            rows: dict[int, list[Array]] = {}
+            for table, k, axis in read:
+                ids = self._ids(k, axis)
+                assert ids is not None, "only rows are read"
+                rows.setdefault(table, []).extend(ids.run(*(inputs[n] for n in ids.reads)))
+            return {table: jnp.concatenate(some) for table, some in rows.items() if some}
+
+        return jax.jit(run)
 
     def _ids(self, k: int, axis: int) -> _Ids | None:
         """The rows that are looked up in a leaf; None if it is read otherwise."""
@@ -86,7 +98,7 @@ class ReadRows:
             return None
         reads = [n for n, is_read in enumerate(used) if is_read]
         block = Block(tuple(block.inputs[n] for n in reads), block.equations, block.outputs)
-        return _Ids(jax.jit(emit(block)), reads)
+        return _Ids(emit(block), reads)
 
 
 def _lookups(block: Block, k: int, axis: int) -> list[Access] | None:

@@ -214,12 +214,12 @@ class UpdateLog:
             self.is_up_to_date = True
 
     @uninterrupted
-    def catch_up(self, ids: Mapping[int, Sequence[jax.Array]]) -> None:
+    def catch_up(self, ids: Mapping[int, jax.Array]) -> None:
         """Bring some rows up to date. `ids`: of some tables flat int32, out of range is no row."""
         tables = tuple(sorted(ids))
         if tables:
             shared = self.entries[len(self.spec.tables) :]
-            self._run(self.spec.catch_up(tables), tables, *shared, *(jnp.concatenate(ids[t]) for t in tables))
+            self._run(self.spec.catch_up(tables), tables, *shared, *(ids[t] for t in tables))
 
     @uninterrupted
     def make_room(self) -> None:
