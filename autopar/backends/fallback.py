@@ -2,7 +2,8 @@
 
 The first program returns what the batch needs of them. If that is more, it returns the old states and a flag; then a
 loop of one iteration (and else of none) runs the second, whose capacities no batch exceeds. A loop, because XLA updates
-a loop's tables in place and copies those of a conditional.
+a loop's tables in place and copies those of a conditional. Until both are compiled as one, the first one runs alone,
+and its caller looks at the flag (`run.late_fallback`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,18 @@ from autopar.ir.program import Program
 
 Array = Any
 Run = Callable[..., Sequence[Array]]
+
+
+def without_fallback(tight: Run, program: Program) -> Run:
+    """Makes a function of `tight` alone: its last outputs are what the batch needs of each capacity, int32[capacities],
+    and whether that is more, so that it changed nothing."""
+    count = sum(e.op == "ap.load" for e in program.block.equations)
+
+    def run(*inputs: Array) -> Sequence[Array]:
+        *outputs, exceeded = tight(*inputs)
+        return [*outputs[:-count], jnp.stack(outputs[-count:]), exceeded]
+
+    return run
 
 
 def with_fallback(tight: Run, safe: Run, program: Program) -> Run:

@@ -24,6 +24,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.sizes import NEAR
 from autopar.run.buffers import with_own_buffers
+from autopar.run.late_fallback import LateFallback
 from autopar.run.read_rows import ReadRows
 from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
 from autopar.tables.kinds import copied, is_table
@@ -52,10 +53,17 @@ class DevicesRunner:
       devices: The mesh.
       out_tree: The structure of its results.
       donate: Whether states are updated in place.
+      first: The planned step without its fallback, for as long as that isn't compiled.
     """
 
     def __init__(
-        self, run: Callable[..., Sequence[Any]], compiled: Compiled, devices: Devices, out_tree: Any, donate: bool
+        self,
+        run: Callable[..., Sequence[Any]],
+        compiled: Compiled,
+        devices: Devices,
+        out_tree: Any,
+        donate: bool,
+        first: Callable[..., Sequence[Any]] | None = None,
     ) -> None:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
@@ -84,18 +92,24 @@ class DevicesRunner:
         order = donation_order(compiled.program.new_states, len(places))
         self._order = sorted(range(len(order)), key=order.__getitem__)
 
-        def run_in_order(*leaves: Any) -> tuple[Any, ...]:
-            results = run(*leaves)
-            return tuple(results[k] for k in order)
+        def jitted(run: Callable[..., Sequence[Any]], *further: int) -> Any:
+            def run_in_order(*leaves: Any) -> tuple[Any, ...]:
+                results = run(*leaves)
+                return tuple(results[k] for k in (*order, *further))
 
-        self._run = jax.jit(
-            run_in_order,
-            in_shardings=self._places,
-            out_shardings=tuple(places[k] for k in order),
-            donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
-            keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
-        )
+            return jax.jit(
+                run_in_order,
+                in_shardings=self._places,
+                out_shardings=(*(places[k] for k in order), *[None] * len(further)),
+                donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
+                keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
+            )
+
+        self._run = jitted(run)
         self._call = watched(self._run) if self._across else self._run
+        if first is not None and not self._across:
+            states = {k: order.index(out) for k, out in compiled.program.new_states.items()}
+            self._call = LateFallback(jitted(first, len(order)), self._run, states, self._lowered)
 
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
@@ -117,6 +131,16 @@ class DevicesRunner:
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes, as calls have them: what is compiled so, they find compiled."""
+        if isinstance(self._call, LateFallback):
+            self._call = self._run
+        return self._lowered()
+
+    def prepare(self) -> None:
+        """Compile, beside the steps, what a batch needs that exceeds a capacity."""
+        if isinstance(self._call, LateFallback):
+            self._call.prepare()
+
+    def _lowered(self) -> Any:
         pairs = zip(self._types, self._places, strict=True)
         return self._run.lower(
             *(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type, sharding=s) for t, s in pairs)

@@ -17,7 +17,7 @@ from autopar.backends.background import Compilation
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
-from autopar.backends.fallback import with_fallback
+from autopar.backends.fallback import with_fallback, without_fallback
 from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
 from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled
@@ -148,6 +148,15 @@ class Entry:
             run = with_fallback(run, self._emitted(self.compiled.fallback, bound.without_limits()), program)
         return spread(self._typed(run), bound, analysed, self.devices)
 
+    @functools.cached_property
+    def run_first(self) -> Callable[..., Sequence[Any]] | None:
+        """The same without what does its work where a batch exceeds capacities, if there is such (`LateFallback`)."""
+        bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
+        if self.compiled.fallback is None or self.devices is None:
+            return None
+        run = without_fallback(self._emitted(program, bound), program)
+        return spread(self._typed(run), bound, analysed, self.devices)
+
     def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Any]]:
         assert self.devices is not None, "one device needs no backends"
         if bound.emit == "pmap":
@@ -171,7 +180,8 @@ class Entry:
         if self.compiled.plan.on_hosts:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:
-            return DevicesRunner(self.run_stored, self.compiled, self.devices, self.out_tree, self.donate)
+            given = self.compiled, self.devices, self.out_tree, self.donate
+            return DevicesRunner(self.run_stored, *given, self.run_first)
         if self.compiled.plan.defers:
             return self._one_device_runner
         name = getattr(self.fun, "__name__", type(self.fun).__name__)

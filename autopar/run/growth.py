@@ -16,6 +16,7 @@ from autopar.ir.sizes import HEADROOM, NEAR
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.passes.choosing.capacity import needed_share
+from autopar.run.devices import DevicesRunner
 from autopar.run.entry import Entry
 from autopar.run.planner import Planner
 
@@ -51,6 +52,8 @@ class Growth:
         exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
         if not exceeded:
             if entry.larger is None:
+                if isinstance(entry.own_runner, DevicesRunner):
+                    entry.own_runner.prepare()
                 entry.larger = self._larger(entry, 2 * entry.headroom)
             return entry, ""
         how = "the step was compiled beside the ones before"

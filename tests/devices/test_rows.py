@@ -89,6 +89,26 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
     assert small is not None and planned.latest.compiled.bound.families[0].bounds.capacity > small
 
 
+def test_what_exceeds_a_capacity_is_compiled_beside_the_steps() -> None:
+    """Once there were some: the first call compiles the step alone. That changes no bit."""
+    planned, whole = (autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)) for _ in range(2))
+    mine, theirs = make_state(4000), make_state(4000)
+    whole.lower(theirs, asking(20)).compile()
+
+    def train(*sizes: int) -> None:
+        nonlocal mine, theirs
+        for size in sizes:
+            (mine, a), (theirs, b) = planned(mine, asking(size)), whole(theirs, asking(size))
+            jax.tree.map(np.testing.assert_array_equal, (mine, a), (theirs, b))
+
+    train(20)
+    with compilations() as later:
+        train(*range(2, 20))
+        finish()
+        train(20, 20, 50)
+    assert (later.here, later.beside) == (0, 1)
+
+
 def test_capacities_grow_at_once_to_what_the_batches_need() -> None:
     """The first batch asks for a few rows only; a second compilation is enough for all others."""
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))

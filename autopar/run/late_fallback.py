@@ -1,0 +1,58 @@
+"""`LateFallback`: a step whose fallback is compiled once it is called often.
+
+A step with measured capacities and its fallback (`backends.fallback`) are twice the program to compile, and the
+fallback rarely runs. So at first the step is called alone: the caller waits for its flag, and where a batch exceeded a
+capacity, calls both as one. These are compiled beside the steps once there were some; from then on nobody waits for a
+flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.backends.background import Compilation, beside
+
+#: Calls until what has the fallback is compiled: many steps are called for a few batches only.
+CALLS = 16
+
+
+class LateFallback:
+    """Calls a step.
+
+    Args:
+      alone: The step; its last output is whether a capacity was exceeded, so that states are what they were.
+      whole: The step and its fallback, with the other outputs.
+      states: Operand -> output that is its new value.
+      lower: Lowers `whole` at the shapes of its calls.
+    """
+
+    def __init__(self, alone: Any, whole: Any, states: Mapping[int, int], lower: Callable[[], Any]) -> None:
+        self._alone, self._whole, self._states, self._lower = alone, whole, states, lower
+        self._calls = 0
+        self._compilation: Compilation[Any] | None = None
+        self._is_whole = False
+
+    def __call__(self, *operands: Any) -> Sequence[Any]:
+        """The step's results."""
+        if not self._is_whole:
+            self._calls += 1
+            if self._calls > CALLS:
+                self.prepare()
+            self._is_whole = self._compilation is not None and self._compilation.is_done()
+        if self._is_whole:
+            return self._whole(*operands)
+        *results, exceeded = self._alone(*operands)
+        if not exceeded:
+            return results
+        if self._compilation is not None:
+            self._compilation.wait()
+        self._is_whole = True
+        states = self._states
+        return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
+
+    def prepare(self) -> None:
+        """Compile the step and its fallback beside the steps."""
+        if self._compilation is None and not self._is_whole:
+            what = "a step for batches that exceed its capacities"
+            self._compilation = beside(what, lambda: self._lower().compile())
