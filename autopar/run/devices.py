@@ -68,7 +68,12 @@ class DevicesRunner:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
         self._log_specs = [
-            UpdateLogSpec(tables, [_layout(bound, e.params["family"]) for e in tables], devices)
+            UpdateLogSpec(
+                tables,
+                [_layout(bound, e.params["family"]) for e in tables],
+                [analysed.ids[e.params["family"]].count for e in tables],
+                devices,
+            )
             for tables in update_logs(compiled.program.block)
         ]
         logs = compiled.program.block.inputs[len(analysed.inputs) :]

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.analysis.row_ids import collect_ids
+from autopar.backends.deferred_tables import NEVER
 from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import Access, RowSpace
@@ -19,6 +20,8 @@ from autopar.tables.deferred import DeferredTable, UpdateLog
 from autopar.tables.leaf import TableLeaf
 
 Array = Any
+#: Blocks of rows at most that a program brings up to date which was compiled for a step's; more get one of their own.
+_BLOCKS = 8
 
 
 @dataclass(frozen=True)
@@ -61,23 +64,32 @@ class ReadRows:
             reads = sorted({k for ids in found.values() for k in ids.reads})
             if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            run = self._program_of(tuple((leaves[k].table, k, leaves[k].axis) for k in places))
-            log.catch_up(run({k: leaves[k] for k in reads}))
+            run = self._program_of(tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.blocks())
+            for ids in run({k: leaves[k] for k in reads}):
+                log.catch_up(ids)
             for k in places:
                 made[k] = leaves[k].lagging()
         return made
 
-    def _ids_program(self, read: tuple[tuple[int, int, int], ...]) -> Callable[[Mapping[int, Array]], dict[int, Array]]:
+    def _ids_program(
+        self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...] | None
+    ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
         """The program that makes the numbers of rows of all tables of an update log, flat, of the inputs that they
-        follow from. `read`: (a table, an input that is a leaf of it, its row axis)."""
+        follow from.
 
-        def run(inputs: Mapping[int, Array]) -> dict[int, Array]:
+        Args:
+          read: (A table, an input that is a leaf of it, its row axis).
+          sizes: How many rows of each table are brought up to date at a time, by a program that is there; None: all.
+        """
+
+        def run(inputs: Mapping[int, Array]) -> list[dict[int, Array]]:
             rows: dict[int, list[Array]] = {}
             for table, k, axis in read:
                 ids = self._ids(k, axis)
                 assert ids is not None, "only rows are read"
                 rows.setdefault(table, []).extend(ids.run(*(inputs[n] for n in ids.reads)))
-            return {table: jnp.concatenate(some) for table, some in rows.items() if some}
+            flat = {table: jnp.concatenate(some) for table, some in rows.items() if some}
+            return [flat] if sizes is None else _cut(flat, sizes)
 
         return jax.jit(run)
 
@@ -99,6 +111,20 @@ class ReadRows:
         reads = [n for n, is_read in enumerate(used) if is_read]
         block = Block(tuple(block.inputs[n] for n in reads), block.equations, block.outputs)
         return _Ids(emit(block), reads)
+
+
+def _cut(rows: Mapping[int, Array], sizes: Sequence[int]) -> list[dict[int, Array]]:
+    """Numbers of rows in blocks of these sizes, one for each table; as they are if these were many."""
+    count = max((-(-ids.size // sizes[table]) for table, ids in rows.items()), default=0)
+    if count > _BLOCKS:
+        return [dict(rows)]
+
+    def block(table: int, k: int) -> Array:
+        ids, size = rows.get(table, jnp.zeros(0, jnp.int32)), sizes[table]
+        some = ids[k * size : (k + 1) * size]
+        return jnp.pad(some, (0, size - some.size), constant_values=NEVER)
+
+    return [{table: block(table, k) for table in range(len(sizes))} for k in range(count)]
 
 
 def _lookups(block: Block, k: int, axis: int) -> list[Access] | None:

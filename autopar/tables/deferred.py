@@ -42,8 +42,15 @@ class UpdateLogSpec:
       times: How many times `catch_up_some` is called until it has seen all rows.
     """
 
-    def __init__(self, flushes: Sequence[Equation], layouts: Sequence[RowLayout | None], devices: Devices) -> None:
-        """`flushes`: the equations of the planned step that do it, one for each table."""
+    def __init__(
+        self,
+        flushes: Sequence[Equation],
+        layouts: Sequence[RowLayout | None],
+        ids: Sequence[int],
+        devices: Devices,
+    ) -> None:
+        """`flushes`: the equations of the planned step that do it, one for each table; `ids`: how many ids a step looks
+        up in each."""
         deferred = self._deferred = deferred_of(flushes[0])
         replay = self.replay = deferred.replay
         self.tables: list[Replay] = [e.params["replay"] for e in flushes]
@@ -83,6 +90,8 @@ class UpdateLogSpec:
         places = tuple(map(devices.sharding, returned))
         self._whole = whole
         self._compilation: Compilation[None] | None = None
+        self._blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
+        self._block_compilation: Compilation[None] | None = None
         kept = self.kept(count)
         self.flush = jax.jit(
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
@@ -115,7 +124,7 @@ class UpdateLogSpec:
         n, m = self.replay.changed, len(self.replay.leaves)
         return *(t * m + k for t in range(count) for k in range(n)), *range(count * m, count * (m + 1))
 
-    def _catch_up(self, tables: tuple[int, ...]) -> Callable[..., Sequence[jax.Array]]:
+    def _catch_up(self, tables: tuple[int, ...]) -> Any:
         """The program that brings rows of some tables up to date. Operands: leaves and stamps of these, the entries,
         and numbers of rows for each (flat int32, out of range is no row)."""
         replay, devices, count = self.replay, self._devices, len(tables)
@@ -148,7 +157,7 @@ class UpdateLogSpec:
         return list(self._begin(*(x for k, x in enumerate(leaves) if k % leaves_ < self.replay.changed)))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
-        """Compile, beside the steps, what they need once the newer part is full."""
+        """Compile, beside the steps, what they need once the newer part is full, and evaluations of such batches."""
         if self._compilation is not None:
             return
         count, shapes = len(self.tables), list(map(_shape, entries))
@@ -161,12 +170,30 @@ class UpdateLogSpec:
             self.turn.lower(*stamps, *rest).compile()
             self.catch_up_some.lower(*rows, *stamps, rest[1], np.int32(0), *segments, *older).compile()
 
+        ids = [jax.ShapeDtypeStruct((size,), np.int32, sharding=self._whole) for size in self._blocks]
+
+        def compile_catch_up() -> None:
+            self.catch_up(tuple(range(count))).lower(*rows, *stamps, *rest, *ids).compile()
+
         self._compilation = beside("what a full update log needs", compile_all)
+        self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
 
     def wait(self) -> None:
         """Wait for what `prepare` began."""
         if self._compilation is not None:
             self._compilation.wait()
+
+    def blocks(self) -> tuple[int, ...] | None:
+        """Of each table so many rows the program brings up to date that was compiled beside the steps; None if there is
+        none."""
+        if self._block_compilation is None:
+            return None
+        self._block_compilation.wait()
+        return self._blocks
+
+    def place(self, ids: jax.Array) -> jax.Array:
+        """Numbers of rows where its programs take them."""
+        return jax.device_put(ids, self._whole)
 
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
@@ -219,7 +246,7 @@ class UpdateLog:
         tables = tuple(sorted(ids))
         if tables:
             shared = self.entries[len(self.spec.tables) :]
-            self._run(self.spec.catch_up(tables), tables, *shared, *(ids[t] for t in tables))
+            self._run(self.spec.catch_up(tables), tables, *shared, *(self.spec.place(ids[t]) for t in tables))
 
     @uninterrupted
     def make_room(self) -> None:

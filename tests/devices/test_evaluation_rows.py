@@ -12,6 +12,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.backends.deferred import Deferred
+from tests.support.compilations import finish
 from tests.support.deferred import deferring
 from tests.support.meshes import mesh_of
 
@@ -100,3 +102,34 @@ def test_old_states_are_evaluated_too() -> None:
         for k in (20, 5, 7, 8, 9, 16, 15, 1):
             for a, b in zip(*map(jax.tree.leaves, read(k)), strict=True):
                 np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [None, 4])
+def test_evaluations_find_their_program_compiled(devices: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For as many rows as a step reads, and up to eight times as many; of which some are one table's alone."""
+    programs: list[int] = []
+
+    def counted(self: Deferred, *operands: Any, _catch_up: Any = Deferred.catch_up_in_place) -> Any:
+        programs.append(1)
+        return _catch_up(self, *operands)
+
+    monkeypatch.setattr(Deferred, "catch_up_in_place", counted)
+    mesh = mesh_of(devices) if devices else None
+    step, plain = deferring(train_step, 64, mesh=mesh), jax.jit(train_step)
+    mine, theirs = make_state(), make_state()
+    for k in range(20):
+        mine, theirs = step(mine, np.arange(k, k + 4))[0], plain(theirs, np.arange(k, k + 4))[0]
+    finish()
+    before = len(programs)
+    assert before > 0
+
+    def one_table(state: Any, ids: jax.Array) -> Any:
+        return state["params"]["other"][:, ids % OTHER]
+
+    for evaluate, count in ((rows_alone, 4), (rows_alone, 3), (one_table, 31), (rows_alone, 33), (rows_alone, 16)):
+        seen = np.arange(7, 7 + count)
+        found = autopar.parallelize(evaluate, mesh=mesh)(mine, seen), evaluate(theirs, seen)
+        for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=2e-5, atol=1e-6)
+        assert (len(programs) > before) == (count == 33)
+        before = len(programs)
