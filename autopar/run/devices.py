@@ -105,16 +105,18 @@ class DevicesRunner:
             return jax.jit(
                 run_in_order,
                 in_shardings=self._places,
-                out_shardings=(*(places[k] for k in order), *[None] * len(further)),
+                out_shardings=(*(places[k] for k in order), *[devices.sharding(None)] * len(further)),
                 donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
                 keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
             )
 
         self._run = jitted(run)
-        self._call = watched(self._run) if self._across else self._run
-        if first is not None and not self._across:
+        self._call = self._whole = watched(self._run) if self._across else self._run
+        if first is not None:
             states = {k: order.index(out) for k, out in compiled.program.new_states.items()}
-            self._call = LateFallback(jitted(first, len(order)), self._run, states, self._lowered)
+            alone = jitted(first, len(order))
+            alone = watched(alone) if self._across else alone
+            self._call = LateFallback(alone, self._whole, states, self._lowered, self._across)
 
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
@@ -136,8 +138,7 @@ class DevicesRunner:
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes, as calls have them: what is compiled so, they find compiled."""
-        if isinstance(self._call, LateFallback):
-            self._call = self._run
+        self._call = self._whole
         return self._lowered()
 
     def prepare(self) -> None:

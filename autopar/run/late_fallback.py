@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.backends.across import local
 from autopar.backends.background import Compilation, beside
 
-#: Calls until what has the fallback is compiled: many steps are called for a few batches only.
-CALLS = 16
+#: Calls until what has the fallback is compiled: many steps are called for a few batches only. And calls after which
+#: processes, which have to go over to it together, wait for that.
+CALLS, WAITING_CALLS = 16, 64
 
 
 class LateFallback:
@@ -25,10 +27,14 @@ class LateFallback:
       whole: The step and its fallback, with the other outputs.
       states: Operand -> output that is its new value.
       lower: Lowers `whole` at the shapes of its calls.
+      across: Whether several processes call it.
     """
 
-    def __init__(self, alone: Any, whole: Any, states: Mapping[int, int], lower: Callable[[], Any]) -> None:
-        self._alone, self._whole, self._states, self._lower = alone, whole, states, lower
+    def __init__(
+        self, alone: Any, whole: Any, states: Mapping[int, int], lower: Callable[[], Any], across: bool
+    ) -> None:
+        self._alone, self._whole, self._states = alone, whole, states
+        self._lower, self._across = lower, across
         self._calls = 0
         self._compilation: Compilation[Any] | None = None
         self._is_whole = False
@@ -39,17 +45,24 @@ class LateFallback:
             self._calls += 1
             if self._calls > CALLS:
                 self.prepare()
-            self._is_whole = self._compilation is not None and self._compilation.is_done()
+            self._is_whole = self._is_compiled()
         if self._is_whole:
             return self._whole(*operands)
         *results, exceeded = self._alone(*operands)
-        if not exceeded:
+        if not local(exceeded):
             return results
         if self._compilation is not None:
             self._compilation.wait()
         self._is_whole = True
         states = self._states
         return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
+
+    def _is_compiled(self) -> bool:
+        if self._compilation is None:
+            return False
+        if self._across and self._calls > WAITING_CALLS:
+            self._compilation.wait()
+        return self._calls > WAITING_CALLS if self._across else self._compilation.is_done()
 
     def prepare(self) -> None:
         """Compile the step and its fallback beside the steps."""

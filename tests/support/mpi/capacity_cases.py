@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import autopar
+from autopar.run import late_fallback
 from tests.support.compilations import compilations
 from tests.support.mpi.global_cases import ALL, BATCH, COUNT, PLAIN, RANK, RANKS, agree, here, ids_of
 from tests.support.row_steps import make_state, step
@@ -61,3 +62,27 @@ def check_larger_capacities() -> None:
     assert [c for c, _ in capacities] == [32] * 7 + [56] * 2 and not capacities[4][1], capacities
     assert len(set(ALL.gather(json.dumps([capacities, warned]).encode(), "larger"))) == 1
     agree(start, state, theirs)
+
+
+def check_fallback() -> None:
+    """All ranks go over at the same call to the step with its fallback, which was compiled beside the ones before."""
+    rows = 1000 * COUNT
+    before = late_fallback.CALLS, late_fallback.WAITING_CALLS
+    late_fallback.CALLS, late_fallback.WAITING_CALLS = 2, 5
+    try:
+        planned = autopar.parallelize(step, strategy="ps")
+        even = ids_of(rows, length=20)
+        state, theirs = make_state(rows), make_state(rows)
+        start, here_ = here(state), []
+        for k in range(9):
+            if k % RANKS == RANK:
+                time.sleep(0.2)
+            batch = {"ids": even["ids"] % 1000} if k == 8 else even  # all of one owner
+            with compilations() as made:
+                state, _ = planned(state, batch)
+            theirs, _ = PLAIN(theirs, batch)
+            here_.append(made.here > 0)
+        assert here_ == [True] + [False] * 8, here_
+        agree(start, state, theirs)
+    finally:
+        late_fallback.CALLS, late_fallback.WAITING_CALLS = before
