@@ -35,12 +35,17 @@ class Compilation(Generic[_T]):
         self._what, self._compile_all, self._otherwise = what, compile_all, otherwise
         self._enter_contexts = jax_compat.contexts()
         self._future: Future[_T | None] = Future()
+        self._turn = threading.Lock()
 
     def run(self) -> None:
-        """Compile, in the thread."""
+        """Compile, in the thread, unless that was done elsewhere."""
+        if self._turn.acquire(blocking=False):
+            self._run(self._enter_contexts)
+
+    def _run(self, begin: Callable[[], Any]) -> None:
         result = self._otherwise
         try:
-            self._enter_contexts()
+            begin()
             result = self._compile_all()
         except Exception as error:
             text = "%s couldn't be compiled beside the steps, so that a step will do it: %s: %s"
@@ -50,11 +55,18 @@ class Compilation(Generic[_T]):
 
     def drop(self) -> None:
         """Leave it to the step that needs it."""
-        self._future.set_result(self._otherwise)
+        if self._turn.acquire(blocking=False):
+            self._future.set_result(self._otherwise)
 
     def is_done(self) -> bool:
         """Whether nobody has to wait for it."""
         return self._future.done()
+
+    def finish(self) -> _T | None:
+        """Returns the same as `wait`. What still waits for other programs is compiled here and now."""
+        if self._turn.acquire(blocking=False):
+            self._run(lambda: None)
+        return self.wait()
 
     def wait(self) -> _T | None:
         """Returns what the function returned, once it is done; `otherwise` if it failed or was dropped."""

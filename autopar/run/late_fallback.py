@@ -16,7 +16,7 @@ from autopar.backends.background import Compilation, beside
 
 #: Calls until what has the fallback is compiled: many steps are called for a few batches only. And calls after which
 #: processes, which have to go over to it together, wait for that.
-CALLS, WAITING_CALLS = 16, 64
+CALLS, WAITING_CALLS = 32, 64
 
 
 class LateFallback:

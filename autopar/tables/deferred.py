@@ -181,14 +181,14 @@ class UpdateLogSpec:
     def wait(self) -> None:
         """Wait for what `prepare` began."""
         if self._compilation is not None:
-            self._compilation.wait()
+            self._compilation.finish()
 
     def blocks(self) -> tuple[int, ...] | None:
         """Of each table so many rows the program brings up to date that was compiled beside the steps; None if there is
         none."""
         if self._block_compilation is None:
             return None
-        self._block_compilation.wait()
+        self._block_compilation.finish()
         return self._blocks
 
     def place(self, ids: jax.Array) -> jax.Array:

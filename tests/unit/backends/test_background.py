@@ -30,6 +30,18 @@ def test_one_thread_does_all_in_order() -> None:
     assert done == [(k, THREAD) for k in range(5)]
 
 
+def test_what_waits_for_others_may_be_done_here() -> None:
+    """Once, and not where it has begun."""
+    gate, done = threading.Event(), list[str]()
+    slow = beside("what takes its time", gate.wait)
+    named = beside("a name", lambda: done.append(threading.current_thread().name))
+    named.finish()
+    assert done == [threading.current_thread().name] and named.is_done() and not slow.is_done()
+    threading.Timer(0.1, gate.set).start()
+    assert slow.finish() and beside("another one", lambda: 1).wait() == 1
+    assert len(done) == 1
+
+
 def test_calls_find_what_was_compiled() -> None:
     f = jax.jit(lambda x: jnp.sin(x) @ x)
     given = jnp.ones((5, 5))
