@@ -83,6 +83,7 @@ class Interrupts:
       received_s: `time.monotonic()` when Python last got round to a signal; it may have been held back.
       depth: How many calls are under way, one within the other, that aren't to be interrupted.
       open_at: The depth at which signals are answered: 0, and where such a call lets them through.
+      main: The main thread.
       bodies: Of the loops that are open, the first one first. Signals wait for the end of its body.
     """
 
@@ -100,6 +101,14 @@ class Interrupts:
         #: When another rank has told of one that this rank didn't have yet, by `time.monotonic()`.
         self._told: dict[int, float] = {}
         self._answering = False
+        #: The handlers when a call last began: as long as these are set, and nothing is held, there is nothing to do.
+        self._prepared: list[Any] = []
+        self.main = threading.main_thread().ident
+
+    def forget(self) -> None:
+        """A child begins, which has no loop under way, and whose main thread is the one that forked."""
+        self.bodies.clear()
+        self.main = threading.main_thread().ident
 
     @property
     def holding(self) -> bool:
@@ -110,8 +119,10 @@ class Interrupts:
         """A call begins that isn't to be interrupted: whatever is held is answered, then all is held."""
         if self.depth == 0:
             self.open_at = 0
-            for number in SIGNALS:
-                self._prepare(number)
+            if self._held or [*map(_signal.getsignal, SIGNALS)] != self._prepared:
+                for number in SIGNALS:
+                    self._prepare(number)
+                self._prepared = [*map(_signal.getsignal, SIGNALS)]
         self.depth += 1
         self._outside.clear()
 
@@ -231,8 +242,8 @@ def _send_to_main(number: int) -> None:
 
 #: The signals of this process.
 INTERRUPTS = Interrupts()
-if hasattr(os, "register_at_fork"):  # A child has no loop under way.
-    os.register_at_fork(after_in_child=INTERRUPTS.bodies.clear)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=INTERRUPTS.forget)
 
 
 def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -242,7 +253,7 @@ def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """
 
     def uncut(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        if threading.get_ident() != threading.main_thread().ident:
+        if _thread.get_ident() != INTERRUPTS.main:
             return call(*args, **kwargs)
         INTERRUPTS.begin()
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
@@ -19,24 +18,22 @@ from jax import export as _export
 from jax._src import cache_key as _cache_key
 from jax._src import compiler as _compiler
 from jax._src import config as _config
-from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.array import ArrayImpl as _ConcreteArray
+from jax._src.array import ArrayImpl as ConcreteArray
 from jax._src.interpreters import batching as _batching
 from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
 from jax.extend import core as jex_core
+from jax.profiler import StepTraceAnnotation
 
 JaxLiteral = jex_core.Literal
 transpose_p = _lax.transpose_p
 clamp_p = _lax.clamp_p
 slice_p = _slicing.slice_p
 Tracer = jax.core.Tracer  # pyright: ignore[reportAttributeAccessIssue]
-_is_top_level = _core.trace_state_clean
-_aval = operator.attrgetter("aval")
 #: A (closed) jaxpr as a function of flat arrays that returns a list.
 jaxpr_as_fun = jex_core.jaxpr_as_fun
 
@@ -283,12 +280,7 @@ def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, 
 
     `other`: the same of what is none of these; None of what there is nothing for, which is a TypeError.
     """
-    if _is_top_level():  # there are no tracers
-        try:
-            return tuple(map(_aval, leaves))
-        except AttributeError:
-            pass
-    return tuple([leaf.aval if type(leaf) is _ConcreteArray else _type_key(leaf, other) for leaf in leaves])
+    return tuple([leaf.aval if type(leaf) is ConcreteArray else _type_key(leaf, other) for leaf in leaves])
 
 
 def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
@@ -298,15 +290,20 @@ def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
         return leaf.shape, leaf.dtype
     if isinstance(leaf, (bool, int, float, complex)):
         return type(leaf)
-    key = other(leaf)
+    key = leaf.aval if isinstance(leaf, jax.Array) else other(leaf)  # typed PRNG keys are arrays, too
     if key is None:
         raise TypeError(f"no array: {type(leaf).__name__}")
     return key
 
 
+def is_profiling() -> bool:
+    """Whether a profile is being made."""
+    return StepTraceAnnotation.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def uses_x64() -> bool:
     """Whether numbers of 64 bits are kept as they are, here and now."""
-    return bool(jax.config.jax_enable_x64)  # pyright: ignore[reportAttributeAccessIssue]
+    return _config.enable_x64.value
 
 
 def is_tracer(value: Any) -> bool:

@@ -23,6 +23,7 @@ from autopar.ir.deferred import update_logs
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.sizes import NEAR
+from autopar.jax_compat import ConcreteArray
 from autopar.run.buffers import with_own_buffers
 from autopar.run.late_fallback import LateFallback
 from autopar.run.read_rows import ReadRows
@@ -81,12 +82,16 @@ class DevicesRunner:
         self._devices = devices
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
-        self._states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
-        self._read_rows = None if self._states or devices.processes.several else ReadRows(analysed)
+        states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
+        self._donated = frozenset(states if donate else ())
+        self._read_rows = None if states or devices.processes.several else ReadRows(analysed)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
         self._places = (*self._shardings, *entries)
+        self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
+        ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)
+        self._placed_together = frozenset(() if devices.processes.several else ordinary)
         self._donate = donate
         self._new_states = analysed.new_states
         self._count = len(analysed.outputs)  # and perhaps what the batch needs of capacities
@@ -106,17 +111,17 @@ class DevicesRunner:
                 run_in_order,
                 in_shardings=self._places,
                 out_shardings=(*(places[k] for k in order), *[devices.sharding(None)] * len(further)),
-                donate_argnums=(*self._states, *range(len(analysed.inputs), len(self._types))) if donate else (),
+                donate_argnums=(*states, *range(len(analysed.inputs), len(self._types))) if donate else (),
                 keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
             )
 
         self._run = jitted(run)
         self._call = self._whole = watched(self._run) if self._across else self._run
         if first is not None:
-            states = {k: order.index(out) for k, out in compiled.program.new_states.items()}
+            kept = {k: order.index(out) for k, out in compiled.program.new_states.items()}
             alone = jitted(first, len(order))
             alone = watched(alone) if self._across else alone
-            self._call = LateFallback(alone, self._whole, states, self._lowered, self._across)
+            self._call = LateFallback(alone, self._whole, kept, self._lowered, self._across)
 
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
@@ -156,12 +161,26 @@ class DevicesRunner:
         """The step's results, of flat arguments (arrays or Tables), placed where need be."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
-        leaves, going, entries = self._logs(leaves)
-        placed = [self._placed(k, leaf) for k, leaf in enumerate(leaves)]
-        if any(leaf.is_deleted() for leaf in placed):  # on several devices the runtime would crash
+        leaves, going, entries = self._logs(leaves) if self._log_specs else (leaves, [], [])
+        placed = list(leaves)
+        elsewhere = [
+            k
+            for k, (leaf, home) in enumerate(zip(leaves, self._homes, strict=True))
+            if type(leaf) is not ConcreteArray
+            or ((place := leaf.sharding) is not home and place != home)
+            or leaf.is_deleted()
+        ]
+        batch = [k for k in elsewhere if k in self._placed_together and isinstance(leaves[k], np.ndarray)]
+        if batch:
+            arrays = jax.device_put([leaves[k] for k in batch], [self._shardings[k] for k in batch])
+            for k, array in zip(batch, arrays, strict=True):
+                placed[k] = array
+        for k in elsewhere:
+            if k not in batch:
+                placed[k] = self._placed(k, leaves[k])
+        if any(placed[k].is_deleted() for k in elsewhere):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
-        if self._donate:
-            self._separate(leaves, placed)
+        self._separate(leaves, placed, elsewhere)
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
                 known += spec.begin([placed[k] for k in spec.leaves])
@@ -170,21 +189,26 @@ class DevicesRunner:
         lengths = [len(known) for known in entries]
         if len(results) > self._count + sum(lengths):
             self._loads.append(results.pop())
-        self._keep_logs(results, lengths, going)
+        if self._log_specs:
+            self._keep_logs(results, lengths, going)
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
         return self._out_tree.unflatten(results)
 
-    def _separate(self, leaves: Sequence[Any], placed: list[Any]) -> None:
-        """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself."""
-        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in self._states):  # the user's
-            own = with_own_buffers(leaves, self._states)
-            for k in self._states:
+    def _separate(self, leaves: Sequence[Any], placed: list[Any], elsewhere: Sequence[int]) -> None:
+        """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself. `elsewhere`:
+        those that were placed."""
+        placed_now = self._donated.intersection(elsewhere)
+        if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
+            own = with_own_buffers(leaves, self._donated)
+            for k in self._donated:
                 if own[k] is not leaves[k]:
                     placed[k] = self._placed(k, own[k])
-        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._states}
-        for k in self._states:
+        if len(set(map(id, placed))) == len(placed):
+            return
+        held = {id(leaf) for k, leaf in enumerate(placed) if k not in self._donated}
+        for k in sorted(self._donated):
             if id(placed[k]) in held:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
@@ -234,9 +258,9 @@ class DevicesRunner:
         return None if most is None else most.tolist()
 
     def _placed(self, k: int, leaf: Any) -> Any:
-        layout = self._layouts.get(k)
+        layout, own = self._layouts.get(k), k in self._donated
         if isinstance(leaf, DeferredTable):  # what is only read needs no copy
-            leaf = leaf.materialize() if self._donate and k in self._states else leaf.current()
+            leaf = leaf.materialize() if own else leaf.current()
         if isinstance(leaf, Table):
             if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
                 return leaf.stored
@@ -250,7 +274,6 @@ class DevicesRunner:
         if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._shardings[k], leaf.ndim):
             return jax.device_put(leaf, self._shardings[k])  # the same buffers, to be donated if it is state
         # An array that lies elsewhere stays the user's own, whatever is done to this one.
-        own = self._donate and k in self._states
         if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
             leaf = copied(leaf)
         return place_array(leaf, self._shardings[k], own=own)

@@ -137,6 +137,8 @@ class ParallelStep:
         mark(self._calls, self.name)
         self._calls += 1
         try:
+            if has_run and not jax_compat.is_profiling():
+                return runner(leaves)
             with StepTraceAnnotation(self.name, step_num=self._calls - 1):
                 if has_run:
                     return runner(leaves)
@@ -150,7 +152,7 @@ class ParallelStep:
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """A call's flat arguments, and what tells calls apart that are planned by themselves; None if nothing can."""
-        if self.static_argnums:
+        if self.planner.static_argnums:
             statics = (
                 tuple((k, args[k]) for k in self.static_argnums if k < len(args)),
                 tuple((k, v) for k, v in kwargs.items() if k in self._static_names),

@@ -11,9 +11,12 @@ import pytest
 from jax.sharding import AxisType
 
 import autopar
+from autopar.run.devices import DevicesRunner
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same, step
+
+BATCH = {"x": np.ones((8, 3), np.float32), "n": np.ones(8, np.int32)}
 
 
 def expected(rows: int = 40, **batch: Any) -> Any:
@@ -123,3 +126,46 @@ def test_verify_and_explain_take_tables() -> None:
     text = explained(planned, state, ids_in(0, 41, 3))
     assert "touched rows, ps" in text and "> ps" in text
     assert "distributed cyclically over the devices; a device asks another one for" in text
+
+
+def test_what_a_step_returned_is_placed_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a batch of NumPy's looked at leaf by leaf, nor are rows read for leaves that share buffers."""
+    planned = autopar.parallelize(_with_key, mesh=mesh_of(4))
+    state, _ = planned({"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, BATCH)
+    looked_at = []
+    monkeypatch.setattr(DevicesRunner, "_placed", lambda self, k, leaf: looked_at.append(k) or leaf)
+    monkeypatch.setattr("autopar.run.devices.with_own_buffers", lambda *_: pytest.fail("nothing was moved"))
+    for _ in range(3):
+        state, _ = planned(state, BATCH)
+    assert not looked_at
+    copies = jax.tree.map(jnp.copy, state)
+    del looked_at[:], state
+    planned(copies, BATCH)
+    assert not looked_at, "an equal sharding is as good"
+
+
+def test_a_deleted_leaf_of_several_is_named() -> None:
+    """A guard: the others are in their place."""
+    planned = autopar.parallelize(_with_key, mesh=mesh_of(4))
+    state, _ = planned({"w": jnp.ones((3, 3)), "b": jnp.ones(3)}, BATCH)
+    state["b"].delete()
+    with pytest.raises(autopar.DonatedStateError, match=r"\(argument 0, b\)"):
+        planned(state, BATCH)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_state_with_a_random_key_is_known_again(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = autopar.parallelize(_with_key, mesh=mesh_of(devices) if devices > 1 else None)
+    state = {"w": jnp.ones((3, 3)), "b": jnp.ones(3), "key": jax.random.key(0)}
+    for _ in range(2):
+        state, _ = planned(state, BATCH)
+    monkeypatch.setattr(planned, "_prepare", lambda *_: pytest.fail("the call is the one before's like"))
+    planned(state, BATCH)
+
+
+def _with_key(state: Any, batch: Any) -> tuple[Any, jax.Array]:
+    def loss(w: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.mean((batch["x"] @ w + b) ** 2)
+
+    value, (w, b) = jax.value_and_grad(loss, (0, 1))(state["w"], state["b"])
+    return state | {"w": state["w"] - 0.1 * w, "b": state["b"] - 0.1 * b}, value
