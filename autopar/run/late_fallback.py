@@ -58,11 +58,12 @@ class LateFallback:
         return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
 
     def _is_compiled(self) -> bool:
-        if self._compilation is None:
+        """Whether the step and its fallback are; of several processes, whether all know that they are."""
+        if self._compilation is None or (self._across and self._calls <= WAITING_CALLS):
             return False
-        if self._across and self._calls > WAITING_CALLS:
+        if self._across:
             self._compilation.wait()
-        return self._calls > WAITING_CALLS if self._across else self._compilation.is_done()
+        return self._compilation.is_done()
 
     def prepare(self) -> None:
         """Compile the step and its fallback beside the steps."""

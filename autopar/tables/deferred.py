@@ -176,7 +176,8 @@ class UpdateLogSpec:
             self.catch_up(tuple(range(count))).lower(*rows, *stamps, *rest, *ids).compile()
 
         self._compilation = beside("what a full update log needs", compile_all)
-        self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
+        if not self._devices.processes.several:  # there an evaluation brings all rows up to date
+            self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
 
     def wait(self) -> None:
         """Wait for what `prepare` began."""
