@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from autopar import jax_compat
 from autopar.ir.program import Equation, Literal
@@ -49,6 +50,11 @@ def _is_integer(params: _Params, operands: Sequence[Any]) -> bool:
 
 def _is_float(params: _Params, operands: Sequence[Any]) -> bool:
     return jax_compat.is_float(operands[0].dtype)
+
+
+def _has_short_indices(params: _Params, operands: Sequence[Any]) -> bool:
+    """Whether a gather that isn't to fill has indices of less than 32 bits."""
+    return params["mode"] != GatherScatterMode.FILL_OR_DROP and np.dtype(operands[1].dtype).itemsize < 4
 
 
 def _starts_anywhere(skipped: int) -> _Test:
@@ -102,6 +108,8 @@ MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
     **dict.fromkeys(("reduce_max", "reduce_min", "scatter-max", "scatter-min"), (_is_float, _MAXIMUM)),
     # Of two that read one array, as cumsum and cumprod, one is padded with the other's initial value (0.10.2).
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), (_always, CUMULATIVE)),
+    # An abort ("Unsupported indices type").
+    "gather": (_has_short_indices, "a lookup by numbers of less than 32 bits"),
     # An abort where the transform's own axis is spread.
     "fft": (_always, "a Fourier transform"),
 }

@@ -204,15 +204,15 @@ class _Shield:
 
 
 def _signed(equation: Equation) -> Sequence[Equation]:
-    """A scatter by indices that have a sign; those that are too large stay so."""
-    operand, index, updates = equation.inputs
+    """A gather or scatter by indices of 32 bits with a sign; those that are too large stay so."""
+    operand, index, *updates = equation.inputs
 
     def signed(index: Any) -> Any:
         most = np.asarray(min(np.iinfo(np.int32).max, np.iinfo(index.dtype).max), index.dtype)
         return lax.convert_element_type(lax.min(index, most), np.int32)
 
     made = expand(signed, equation, (index,))
-    return *made, dataclasses.replace(equation, inputs=(operand, made[-1].outputs[0], updates))
+    return *made, dataclasses.replace(equation, inputs=(operand, made[-1].outputs[0], *updates))
 
 
 def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
@@ -307,6 +307,7 @@ _REWRITES: Mapping[str, Callable[[Equation], Sequence[Equation]]] = {
     "dynamic_slice": _clamped,
     "dynamic_update_slice": _clamped,
     "pad": _padded_and_cut,
+    "gather": _signed,
     **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _accumulated_alone),
     **dict.fromkeys(("reduce_max", "reduce_min"), _reduced_with_nan),
     **dict.fromkeys(("scatter-max", "scatter-min"), _scattered_with_nan),

@@ -93,8 +93,11 @@ GROUPS: Mapping[str, Mapping[str, Case]] = {
     },
     "indices": {
         "gather": (lambda x: x[IDS], [(8, 4)]),
+        "gather, short numbers": (lambda x: x.at[IDS.astype(jnp.uint8)].get(mode="clip"), [(8, 4)]),
+        "gather, short signed numbers": (lambda x: x.at[IDS.astype(jnp.int16)].get(mode="promise_in_bounds"), [(8, 4)]),
         "gather, along": (lambda x: jnp.take_along_axis(x, IDS.reshape(2, 4), 0), [(8, 4)]),
         "scatter": (lambda x, y: x.at[IDS].add(y), [(8, 4), (8, 4)]),
+        "scatter, short numbers": (lambda x, y: x.at[IDS.astype(jnp.int8)].add(y, mode="clip"), [(8, 4), (8, 4)]),
         "scatter, set": (lambda x, y: x.at[jnp.array([5, 0, 3, 9])].set(y, mode="drop"), [(8, 4), (4, 4)]),
         "scatter, batched": (jax.vmap(lambda x, y: x.at[IDS].max(y)), [(4, 8, 4), (4, 8, 4)]),
         "scatter, NaN": (lambda x, y: x.at[IDS[:3]].max(jnp.where(y > 0, jnp.nan, y)), [(8, 4), (3, 4)]),
