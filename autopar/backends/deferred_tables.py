@@ -30,7 +30,7 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredTables:
-    """Tables.
+    """Holds tables of one form.
 
     Attributes:
       replay: That of any of them.
@@ -48,7 +48,7 @@ class DeferredTables:
         return list(zip(_cut(self.leaves, len(self.replay.leaves)), self.stamps, strict=True))
 
     def together(self, caught_up: CaughtUp) -> list[Sequence[Array]]:
-        """What a function makes of them, table by table."""
+        """Returns, table by table, what a function makes of all rows, one table's behind the other's."""
         if len(self.stamps) == 1:
             return [caught_up(self.leaves, self.stamps[0])]
         columns = zip(*(leaves for leaves, _ in self.each), strict=True)
@@ -62,8 +62,8 @@ class DeferredTables:
         ]
 
     def replaced(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
-        """Changed leaves and stamps after some rows of each table (numbers, int32[]) were replaced by what a function
-        makes of them and their stamps."""
+        """Replaces some rows of each table by what a function makes of them and their stamps; returns changed leaves and
+        stamps. `rows`: numbers of rows, int32[], sorted."""
         taken: list[Array] = []
         for (leaves, _), some in zip(self.each, rows, strict=True):
             pairs = zip(leaves, self.replay.axes, strict=True)
@@ -81,7 +81,7 @@ class DeferredTables:
     def visited(
         self, chosen: Sequence[tuple[Array, Array | int]], elements: int, caught_up: CaughtUp
     ) -> tuple[Array, ...]:
-        """Changed leaves and stamps after rows were replaced, some at a time.
+        """Replaces rows, some at a time; returns changed leaves and stamps.
 
         Args:
           chosen: Of each table numbers of rows, int32[], and how many of them, from the first on, are to be replaced.

@@ -166,7 +166,7 @@ def flushes(block: Block) -> list[Equation]:
 
 
 def update_logs(block: Block) -> list[list[Equation]]:
-    """The same, those of families that share an update log together (`passes.share_logs`)."""
+    """The flushes of a block; together those of families that share an update log (`passes.share_logs`)."""
     logs: dict[int, list[Equation]] = {}
     for flush in flushes(block):
         logs.setdefault(flush.params.get("log", flush.params["family"]), []).append(flush)

@@ -56,7 +56,7 @@ class _Log:
         return self.flush.params["family"]
 
     def key(self, same: Mapping[Var, Atom]) -> Hashable:
-        """Equal for families that can share an update log."""
+        """A key that is equal for families that can share an update log."""
         replay: Replay = self.flush.params["replay"]
         if self.record is None:
             return self.family
@@ -70,7 +70,7 @@ class _Log:
 
 
 def _logs(program: Program) -> list[_Log]:
-    """In the order of their inputs."""
+    """Returns the program's update logs, in the order of their inputs."""
     block = program.block
     start = next((k for k, input_ in enumerate(program.inputs) if input_.role == "log"), 0)
     makers = {v: e for e in block.equations if e.op == "ap.record" for v in e.outputs}
@@ -91,7 +91,7 @@ def _named(names: Mapping[Var, Atom], atom: Atom) -> Atom:
 
 
 def _equal_values(block: Block) -> dict[Var, Atom]:
-    """Value -> an earlier one that is always equal, of those that JAX's equations make."""
+    """Maps values that JAX's equations make to earlier ones that are always equal."""
     numbering, same = Numbering(), dict[Var, Atom]()
     for equation in block.equations:
         if equation.op.startswith("ap.") and equation.op != "ap.full":

@@ -162,6 +162,24 @@ class DevicesRunner:
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
         leaves, going, entries = self._logs(leaves) if self._log_specs else (leaves, [], [])
+        placed = self._in_place(leaves)
+        for spec, known in zip(self._log_specs, entries, strict=True):
+            if not known:
+                known += spec.begin([placed[k] for k in spec.leaves])
+        returned = self._call(*placed, *(x for known in entries for x in known))
+        results = [returned[k] for k in self._order]
+        lengths = [len(known) for known in entries]
+        if len(results) > self._count + sum(lengths):
+            self._loads.append(results.pop())
+        if self._log_specs:
+            self._keep_logs(results, lengths, going)
+        for out, (layout, axis) in self._tables.items():
+            if not isinstance(results[out], DeferredTable):
+                results[out] = Table(results[out], layout, axis)
+        return self._out_tree.unflatten(results)
+
+    def _in_place(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Returns the arguments where the step takes them; most are there already."""
         placed = list(leaves)
         elsewhere = [
             k
@@ -181,20 +199,7 @@ class DevicesRunner:
         if any(placed[k].is_deleted() for k in elsewhere):  # on several devices the runtime would crash
             raise RuntimeError("an argument was donated to an earlier call")
         self._separate(leaves, placed, elsewhere)
-        for spec, known in zip(self._log_specs, entries, strict=True):
-            if not known:
-                known += spec.begin([placed[k] for k in spec.leaves])
-        returned = self._call(*placed, *(x for known in entries for x in known))
-        results = [returned[k] for k in self._order]
-        lengths = [len(known) for known in entries]
-        if len(results) > self._count + sum(lengths):
-            self._loads.append(results.pop())
-        if self._log_specs:
-            self._keep_logs(results, lengths, going)
-        for out, (layout, axis) in self._tables.items():
-            if not isinstance(results[out], DeferredTable):
-                results[out] = Table(results[out], layout, axis)
-        return self._out_tree.unflatten(results)
+        return placed
 
     def _separate(self, leaves: Sequence[Any], placed: list[Any], elsewhere: Sequence[int]) -> None:
         """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself. `elsewhere`:

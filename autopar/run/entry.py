@@ -150,7 +150,7 @@ class Entry:
 
     @functools.cached_property
     def run_first(self) -> Callable[..., Sequence[Any]] | None:
-        """The same without what does its work where a batch exceeds capacities, if there is such (`LateFallback`)."""
+        """The planned step without its fallback, None if it has none (`LateFallback`)."""
         bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
         if self.compiled.fallback is None or self.devices is None:
             return None

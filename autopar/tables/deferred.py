@@ -33,7 +33,7 @@ from autopar.tables.sharded import Table
 
 
 class UpdateLogSpec:
-    """What a planned step knows of an update log: how to begin one, and what is done with it between steps.
+    """Begins update logs of a planned step, and has the programs that run on them between steps.
 
     Attributes:
       tables: Of each table that shares it the replay.
@@ -185,8 +185,8 @@ class UpdateLogSpec:
             self._compilation.finish()
 
     def blocks(self) -> tuple[int, ...] | None:
-        """Of each table so many rows the program brings up to date that was compiled beside the steps; None if there is
-        none."""
+        """Returns how many rows of each table the program brings up to date that was compiled beside the steps; None if
+        there is none."""
         if self._block_compilation is None:
             return None
         self._block_compilation.finish()
