@@ -62,8 +62,15 @@ class DeferredTables:
         ]
 
     def replaced(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
-        """Replaces some rows of each table by what a function makes of them and their stamps; returns changed leaves and
-        stamps. `rows`: numbers of rows, int32[], sorted."""
+        """Replaces some rows of each table by what a function makes of them and their stamps.
+
+        Args:
+          rows: Of each table numbers of rows, int32[], sorted.
+          caught_up: Makes new rows and stamps.
+
+        Returns:
+          Changed leaves and stamps.
+        """
         taken: list[Array] = []
         for (leaves, _), some in zip(self.each, rows, strict=True):
             pairs = zip(leaves, self.replay.axes, strict=True)
