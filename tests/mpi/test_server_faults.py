@@ -75,7 +75,9 @@ def test_a_server_that_fails_ends_the_job(run_ranks: Run, sync: str, rank: int, 
         f"import threading; from autopar.servers.{made_of} as Kept; call = Kept.{method}; Kept.{method} = "
         "lambda *a: call(*a) if threading.current_thread() is threading.main_thread() else 1 / 0"
     )
-    job = run_ranks(ranks_of(sync), with_fault(fault, sync).replace("rank == 1", f"rank == {rank}"))
+    # Many steps: the others, which wait for nobody, are not to be through before this rank is at its fifth one.
+    script = with_fault(fault, sync, steps=60, pause=0.05)
+    job = run_ranks(ranks_of(sync), script.replace("rank == 1", f"rank == {rank}"))
     check_ended(job)
     assert re.search(rf"rank {rank} .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
 
