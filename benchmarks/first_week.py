@@ -27,12 +27,15 @@ OPTIMIZERS = ("adamw", "adagrad")
 PLACES = {"one device": (1, 1), "4 devices": (4, 1), "4 ranks": (1, 4)}
 #: The first steps, steps after these, those of a turn, and seconds after which a side begins no more of them.
 FIRST, STEPS, TURN, SECONDS = 50, 3000, 50, 20.0
+#: Later evaluations, and steps before each.
+EVALUATIONS, BETWEEN = 3, 20
 
 
 def first_week() -> None:
     """A line for each case, autopar / plain; then install to first step."""
-    print("| model, optimizer | where | first call, s | evaluation, s | first 50 steps, s | p50, ms | p99, ms |")
-    print("|---|---|---|---|---|---|---|", flush=True)
+    columns = ["first call, s", "evaluation, s", "first 50 steps, s", "p50, ms", "p99, ms", "later evaluations, ms"]
+    print("| model, optimizer | where |", " | ".join(columns), "|")
+    print("|---" * (2 + len(columns)) + "|", flush=True)
     chosen = os.environ.get("FIRST_WEEK", "")
     for where, (devices, ranks) in PLACES.items():
         for model in MODELS:
@@ -137,8 +140,10 @@ def main(model_name: str, optimizer: str, devices: str, only: str = "") -> None:
     for _ in range(int(broadcast_one_to_all(np.int32(turns)))):
         for side in sides.values():
             side.run(TURN)
+    spread_ms = {name: side.spread_ms() for name, side in sides.items()}
+    later_ms = {name: side.later_evaluation_ms() for name, side in sides.items()}
     if jax.process_index() == 0:
-        print(json.dumps({name: [*first[name], *side.spread_ms()] for name, side in sides.items()}))
+        print(json.dumps({name: [*first[name], *spread_ms[name], later_ms[name]] for name in sides}))
 
 
 class _Side:
@@ -162,11 +167,22 @@ class _Side:
     def begin(self) -> tuple[float, float, float]:
         """Seconds of the first step, of an evaluation behind it, and of the first steps together."""
         self.run(1)
-        start = time.perf_counter()
-        float(self._evaluate(self._state, self._batches[1]))
-        evaluation_s = time.perf_counter() - start
+        evaluation_s = self._evaluation_s()
         self.run(FIRST - 1)
         return self.seconds[0], evaluation_s, sum(self.seconds)
+
+    def _evaluation_s(self) -> float:
+        start = time.perf_counter()
+        float(self._evaluate(self._state, self._batches[1]))
+        return time.perf_counter() - start
+
+    def later_evaluation_ms(self) -> float:
+        """The median of evaluations some steps after each other."""
+        found = []
+        for _ in range(EVALUATIONS):
+            self.run(BETWEEN)
+            found.append(self._evaluation_s())
+        return float(np.median(found)) * 1e3
 
     def spread_ms(self) -> list[float]:
         """The median and the 99th percentile of the steps after the first ones."""

@@ -84,7 +84,7 @@ class DevicesRunner:
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
         states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
         self._donated = frozenset(states if donate else ())
-        self._read_rows = None if states or devices.processes.several else ReadRows(analysed)
+        self._read_rows = None if states else ReadRows(analysed)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]

@@ -9,8 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from autopar.analysis.row_ids import collect_ids
+from autopar.backends.across import is_global, place_array
 from autopar.backends.deferred_tables import NEVER
 from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
@@ -64,15 +66,17 @@ class ReadRows:
             reads = sorted({k for ids in found.values() for k in ids.reads})
             if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            run = self._program_of(tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.blocks())
-            for ids in run({k: leaves[k] for k in reads}):
+            tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.everywhere
+            run = self._program_of(tables, log.spec.blocks(), everywhere)
+            inputs = {k: leaves[k] if is_global(leaves[k]) else place_array(leaves[k], everywhere) for k in reads}
+            for ids in run(inputs):
                 log.catch_up(ids)
             for k in places:
                 made[k] = leaves[k].lagging()
         return made
 
     def _ids_program(
-        self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...] | None
+        self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...] | None, everywhere: NamedSharding
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
         """The program that makes the numbers of rows of all tables of an update log, flat, of the inputs that they
         follow from.
@@ -80,6 +84,7 @@ class ReadRows:
         Args:
           read: (A table, an input that is a leaf of it, its row axis).
           sizes: How many rows of each table are brought up to date at a time, by a program that is there; None: all.
+          everywhere: Where they are to be.
         """
 
         def run(inputs: Mapping[int, Array]) -> list[dict[int, Array]]:
@@ -91,7 +96,7 @@ class ReadRows:
             flat = {table: jnp.concatenate(some) for table, some in rows.items() if some}
             return [flat] if sizes is None else _cut(flat, sizes)
 
-        return jax.jit(run)
+        return jax.jit(run, out_shardings=everywhere)
 
     def _ids(self, k: int, axis: int) -> _Ids | None:
         """The rows that are looked up in a leaf; None if it is read otherwise."""

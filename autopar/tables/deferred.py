@@ -39,6 +39,7 @@ class UpdateLogSpec:
       tables: Of each table that shares it the replay.
       layouts: Of each how its rows are stored; None where each device has all of them.
       shardings: Those of stamps and entries.
+      everywhere: The sharding of what every device has, such as numbers of rows.
       times: How many times `catch_up_some` is called until it has seen all rows.
     """
 
@@ -88,7 +89,7 @@ class UpdateLogSpec:
         self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
         whole = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
-        self._whole = whole
+        self.everywhere = whole
         self._compilation: Compilation[None] | None = None
         self._blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         self._block_compilation: Compilation[None] | None = None
@@ -164,20 +165,19 @@ class UpdateLogSpec:
         rows, stamps, rest = list(map(_shape, leaves)), shapes[:count], shapes[count:]
         segments = rest[2 + len(self.replay.records) :]
         types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
-        older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self._whole) for t in types]
+        older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self.everywhere) for t in types]
 
         def compile_all() -> None:
             self.turn.lower(*stamps, *rest).compile()
             self.catch_up_some.lower(*rows, *stamps, rest[1], np.int32(0), *segments, *older).compile()
 
-        ids = [jax.ShapeDtypeStruct((size,), np.int32, sharding=self._whole) for size in self._blocks]
+        ids = [jax.ShapeDtypeStruct((size,), np.int32, sharding=self.everywhere) for size in self._blocks]
 
         def compile_catch_up() -> None:
             self.catch_up(tuple(range(count))).lower(*rows, *stamps, *rest, *ids).compile()
 
         self._compilation = beside("what a full update log needs", compile_all)
-        if not self._devices.processes.several:  # there an evaluation brings all rows up to date
-            self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
+        self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
 
     def wait(self) -> None:
         """Wait for what `prepare` began."""
@@ -191,10 +191,6 @@ class UpdateLogSpec:
             return None
         self._block_compilation.finish()
         return self._blocks
-
-    def place(self, ids: jax.Array) -> jax.Array:
-        """Numbers of rows where its programs take them."""
-        return jax.device_put(ids, self._whole)
 
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
@@ -243,11 +239,11 @@ class UpdateLog:
 
     @uninterrupted
     def catch_up(self, ids: Mapping[int, jax.Array]) -> None:
-        """Bring some rows up to date. `ids`: of some tables flat int32, out of range is no row."""
+        """Bring some rows up to date. `ids`: of some tables flat int32, on every device, out of range is no row."""
         tables = tuple(sorted(ids))
         if tables:
             shared = self.entries[len(self.spec.tables) :]
-            self._run(self.spec.catch_up(tables), tables, *shared, *(self.spec.place(ids[t]) for t in tables))
+            self._run(self.spec.catch_up(tables), tables, *shared, *(ids[t] for t in tables))
 
     @uninterrupted
     def make_room(self) -> None:
