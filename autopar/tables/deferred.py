@@ -87,9 +87,8 @@ class UpdateLogSpec:
         sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
         pairs = zip(sizes, spread, strict=True)
         self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
-        whole = devices.sharding(None)
+        whole = self.everywhere = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
-        self.everywhere = whole
         self._compilation: Compilation[None] | None = None
         self._blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         self._block_compilation: Compilation[None] | None = None

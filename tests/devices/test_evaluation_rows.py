@@ -18,10 +18,7 @@ from tests.support.meshes import mesh_of
 
 
 @pytest.mark.parametrize("devices", [None, 4])
-@pytest.mark.parametrize(
-    ("evaluate", "flushes"),
-    EVALUATIONS,
-)
+@pytest.mark.parametrize(("evaluate", "flushes"), EVALUATIONS)
 def test_evaluations_see_what_plain_ones_do(evaluate: Callable[..., Any], flushes: bool, devices: int | None) -> None:
     """And training goes on with the same numbers, past the end of the update log."""
     mesh = mesh_of(devices) if devices else None

@@ -25,7 +25,6 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_results_can_be_read",
             "check_a_copy_of_the_state_is_whole_everywhere",
             "check_tables",
-            "check_evaluations",
             "check_init",
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",
@@ -34,9 +33,10 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_mesh_of_ones_own",
             "check_a_mesh_with_two_axes",
         ),
-        (2, 2): ("check_tables", "check_evaluations", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
+        (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
         (3, 1): ("check_what_differs_between_processes", "check_batches_that_the_devices_do_not_divide"),
     },
+    "evaluation_cases": {(2, 1): (), (2, 2): ()},
     "capacity_cases": {(2, 1): ()},
     "host_cases": {
         (2, 1): (

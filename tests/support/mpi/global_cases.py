@@ -17,9 +17,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops, probe
-from tests.support import dense_steps, evaluation_rows
-from tests.support.compilations import finish
-from tests.support.deferred import deferring
+from tests.support import dense_steps
 from tests.support.explained import explained
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
@@ -239,28 +237,6 @@ def in_parts(table: autopar.Table) -> np.ndarray:
         return np.asarray(table)
     finally:
         layouts._PART = kept
-
-
-def check_evaluations() -> None:
-    """Rows that wait are brought up to date where they are read, by plain numbers and by global ones."""
-    step, plain = deferring(evaluation_rows.train_step, 64), jax.jit(evaluation_rows.train_step)
-    mine, theirs, random = evaluation_rows.make_state(), evaluation_rows.make_state(), np.random.default_rng(0)
-    mesh = jax.make_mesh((COUNT,), ("data",), axis_types=(AxisType.Auto,))
-    evaluations = [(f, autopar.parallelize(f), flushes) for f, flushes in evaluation_rows.EVALUATIONS]
-    for k in range(20):
-        ids = random.integers(0, evaluation_rows.ROWS, 2 * COUNT).astype(np.int32)
-        mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
-        if k == 18:
-            finish()  # then there is a program for blocks of rows
-        if k in (3, 18):
-            seen = random.integers(0, evaluation_rows.ROWS + 9, 4 * COUNT).astype(np.int32)
-            spread = jax.make_array_from_callback(seen.shape, NamedSharding(mesh, P("data")), seen.__getitem__)
-            for evaluate, planned, flushes in evaluations:
-                for given in (seen, jnp.asarray(seen), spread):
-                    evaluation_rows.assert_same(planned(mine, given), evaluate(theirs, seen))
-                    assert mine["params"]["emb"].log.is_up_to_date == flushes
-                    mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
-    evaluation_rows.assert_same(autopar.materialize(mine), theirs)
 
 
 def check_init() -> None:
