@@ -76,6 +76,16 @@ class Handler:
         self._interrupts.answer(number, frame, self.previous)
 
 
+@dataclass(frozen=True)
+class Note:
+    """A handler that only writes a signal down, for who asks for it where a step has ended: it is never held back."""
+
+    write: Callable[[int, FrameType | None], None]
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.write(number, frame)
+
+
 class Interrupts:
     """The signals of this process. One a process, as its handlers are.
 
@@ -204,7 +214,8 @@ class Interrupts:
             self._held.pop(number, None)  # That one has answered it.
             self._sent.discard(number)
             self._outside.discard(number)
-            signal.signal(number, Handler(self, handler))
+            if not isinstance(handler, Note):
+                signal.signal(number, Handler(self, handler))
 
     def _hold(self, number: int) -> bool:
         if number in self._held:

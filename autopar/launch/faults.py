@@ -97,6 +97,11 @@ class Hooks:
         """`time.monotonic()` when Python last got round to an interrupt, if only to hold it back until a step ends."""
         return max(self._answered_s, INTERRUPTS.received_s)
 
+    @staticmethod
+    def are(handler: Any) -> bool:
+        """Whether a handler of interrupts is a rank's, in place of Python's own."""
+        return getattr(handler, "__func__", None) is Hooks._on_interrupt
+
     def _on_interrupt(self, number: int, frame: Any) -> None:
         self._answered_s = time.monotonic()
         self._interrupt_hook(number, frame)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import jax
 
+from autopar.batches.dealt import DealtBatches
 from autopar.errors import (
     ArgumentsError,
     CheckpointError,
@@ -22,7 +23,7 @@ from autopar.errors import (
     warn,
 )
 from autopar.ir.plan import Plan
-from autopar.launch.group import everyone
+from autopar.launch.group import everyone, go_on
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
@@ -130,7 +131,8 @@ class Checkpointer:
         self._latest: tuple[Any, Any] | None = None
         self._saving: _Saving | None = None
         self._saved: int | None = None
-        self._best = None if folder is None else self._led(self._history.best)
+        noted = None if folder is None else self._led(self._history.best)
+        self._best = noted if noted is not None and self._metric in (None, noted.name) else None
         self._is_new = not self.all_steps()
 
     # --- what there is ---
@@ -170,6 +172,11 @@ class Checkpointer:
         Raises:
           CheckpointError: no checkpoint can be restored.
         """
+        if isinstance(batches, DealtBatches):
+            raise ArgumentsError(
+                "resume: workers of sync=Async() and Elastic() do steps of their own, and a Checkpointer saves where all "
+                "have done as many: call autopar.save behind a loop that has ended, and autopar.restore"
+            )
         if batches is not None and not (hasattr(batches, "state") and hasattr(batches, "restore")):
             raise ArgumentsError(
                 f"resume: batches is a {type(batches).__name__}, which doesn't know where it is: give what "
@@ -183,6 +190,9 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 warn(f"the checkpoint of step {step} is left out: {error}", StateWarning)
                 first = first or error
+                if self._best is not None and self._best.step == step:  # it is removed, and may be made again
+                    self._best = None
+                    self._led(self._history.forget_best)
                 continue
             if batches is not None and position is not None:
                 batches.restore(position)
@@ -210,7 +220,7 @@ class Checkpointer:
         self.steps += 1
         self._latest = state, None if self._batches is None else dict(self._batches.state())
         self._look()
-        self._leaving.answer(self.steps, self._finish)
+        self._leaving.answer(self._finish)
         if self._every is not None and self.steps % self._every == 0:
             self._save()
 
@@ -270,7 +280,13 @@ class Checkpointer:
         return self._kept
 
     def _finish(self) -> None:
-        """Save the latest state, unless it was saved, and wait."""
+        """Save the latest state, unless it was saved, and wait; also if an earlier save fails, whose space may be free
+        by now."""
+        failed: CheckpointError | None = None
+        try:
+            self.wait()
+        except CheckpointError as error:
+            failed = error
         try:
             if self._latest is not None:
                 self.save()
@@ -281,11 +297,16 @@ class Checkpointer:
                 StateWarning,
             )
         self.wait()
+        if failed is not None and self._saved != self.steps:
+            raise failed
+        if failed is not None:
+            warn(f"an earlier save failed, the one of step {self.steps} didn't: {failed}", StateWarning)
 
     def _save(self) -> None:
         if self._kept is None:
             return
-        assert self._latest is not None, "there is a state"
+        if self._latest is None:
+            raise CheckpointError("there is no state to save yet: call checkpoints.step(state) behind a step")
         self.wait()
         state, position = self._latest
         folder = self._history.folder(self.steps)
@@ -306,8 +327,11 @@ class Checkpointer:
                 self._commit(saving)
 
     def _commit(self, saving: _Saving) -> None:
-        self._saving = None
         with PROGRESS.during("saving a checkpoint"):
+            while not saving.files.done():  # a slow disk is no process that stands still
+                wait([saving.files], timeout=1.0)
+                go_on("saving a checkpoint")
+            self._saving = None  # from here on it can't be interrupted and waited for again
             saving.save.commit(saving.files.result)
         self._saved = saving.step
         self._tidy()
@@ -334,7 +358,7 @@ class Checkpointer:
             return restore(self.path(step), shapes)
         pure = self._planned.step if isinstance(self._planned, BoundStep) else self._planned
         own = pure.planner
-        plan = self._led(lambda: Plan.load(self._history.plan) if self._history.plan.is_file() else None)
+        plan = self._led(self._history.known_plan)
         if plan is not None and pure.latest is None and own.may_follow(plan):
             pure.planner = own.following(plan)
         try:

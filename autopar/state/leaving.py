@@ -6,6 +6,8 @@ processes are told of what any of them was sent. Where JAX's preemption service 
 
 from __future__ import annotations
 
+import _thread
+import itertools
 import signal
 import sys
 import threading
@@ -16,11 +18,15 @@ from typing import Any, NoReturn
 
 from autopar import jax_compat
 from autopar.batches.loops import telling
-from autopar.interrupts import SECOND_S, Handler
+from autopar.interrupts import SAY_S, SECOND_S, Handler, Note
+from autopar.launch.faults import Hooks
 from autopar.launch.group import Group
 
 #: Signals, and the handlers that they have where nobody set one.
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+#: How often this process has asked JAX's preemption service. A process that was sent SIGTERM before it asked at all
+#: leaves at the first time, whatever the number of the step is that a training goes on behind.
+_ASKED = itertools.count(1)
 
 
 class Leaving:
@@ -44,9 +50,11 @@ class Leaving:
         for number, default in _DEFAULTS.items():
             handler = signal.getsignal(number)
             found = handler.previous if isinstance(handler, Handler) else handler
-            if found is default and not (number == signal.SIGTERM and jax_compat.listens_for_preemption()):
+            if number == signal.SIGTERM and jax_compat.listens_for_preemption():
+                continue
+            if found is default or Hooks.are(found):
                 self._before[number] = handler
-                signal.signal(number, self._note)
+                signal.signal(number, Note(self._note))
 
     def exit(self, *, answers: bool) -> None:
         """Give the signals back to the handlers before.
@@ -60,18 +68,27 @@ class Leaving:
         if answers and self._noted:
             self._leave(next(iter(self._noted)))
 
-    def answer(self, step: int, save: Callable[[], None]) -> None:
+    def answer(self, save: Callable[[], None]) -> None:
         """Save and leave, if any process is asked to. Collective: all are at the same step."""
         told = self._tell(tuple(self._noted))
-        if not told and not jax_compat.reached_preemption(step):
+        if not told and not jax_compat.reached_preemption(next(_ASKED)):
             return
         save()
         self._leave(told[0] if told else signal.SIGTERM)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        first_s = self._noted.setdefault(number, time.monotonic())
-        if time.monotonic() - first_s >= SECOND_S:  # whatever is lost
+        if number not in self._noted:
+            self._noted[number] = time.monotonic()
+            _thread.start_new_thread(self._say, (number,))  # not by `threading`: the interrupted code may hold its lock
+        elif time.monotonic() - self._noted[number] >= SECOND_S:  # whatever is lost
             self._leave(number)
+
+    def _say(self, number: int) -> None:
+        """In a thread: say that a signal waits."""
+        time.sleep(SAY_S)
+        if number in self._noted:
+            name = signal.Signals(number).name
+            sys.stderr.write(f"autopar: {name} waits for checkpoints.step(state). A second one goes through at once\n")
 
     def _leave(self, number: int) -> NoReturn:
         """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""

@@ -74,7 +74,7 @@ class PendingSave:
                 require_tensorstore()
             if any(leaf.record.kind == "dense" for leaf in known) and isinstance(folder.path, Path):
                 require_orbax()
-            lines = [f"position {json.dumps(_plain(position), sort_keys=True)}"]
+            lines = [f"to {folder.path}", f"position {json.dumps(_plain(position), sort_keys=True)}"]
             lines += [leaf.record.told for leaf in known]
             if copied:
                 known[:] = [leaf.copied(writes_dense=group.rank == 0) for leaf in known]

@@ -7,13 +7,14 @@ run/plan.json         the plan of the step, as `Plan.save` writes it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, PlanError, StateWarning, warn
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import plan_text
 from autopar.state.files.folder import POINTER, Folder
@@ -43,11 +44,6 @@ class History:
         """The folder that a user names; a CheckpointError if there is no such kind of place."""
         return History(place_of(path))
 
-    @property
-    def plan(self) -> Place:
-        """The file of the step's plan."""
-        return self.path / _PLAN
-
     def folder(self, step: int) -> Folder:
         """Where the checkpoint of a step is."""
         return Folder(self.path / f"step-{step:08d}")
@@ -76,16 +72,30 @@ class History:
         """Write down which is the best, down to the disk."""
         put(self.path / _BEST, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
 
+    def forget_best(self) -> None:
+        """Write down that none is the best."""
+        with named(self.path / _BEST, "removed"):
+            (self.path / _BEST).unlink(missing_ok=True)
+
+    def known_plan(self) -> Plan | None:
+        """The plan of the step; None if there is none that this version of autopar reads."""
+        try:
+            return Plan.load(self.path / _PLAN) if (self.path / _PLAN).is_file() else None
+        except PlanError as error:
+            warn(f"the step is planned anew: {error}", StateWarning)
+            return None
+
     def note_plan(self, plan: Plan) -> None:
         """Write down the step's plan, as `Plan.save` does, down to the disk."""
-        put(self.plan, plan_text(plan).encode())
+        put(self.path / _PLAN, plan_text(plan).encode())
 
     def clean(self, kept: Sequence[int]) -> None:
         """Remove all checkpoints but some, and what killed saves left, as far as that can be done."""
         for step, path in self._folders():
             if step not in kept:
-                (path / POINTER).unlink(missing_ok=True)  # first: what is removed in part is none
-                remove_all(path)
+                with contextlib.suppress(OSError):  # the next time
+                    (path / POINTER).unlink(missing_ok=True)  # first: what is removed in part is none
+                    remove_all(path)
 
     def _folders(self) -> list[tuple[int, Place]]:
         if not self.path.is_dir():

@@ -117,7 +117,7 @@ class Manifest:
     @property
     def files(self) -> tuple[FileRecord, ...]:
         """All files but the manifest itself."""
-        return (*(file for leaf in self.leaves for file in leaf.files), *self.dense)
+        return (*(file for leaf in (*self.leaves, *self.beside) for file in leaf.files), *self.dense)
 
     def write(self, version: Place) -> int:
         """To a version's directory, down to the disk; returns its checksum."""

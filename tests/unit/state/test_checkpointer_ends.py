@@ -1,0 +1,151 @@
+"""`Checkpointer`: how a training ends, by Ctrl-C, SIGTERM and saves that fail, and what `resume` then finds."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.batches.dealt import DealtBatches
+from autopar.state import leaving, pending_save
+from tests.unit.state.test_checkpointer import KEY, batches_of, equal, make_state, opened, planned, trained, undisturbed
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Python's own handler, which a process that a shell starts in the background hasn't."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ctrl_c_in_a_loop_over_batches_waits_for_its_step_once(presses: int, tmp_path: Path) -> None:
+    step, done = planned(), []
+    with pytest.raises(KeyboardInterrupt):
+        with opened(tmp_path, step) as checkpoints:
+            state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(9))
+            for batch in batches:
+                if checkpoints.steps == 3:
+                    for _ in range(presses):
+                        signal.raise_signal(signal.SIGINT)
+                        time.sleep(leaving.SECOND_S + 0.05)
+                    done.append("the second one went through")
+                state, _ = step(state, batch)
+                checkpoints.step(state)
+    assert checkpoints.all_steps() == [4 if presses == 1 else 3] and len(done) == (presses == 1)
+    equal(trained(tmp_path, planned(), 6), undisturbed(6))
+
+
+def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, goes_on = pending_save.write_rows, threading.Event()
+
+    def slowly(*arguments: Any) -> Any:
+        goes_on.wait()
+        return real(*arguments)
+
+    def press() -> None:
+        for _ in range(2):
+            time.sleep(leaving.SECOND_S + 0.05)
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.2)
+        goes_on.set()
+
+    monkeypatch.setattr(pending_save, "write_rows", slowly)
+    step = planned()
+    with pytest.raises(KeyboardInterrupt):
+        with opened(tmp_path, step) as checkpoints:
+            state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(9))
+            state, _ = step(state, next(batches))
+            checkpoints.step(state)
+            threading.Thread(target=press).start()
+            checkpoints.save()
+            checkpoints.wait()
+            raise AssertionError("it was interrupted")
+    assert checkpoints.all_steps() == [1] and goes_on.is_set()
+    equal(trained(tmp_path, planned(), 3), undisturbed(3))
+
+
+def test_the_last_state_is_saved_though_the_save_before_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = pending_save.write_rows
+
+    def full_once(version: Path, *arguments: Any) -> Any:
+        if "step-00000002" in str(version):
+            raise OSError("no space is left")
+        return real(version, *arguments)
+
+    monkeypatch.setattr(pending_save, "write_rows", full_once)
+    monkeypatch.setattr(autopar.Checkpointer, "_look", lambda _: None)  # the thread isn't done before the end
+    with pytest.warns(autopar.StateWarning, match="an earlier save failed, the one of step 3 didn't: .*no space"):
+        trained(tmp_path, planned(), 3, every=2)
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+    monkeypatch.setattr(pending_save, "write_rows", lambda *_: 1 / 0)
+    with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
+        trained(tmp_path, planned(), 5, every=4)
+
+
+def test_jax_is_asked_for_preemption_by_one_count_for_all_trainings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was told of it before its first question leaves at that: the numbers mustn't leave any out."""
+    asked: list[int] = []
+    monkeypatch.setattr(leaving.jax_compat, "reached_preemption", asked.append)
+    trained(tmp_path, planned(), 3)
+    trained(tmp_path, planned(), 5)
+    assert len(asked) == 5 and asked == list(range(asked[0], asked[0] + 5))
+
+
+def test_a_damaged_best_checkpoint_is_forgotten(tmp_path: Path) -> None:
+    def run(steps: int, value: float, metric: tuple[str, Any] = ("auc", max)) -> autopar.Checkpointer:
+        step = planned()
+        with opened(tmp_path, step, keep=1, best=metric) as checkpoints:
+            state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(steps))
+            for batch in batches:
+                state, _ = step(state, batch)
+                checkpoints.step(state)
+            checkpoints.evaluated(state, {metric[0]: value})
+        return checkpoints
+
+    run(2, 0.9)
+    manifest = tmp_path / "step-00000002" / "version-000001" / "manifest.json"
+    whole = manifest.read_text()
+    assert run(4, 0.5).all_steps() == [2, 4]
+    manifest.write_text("{")
+    (tmp_path / "step-00000004" / "version-000001" / "manifest.json").write_text("{")
+    with pytest.warns(autopar.StateWarning, match="is left out"), pytest.raises(autopar.DamagedCheckpointError):
+        run(6, 0.5)
+    assert not (tmp_path / "best.json").exists()
+    manifest.write_text(whole)
+    with pytest.warns(autopar.StateWarning, match="step 4 is left out"):
+        checkpoints = run(6, 0.5)
+    assert checkpoints.all_steps() == [6] and checkpoints.best_step() == 6
+    checkpoints = run(7, 0.6, ("loss", min))  # which isn't compared with the other metric
+    assert checkpoints.all_steps() == [7]
+    assert json.loads((tmp_path / "best.json").read_text()) == {"step": 7, "loss": 0.6}
+
+
+def test_a_plan_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
+    trained(tmp_path, planned(), 2)
+    (tmp_path / "plan.json").write_text("{")
+    with pytest.warns(autopar.StateWarning, match=r"the step is planned anew: .*plan\.json"):
+        equal(trained(tmp_path, planned(), 4), undisturbed(4))
+
+
+def test_what_there_is_not_to_save(tmp_path: Path) -> None:
+    with opened(tmp_path, planned()) as checkpoints:
+        with pytest.raises(autopar.ArgumentsError, match=r"workers of sync=Async\(\) and Elastic\(\) do steps"):
+            checkpoints.resume(make_state, KEY, batches=DealtBatches.__new__(DealtBatches))
+        checkpoints.resume(make_state, KEY)
+        with pytest.raises(autopar.CheckpointError, match="there is no state to save yet"):
+            checkpoints.save()
