@@ -14,7 +14,7 @@ from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
-from autopar.ir.printer import format_block
+from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program
 from autopar.ir.served import ServedStep, ServerPart
 
@@ -54,7 +54,7 @@ class ServedPrograms:
             for functions, part in zip(self._functions, self.step.servers, strict=True)
         ]
         blocks = [b for part in self.step.servers for b in (part.pull, part.update)]
-        texts = ["\n".join(format_block(block)) for block in (self.step.ids, self.step.worker, *blocks)]
+        texts = ["\n".join(block_text(block)) for block in (self.step.ids, self.step.worker, *blocks)]
         self.digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
         served, program = self.step, analysed
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]

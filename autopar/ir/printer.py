@@ -5,11 +5,14 @@ Variables are numbered in the order of their appearance, so equal programs print
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
+from autopar import jax_compat
 from autopar.ir.program import Atom, Block, Literal, Program, Var
 
 _HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "weak_type"}
@@ -45,6 +48,36 @@ def format_block(block: Block, names: dict[Var, str] | None = None, indent: str 
     return lines
 
 
+def digest_of(value: Any) -> str:
+    """A digest of an array's elements, those that this process has."""
+    if jax_compat.is_key(value.dtype):
+        value = jax.random.key_data(value)
+    is_apart = isinstance(value, jax.Array) and not value.is_fully_addressable
+    parts = [shard.data for shard in value.addressable_shards] if is_apart else [value]
+    made = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        made.update(np.ascontiguousarray(part).tobytes())
+    return made.hexdigest()
+
+
+def block_text(block: Block, digest: Callable[[Any], str | None] = digest_of) -> list[str]:
+    """A text that blocks have in common if they compute the same of their inputs, whenever they were traced.
+
+    Args:
+      block: It may close over arrays.
+      digest: Tells those apart.
+    """
+    names: dict[Var, str] = {}
+    inputs = " ".join(f"{_name(v, names)}:{v.type}" for v in block.inputs)
+    lines = format_block(block, names)
+    outputs = " ".join(format_atom(a, names) for a in block.outputs)
+    walked = list(block.walk())
+    atoms = [a for e in walked for a in (*e.inputs, *(a for body in e.bodies for a in body.outputs))]
+    hidden = (a.value for a in (*atoms, *block.outputs) if isinstance(a, Literal) and not _is_shown(a))
+    arrays = (f"an array that it closes over, {digest(x)}" for x in hidden)
+    return [f"of {inputs}", *lines, f"it makes {outputs}", *arrays]
+
+
 def format_atom(atom: Atom, names: dict[Var, str]) -> str:
     """A variable's name, or a constant's value (an array's type)."""
     if isinstance(atom, Literal):
@@ -57,9 +90,12 @@ def _name(var: Var, names: dict[Var, str]) -> str:
 
 
 def _literal(atom: Literal) -> str:
-    if atom.shape != () or not isinstance(atom.value, (int, float, bool, np.generic, np.ndarray)):
-        return f"const:{atom.type}"
-    return f"{np.asarray(atom.value).item()}:{atom.type}"
+    return f"{np.asarray(atom.value).item()}:{atom.type}" if _is_shown(atom) else f"const:{atom.type}"
+
+
+def _is_shown(atom: Literal) -> bool:
+    """Whether its value is printed."""
+    return atom.shape == () and not jax_compat.is_key(atom.dtype)
 
 
 def _params(params: Mapping[str, Any]) -> str:

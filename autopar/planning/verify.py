@@ -21,8 +21,7 @@ from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.backends.served import one_worker
 from autopar.errors import ArgumentsError, StepError, VerificationError
-from autopar.ir.printer import format_block
-from autopar.ir.program import Block, Literal
+from autopar.ir.printer import block_text
 from autopar.ir.trace import block_of
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
@@ -105,11 +104,11 @@ def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: M
     call = read_call(step.fun, args, kwargs, frozenset(step.static_argnums))
     shapes, named = call.shapes
     again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, static_argnums=step.static_argnums)
-    old, new = (_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
+    old, new = (block_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:
             where = list(block_of(entry.jaxpr).walk())
-            place = where[line].where if line < len(where) else "an unknown line"
+            place = where[line - 1].where if 0 < line <= len(where) else "an unknown line"
             raise StepError(
                 f"{step.name} isn't a function of its arguments: traced twice it gave two programs, which differ at "
                 f"{place}. Pass what varies (time, random numbers, a counter) as an argument"
@@ -119,13 +118,6 @@ def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: M
 def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
     """The function under another identity, so that JAX traces it again."""
     return lambda *args, **kwargs: fun(*args, **kwargs)
-
-
-def _text(block: Block) -> list[str]:
-    """The program's text with the values of what it closes over."""
-    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
-    literals = [str(np.asarray(a.value)) for a in atoms if isinstance(a, Literal) and not jax_compat.is_key(a.dtype)]
-    return [*format_block(block), *literals]
 
 
 def compare_runs(

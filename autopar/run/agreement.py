@@ -23,8 +23,8 @@ from autopar import jax_compat
 from autopar.backends.across import is_global
 from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, StateError, StepError
-from autopar.ir.printer import format_block, format_program
-from autopar.ir.program import Block, Literal, Program
+from autopar.ir.printer import block_text, format_program
+from autopar.ir.program import Block, Program
 from autopar.launch.group import Group, StoreGroup, odd_one
 from autopar.launch.sameness import shown
 from autopar.tables.kinds import is_table
@@ -48,7 +48,7 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
       StepError: another program.
     """
     name = program.name
-    text = _text(program.block)
+    text = _plain(block_text(program.block, _contents))
     pairs = list(zip(program.inputs, program.block.inputs, strict=True))
     mine = {
         "options": {"JAX": jax.__version__, **options},
@@ -97,7 +97,7 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
     Raises:
       ArgumentsError: they aren't the same.
     """
-    mine = [_digest("\n".join(_text(block)).encode()), [_contents(leaf) for leaf in leaves]]
+    mine = [_digest("\n".join(_plain(block_text(block, _contents))).encode()), [_contents(leaf) for leaf in leaves]]
     all_ = processes.values(mine, f"making a state by {name}")
     k = odd_one(all_)
     if k is not None:
@@ -155,13 +155,6 @@ def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
 
 def _digest(data: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-def _text(block: Block) -> list[str]:
-    """The program, with digests of the arrays that it closes over."""
-    atoms = [*(a for e in block.walk() for a in e.inputs), *block.outputs]
-    arrays = [_contents(a.value) for a in atoms if isinstance(a, Literal) and a.shape != ()]
-    return _plain([*format_block(block), *(f"an array that it closes over, {x}" for x in arrays)])
 
 
 def _plain(text: list[str]) -> list[str]:

@@ -174,8 +174,8 @@ class Checkpointer:
         """
         if isinstance(batches, DealtBatches):
             raise ArgumentsError(
-                "resume: workers of sync=Async() and Elastic() do steps of their own, and a Checkpointer saves where all "
-                "have done as many: call autopar.save behind a loop that has ended, and autopar.restore"
+                "resume: workers of sync=Async() and Elastic() do steps of their own, and a Checkpointer saves where "
+                "all have done as many: call autopar.save behind a loop that has ended, and autopar.restore"
             )
         if batches is not None and not (hasattr(batches, "state") and hasattr(batches, "restore")):
             raise ArgumentsError(

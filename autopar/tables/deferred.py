@@ -26,7 +26,7 @@ from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
 from autopar.ir.layout import RowLayout
-from autopar.ir.printer import format_block
+from autopar.ir.printer import block_text
 from autopar.ir.program import ArrayType, Equation
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
@@ -56,7 +56,7 @@ class UpdateLogSpec:
         replay = self.replay = deferred.replay
         self.tables: list[Replay] = [e.params["replay"] for e in flushes]
         self.layouts, self._devices = layouts, devices
-        self._signature = [str((self.tables, layouts, devices)), *format_block(deferred.body)]
+        self._signature = [str((self.tables, layouts, devices)), *block_text(deferred.body)]
         n, m, count = replay.changed, len(replay.leaves), len(flushes)
         k = count * m  # leaves, then stamps
         spread = [layout is not None for layout in layouts]

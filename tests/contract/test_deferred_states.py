@@ -150,7 +150,43 @@ def _arrays() -> list[Case]:
     return [made([0.9, 0.99, 1.0]), made([1.0, 0.9, 0.8])]
 
 
-@pytest.mark.parametrize("cases", [_rates, _arrays], ids=["a constant", "an array"])
+def _scalars() -> list[Case]:
+    """Arrays of JAX without dimensions."""
+
+    def made(rate: jax.Array) -> Case:
+        by = jnp.eye(3)
+        return rows_case(lambda t, g, s, count: (t - rate * (s["m"] @ by), {"m": 0.9 * s["m"] + g}), _moments)
+
+    return [made(jnp.float64(rate)) for rate in (0.1, 0.02)]
+
+
+def _matrices() -> list[Case]:
+    """Each row meets one as a whole."""
+
+    def made(by: jax.Array) -> Case:
+        return rows_case(lambda t, g, s, count: (t - 0.1 * s["m"] @ by, {"m": 0.9 * s["m"] + g}), _moments)
+
+    return [made(sign * jnp.eye(3)) for sign in (1, -1)]
+
+
+def _moments(table: jax.Array) -> Any:
+    return {"m": jnp.zeros_like(table)}
+
+
+def _operands() -> list[Case]:
+    """Untouched updates that differ in the order of their inputs alone."""
+
+    def made(order: int) -> Case:
+        def update(t: jax.Array, g: jax.Array, s: Any, count: Any) -> Any:
+            a, b = (t, s["m"])[::order]
+            return 0.9 * a - 0.1 * b, {"m": s["m"] + g}
+
+        return rows_case(update, _moments)
+
+    return [made(order) for order in (1, -1)]
+
+
+@pytest.mark.parametrize("cases", [_rates, _arrays, _scalars, _matrices, _operands])
 def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]]) -> None:
     """An update log of another step isn't gone on with: it says what that one does to rows."""
     made = cases()

@@ -20,7 +20,7 @@ from autopar.backends.segments import Entries, close
 from autopar.errors import note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.ir.printer import format_block
+from autopar.ir.printer import block_text
 from autopar.ir.program import Equation
 
 #: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
@@ -38,7 +38,7 @@ class HostUpdateLogSpec:
     def __init__(self, flush: Equation, device: Any) -> None:
         deferred = self._deferred = deferred_of(flush)
         self.replay = deferred.replay
-        self.signature = [str(deferred.replay), *format_block(deferred.body)]
+        self.signature = [str(deferred.replay), *block_text(deferred.body)]
         self._device = device
         m = len(self.replay.leaves)
 
