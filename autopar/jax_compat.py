@@ -18,6 +18,7 @@ from jax import export as _export
 from jax._src import cache_key as _cache_key
 from jax._src import compiler as _compiler
 from jax._src import config as _config
+from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
@@ -294,6 +295,18 @@ def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
     if key is None:
         raise TypeError(f"no array: {type(leaf).__name__}")
     return key
+
+
+def is_tracing() -> bool:
+    """Whether JAX traces something here, so that what is computed becomes a part of it."""
+    return not _core.trace_state_clean()
+
+
+@contextlib.contextmanager
+def outside_traces() -> Iterator[None]:
+    """What is computed of arrays is computed at once, also while JAX traces something around it."""
+    with _core.eval_context() if is_tracing() else contextlib.nullcontext():
+        yield
 
 
 def is_profiling() -> bool:

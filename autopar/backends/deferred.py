@@ -91,7 +91,7 @@ class Deferred:
     ) -> Sequence[Array]:
         """Changed leaves of rows [U, ...] with the steps from each one's first, `begin` int32[U], to `now` replayed."""
         count = begin.shape[0]
-        group_rows = min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // row_elements(changed, count)))
+        group_rows = max(1, min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // row_elements(changed, count))))
         order = jnp.argsort(begin)
         groups = -(-count // group_rows)
         order = jnp.concatenate([order, jnp.full((groups * group_rows - count,), count, order.dtype)])

@@ -96,6 +96,11 @@ def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
     return eliminate_dead(Block(program.block.inputs, equations, ids.results))
 
 
+def is_exact(block: Block) -> bool:
+    """Whether a program of ids makes the same ones however it is compiled: no number in it is rounded."""
+    return not any(jax_compat.is_float(v.dtype) for e in block.walk() for v in e.outputs)
+
+
 def id_inputs(program: Program) -> list[bool]:
     """Which of the step's inputs the ids of any table depend on."""
     used = [id_program(program, program.ids[space.family])[1] for space in program.rows.spaces]

@@ -143,8 +143,13 @@ class DevicesRunner:
 
     def lower(self) -> Any:
         """`jax.jit(...).lower` at the plan's shapes, as calls have them: what is compiled so, they find compiled."""
-        self._call = self._whole
+        if not self._across:  # where other processes needn't have been asked for it
+            self.begin_whole()
         return self._lowered()
+
+    def begin_whole(self) -> None:
+        """Have the next calls run the step together with its fallback. On all processes, if on any."""
+        self._call = self._whole
 
     def prepare(self) -> None:
         """Compile, beside the steps, what a batch needs that exceeds a capacity."""

@@ -81,6 +81,8 @@ class Growth:
 
         def compiled() -> Entry:
             larger = planned or self._with_headroom(entry, example, headroom)
+            if isinstance(larger.own_runner, DevicesRunner):
+                larger.own_runner.begin_whole()
             larger.own_runner.lower().compile()
             return larger
 

@@ -17,7 +17,7 @@ from autopar.backends.deferred_tables import NEVER
 from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import Access, RowSpace
-from autopar.measure.alpha import id_program
+from autopar.measure.alpha import id_program, is_exact
 from autopar.tables.deferred import DeferredTable, UpdateLog
 from autopar.tables.leaf import TableLeaf
 
@@ -111,7 +111,7 @@ class ReadRows:
         extent = self._program.block.inputs[k].shape[axis]
         space = RowSpace(k, extent, (k,), (axis,), (k,), tuple(lookups))
         block, used = id_program(self._program, collect_ids(self._program.block, space))
-        if any(e.effects for e in block.walk()):
+        if any(e.effects for e in block.walk()) or not is_exact(block):
             return None
         reads = [n for n, is_read in enumerate(used) if is_read]
         block = Block(tuple(block.inputs[n] for n in reads), block.equations, block.outputs)

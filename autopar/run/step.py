@@ -118,6 +118,9 @@ class ParallelStep:
     @uninterrupted
     @noting_lost_state
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if jax_compat.is_tracing() and not any(map(jax_compat.is_tracer, jax.tree.leaves((args, kwargs)))):
+            with jax_compat.outside_traces():  # of arrays alone: it is no part of what is traced
+                return self(*args, **kwargs)
         if self.watch is not None and self.watch.is_due():
             self._look(self.watch, args, kwargs)
         leaves, key = self._read(args, kwargs)

@@ -15,7 +15,7 @@ import numpy as np
 
 from autopar.compile import Compiled
 from autopar.ir.sync_plan import SyncPlan
-from autopar.measure.alpha import id_reader
+from autopar.measure.alpha import id_program, id_reader, is_exact
 from autopar.tables.replica import Rows, Touched
 
 Array = Any
@@ -36,8 +36,9 @@ class TouchedRows:
         by_path = {program.inputs[k].path: k for k in program.new_states}
         #: Input -> its family, of tables of which the touched rows are sent.
         self._families = {k: program.rows.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
-        lifted = {k for k, space in self._families.items() if compiled.bound.family(space.family) is not None}
-        self._readers = {k: id_reader(program, program.ids[self._families[k].family]) for k in lifted}
+        family = compiled.bound.family
+        lifted = {k: program.ids[s.family] for k, s in self._families.items() if family(s.family) is not None}
+        self._readers = {k: id_reader(program, x) for k, x in lifted.items() if is_exact(id_program(program, x)[0])}
 
     def __contains__(self, k: int) -> bool:
         return k in self._families
@@ -58,7 +59,7 @@ class TouchedRows:
             so_far = touched.get(k)
             if so_far is None or k not in self._readers:  # or the step updates all rows, at these shapes
                 made[k] = Touched(space.extent, (self.everything(k),))
-                continue
+                continue  # and where the step may look up other rows than a program of the ids says
             ids = self._readers[k](leaves)
             assert ids is not None, "a call has all of its arguments"
             found = np.unique(np.concatenate(ids))

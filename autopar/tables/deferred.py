@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.analysis.rules import resized
 from autopar.backends.across import local
 from autopar.backends.background import Compilation, beside
@@ -230,6 +231,7 @@ class UpdateLog:
             return UpdateLog(spec, leaves, entries, spec.replay.part + 1)
         return UpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
 
+    @jax_compat.outside_traces()
     def bring_up_to_date(self) -> None:
         """Bring all rows up to date. The update log is empty then, and goes on with the next step."""
         if not self.is_up_to_date or self.is_deleted():
@@ -237,6 +239,7 @@ class UpdateLog:
             self.is_up_to_date = True
 
     @uninterrupted
+    @jax_compat.outside_traces()
     def catch_up(self, ids: Mapping[int, jax.Array]) -> None:
         """Bring some rows up to date. `ids`: of some tables flat int32, on every device, out of range is no row."""
         tables = tuple(sorted(ids))
@@ -245,6 +248,7 @@ class UpdateLog:
             self._run(self.spec.catch_up(tables), tables, *shared, *(ids[t] for t in tables))
 
     @uninterrupted
+    @jax_compat.outside_traces()
     def make_room(self) -> None:
         """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
         length, part = self.spec.replay.length, self.spec.replay.part

@@ -104,7 +104,8 @@ def copied(leaf: Any) -> Any:
         return leaf
     if jax_compat.is_key(leaf.dtype):
         return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-    duplicate = jnp.copy(leaf)
-    if duplicate.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
-        return duplicate
-    return jax.device_put(leaf, leaf.sharding, may_alias=False)  # in another kind of memory, say
+    with jax_compat.outside_traces():
+        duplicate = jnp.copy(leaf)
+        if duplicate.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
+            return duplicate
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)  # in another kind of memory, say

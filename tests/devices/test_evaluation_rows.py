@@ -50,6 +50,38 @@ def test_old_states_are_evaluated_too() -> None:
 
 
 @pytest.mark.parametrize("devices", [None, 4])
+def test_a_state_is_read_while_something_else_is_traced(devices: int | None) -> None:
+    """It keeps its arrays: what brings rows up to date isn't traced with it."""
+    mesh = mesh_of(devices) if devices else None
+    step, plain = deferring(train_step, 8, mesh=mesh), jax.jit(train_step)
+    mine, theirs, random = make_state(), make_state(), np.random.default_rng(0)
+    planned = autopar.parallelize(rows_alone, mesh=mesh)
+    reads: list[Callable[[Any, Any], Any]] = [
+        lambda state, seen: jax.jit(lambda ids: planned(state, ids))(seen),
+        lambda state, seen: jax.tree.map(
+            lambda x: x[0], jax.lax.scan(lambda carry, ids: (carry, planned(state, ids)), None, seen[None])[1]
+        ),
+        lambda state, seen: jax.jit(lambda ids: (planned(state, seen), ids))(seen)[0],
+        lambda state, seen: jax.jit(lambda ids: rows_alone(autopar.materialize(state), ids))(seen),
+    ]
+    for k in range(24):
+        ids = random.integers(0, ROWS, 4).astype(np.int32)
+        mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
+        if k % 3 == 2:
+            seen = random.integers(0, ROWS + 9, 6).astype(np.int32)
+            assert_same(reads[k // 3 % len(reads)](mine, seen), rows_alone(theirs, seen))
+    assert_same(autopar.materialize(mine), theirs)
+
+
+def test_an_evaluation_without_ids() -> None:
+    step = deferring(train_step, 8)
+    state = step(make_state(), np.arange(4, dtype=np.int32))[0]
+    none = np.zeros(0, np.int32)
+    by_one = autopar.parallelize(lambda state, ids: jax.vmap(lambda k: state["params"]["emb"][k])(ids))
+    assert by_one(state, none).shape == (0, 3)
+
+
+@pytest.mark.parametrize("devices", [None, 4])
 def test_evaluations_find_their_program_compiled(devices: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """For as many rows as a step reads, and up to eight times as many; of which some are one table's alone."""
     programs: list[int] = []

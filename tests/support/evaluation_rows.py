@@ -49,6 +49,11 @@ def by_a_table(state: Any, ids: jax.Array) -> Any:
     return state["params"]["emb"][(10 * jnp.abs(state["params"]["other"][0, ids % OTHER])).astype(jnp.int32)]
 
 
+def by_rounded_numbers(state: Any, ids: jax.Array) -> Any:
+    """Another program may round them otherwise."""
+    return state["params"]["emb"][(ids * state["params"]["w"].sum()).astype(jnp.int32)]
+
+
 def looped(state: Any, ids: jax.Array) -> Any:
     _, found = jax.lax.scan(lambda total, i: (total, state["params"]["emb"][i % ROWS]), 0.0, ids)
     return found, jax.lax.cond(ids[0] > 20, lambda t: t[0], lambda t: t[1], state["params"]["other"])
@@ -65,4 +70,4 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 #: Whether an evaluation needs all rows.
-EVALUATIONS = ((rows_alone, False), (whole, True), (by_a_table, True), (looped, True), (returned, True))
+EVALUATIONS = ((rows_alone, False), (whole, True), (by_a_table, True), (by_rounded_numbers, True), (looped, True), (returned, True))
