@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +39,8 @@ class Script:
         code = next(block for block in blocks if "autopar.shard" in block and f"autopar.{call}(" in block)
         self._code = compile(code, str(PAGE), "exec")
         self._step, self._make = step, make
-        self._shard = functools.partial(autopar.shard, mesh=mesh)
+        # Endless: an interrupt always comes before its end.
+        self._shard = lambda *data, **options: autopar.shard(*data, **options | {"mesh": mesh, "epochs": None})
         ids = np.random.default_rng(0).integers(0, ROWS, 5 * BATCH_SIZE)
         given = {"shard": self._shard, "MissingCheckpointError": autopar.MissingCheckpointError, **names}
         shapes = jax.ShapeDtypeStruct((BATCH_SIZE,), jnp.int32)
@@ -61,7 +61,7 @@ class Script:
     def undisturbed(self, steps: int) -> Any:
         """The state of a training that nobody interrupts."""
         state = self._make()
-        batches = self._shard(self._names["data"], batch_size=BATCH_SIZE, shuffle=0, epochs=None)
+        batches = self._shard(self._names["data"], batch_size=BATCH_SIZE, shuffle=0)
         for _ in range(steps):
             state, _ = self._step(state, next(batches))
         return state

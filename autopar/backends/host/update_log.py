@@ -156,7 +156,7 @@ class HostUpdateLogSpec:
         """Makes the newer part the older one, stamps in place: the entries, and the older part's records; None if a
         flush has to do it (`Deferred.turn`)."""
         if self._compilation is not None:
-            self._compilation.wait()
+            self._compilation.finish()
         with jax.default_device(self._device):
             takes_all, dropped, segment, segments = jax.tree.map(np.asarray, self._close(*entries))
         if takes_all:
