@@ -1,7 +1,8 @@
 """Follow the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
 Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
-divide it, or if XLA may pad and mask what each has (`uneven`). A leaf of the state with an axis of that size may be
+divide it, or if XLA may pad and mask what each has (`uneven`). An evaluation has no state, and is given parameters beside
+the batch: they are what holds tables, or leaves of different sizes, and stay where they are, whole. A leaf of the state with an axis of that size may be
 carried along with the examples (an LSTM's state from one piece of text to the next); it may be a weight that has this
 size by chance as well. So each is guessed to be carried, and the program tells: a carried leaf meets the batch along
 its axis only, and its new value is one of the batch whether or not the old one is.
@@ -51,6 +52,8 @@ def analyze_batch(
     if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
     named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
+    if isinstance(batch_axis, int) and not program.new_states:
+        named = _without_parameters(program, named)
     parts = devices * microbatches
     most = max((v.shape[axis] for v, axis in named.items()), default=0)
     uneven = uneven and microbatches == 1 and most > 1 and most % devices != 0
@@ -64,6 +67,19 @@ def analyze_batch(
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
     return _with_ids(program, axes, devices, uneven=uneven), _note(program, over, named, starts, axes)
+
+
+def _without_parameters(program: Program, named: Mapping[Var, int]) -> dict[Var, int]:
+    """The leaves of an evaluation's batch: of those arguments whose leaves are all of one size; all leaves, if there is
+    no such argument."""
+    sizes: dict[str, set[int | None]] = {}
+    arguments: dict[Var, str] = {}
+    for var, input_ in zip(program.block.inputs, program.inputs, strict=True):
+        argument = arguments[var] = input_.path.partition("/")[0]
+        if input_.role == "table" or var in named:
+            sizes.setdefault(argument, set()).add(var.shape[named[var]] if var in named else None)
+    batches = {argument for argument, found in sizes.items() if len(found) == 1 and None not in found}
+    return {v: axis for v, axis in named.items() if not batches or arguments[v] in batches}
 
 
 def _check_divides(
