@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.backends.devices import Devices
@@ -71,6 +73,33 @@ def test_what_is_read_is_right(fun: Any, rows: int) -> None:
     assert not table.is_deleted()
     assert evaluate.plan is not None and evaluate.plan.lifts == (fun is not in_a_while)
     assert {p.method for p in evaluate.plan.parameters if p.lifted} <= {"ps"}
+
+
+@pytest.mark.parametrize("given", ["a table", "an array"])
+def test_parameters_stay_where_they_are(given: str) -> None:
+    """Devices divide their sizes, but they have no examples: nothing of them is spread, and gathered again."""
+    array, table = table_of(40)
+    whole = NamedSharding(FOUR, P())
+    params = {"emb": table if given == "a table" else array, "w": jnp.eye(WIDTH)}
+    params = jax.tree.map(lambda x: x if isinstance(x, autopar.Table) else jax.device_put(x, whole), params)
+    evaluate, ids = autopar.parallelize(predict, mesh=FOUR), ids_in(0, 40, 1)["ids"]
+    same(evaluate(params, ids), predict({"emb": array, "w": params["w"]}, ids))
+    compiled = evaluate.lower(params, ids).compile()
+    shardings = jax.tree.leaves(compiled.input_shardings[0])
+    spread = [s.shard_shape((40,) * 2) != (40, 40) for s in shardings]
+    assert spread == [given == "a table", False, True]  # emb, w, ids
+
+
+def test_an_argument_of_one_size_is_a_batch() -> None:
+    """As no other argument is one, or as that one's leaves are of one size, too."""
+    weights = {"a": jnp.ones((8, 3)), "b": jnp.ones((8,))}
+    for fun, arguments in (
+        (lambda p: p["a"].sum(1) * p["b"], (weights,)),
+        (lambda p, x: p["a"][:4] * x, (weights, jnp.ones((4, 3)))),
+    ):
+        compiled = autopar.parallelize(fun, mesh=FOUR).lower(*arguments).compile()
+        leaves = zip(jax.tree.leaves(arguments), jax.tree.leaves(compiled.input_shardings[0]), strict=True)
+        assert all(s.shard_shape(x.shape) != x.shape for x, s in leaves)
 
 
 def test_tables_in_arithmetic_are_ordinary_arrays() -> None:

@@ -70,4 +70,11 @@ def assert_same(found: Any, wanted: Any) -> None:
 
 
 #: Whether an evaluation needs all rows.
-EVALUATIONS = ((rows_alone, False), (whole, True), (by_a_table, True), (by_rounded_numbers, True), (looped, True), (returned, True))
+EVALUATIONS = (
+    (rows_alone, False),
+    (whole, True),
+    (by_a_table, True),
+    (by_rounded_numbers, True),
+    (looped, True),
+    (returned, True),
+)
