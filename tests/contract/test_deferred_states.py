@@ -14,6 +14,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
+from autopar.sync import Async
 from tests.support.deferred import deferring, differ, differences, rows_case
 from tests.support.pairs import diagonal
 from tests.zoo.case import Case
@@ -186,16 +187,25 @@ def _operands() -> list[Case]:
     return [made(order) for order in (1, -1)]
 
 
+@pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")], ids=["devices", "hosts"])
 @pytest.mark.parametrize("cases", [_rates, _arrays, _scalars, _matrices, _operands])
-def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]]) -> None:
+def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]], strategy: Any) -> None:
     """An update log of another step isn't gone on with: it says what that one does to rows."""
     made = cases()
-    planned, plain = [deferring(c.step, 50) for c in made], [jax.jit(c.step) for c in made]
+    planned, plain = [deferring(c.step, 50, strategy=strategy) for c in made], [jax.jit(c.step) for c in made]
     mine, theirs = jax.tree.map(jnp.copy, made[0].state), made[0].state
     for k in range(40):
         mine, _ = planned[k // 9 % 2](mine, made[0].batches(k))
         theirs, _ = plain[k // 9 % 2](theirs, made[0].batches(k))
     assert differences(made[0].state, theirs, autopar.materialize(mine), 1e-10) == []
+
+
+@pytest.mark.parametrize("cases", [_scalars, _matrices])
+def test_servers_do_not_go_on_with_such_a_step(cases: Callable[[], list[Case]]) -> None:
+    one, other = cases()
+    state, _ = autopar.parallelize(one.step, sync=Async())(jax.tree.map(jnp.copy, one.state), one.batches(0))
+    with pytest.raises(autopar.StepError, match="servers keep the state for one step"):
+        autopar.parallelize(other.step, sync=Async())(state, one.batches(1))
 
 
 def test_evaluations_between_steps() -> None:

@@ -20,9 +20,11 @@ ROWS, WIDTH = 40, 3
 LOG_STEPS = 24
 
 
-def deferring(step: Callable[..., Any], log_steps: int = LOG_STEPS, **options: Any) -> ParallelStep:
+def deferring(
+    step: Callable[..., Any], log_steps: int = LOG_STEPS, *, strategy: Any = "ps", **options: Any
+) -> ParallelStep:
     """The planned step with a short update log."""
-    made = autopar.parallelize(step, strategy="ps", **options)
+    made = autopar.parallelize(step, strategy=strategy, **options)
     set_options(made, log_steps=log_steps)
     return made
 
