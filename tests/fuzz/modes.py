@@ -58,6 +58,7 @@ MODES: Mapping[str, Mode] = {
         Mode(
             "served", strategies=("auto",), options=((("sync", "Async()"),), (("sync", "Async()"), ("microbatches", 2)))
         ),
+        Mode("ranks", ranks=2, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto")),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
         Mode("dense-hosts", ranks=2, strategies=_DENSE),
