@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
 import time
 
@@ -14,6 +15,7 @@ import jax
 
 
 def main(devices: str, folder: str, *modules: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may have it ignored
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
     importlib.import_module("autopar.jax_compat").share_compilations()
