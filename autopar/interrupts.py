@@ -83,6 +83,7 @@ class Note:
     write: Callable[[int, FrameType | None], None]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        INTERRUPTS.received_s = time.monotonic()
         self.write(number, frame)
 
 

@@ -299,7 +299,7 @@ def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
 
 def is_tracing() -> bool:
     """Whether JAX traces something here, so that what is computed becomes a part of it."""
-    return not _core.trace_state_clean()
+    return _core.trace_ctx.trace is not _core.eval_trace
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.program import Atom, Block, Literal, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Literal, Program, Var
 
 _HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "weak_type"}
 
@@ -48,6 +48,7 @@ def format_block(block: Block, names: dict[Var, str] | None = None, indent: str 
     return lines
 
 
+@jax_compat.outside_traces()
 def digest_of(value: Any) -> str:
     """A digest of an array's elements, those that this process has."""
     if jax_compat.is_key(value.dtype):
@@ -61,7 +62,7 @@ def digest_of(value: Any) -> str:
 
 
 def block_text(block: Block, digest: Callable[[Any], str | None] = digest_of) -> list[str]:
-    """A text that blocks have in common if they compute the same of their inputs, whenever they were traced.
+    """A text that blocks have in common only if they compute the same of their inputs, whenever they were traced.
 
     Args:
       block: It may close over arrays.
@@ -95,7 +96,9 @@ def _literal(atom: Literal) -> str:
 
 def _is_shown(atom: Literal) -> bool:
     """Whether its value is printed."""
-    return atom.shape == () and not jax_compat.is_key(atom.dtype)
+    if not isinstance(atom.type, ArrayType) or atom.shape != () or jax_compat.is_key(atom.dtype):
+        return False
+    return not (isinstance(atom.value, jax.Array) and atom.value.is_deleted())
 
 
 def _params(params: Mapping[str, Any]) -> str:

@@ -98,7 +98,7 @@ class Hooks:
         return max(self._answered_s, INTERRUPTS.received_s)
 
     @staticmethod
-    def are(handler: Any) -> bool:
+    def have_set(handler: Any) -> bool:
         """Whether a handler of interrupts is a rank's, in place of Python's own."""
         return getattr(handler, "__func__", None) is Hooks._on_interrupt
 

@@ -13,12 +13,13 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.primitives import MOVES
 from autopar.analysis.row_ids import RowIds
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.cost.heaps import fit_growth
 from autopar.ir.figures import Alpha, Growth
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Block, Equation, Program
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.choosing.capacity import device_ids
@@ -97,8 +98,14 @@ def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
 
 
 def is_exact(block: Block) -> bool:
-    """Whether a program of ids makes the same ones however it is compiled: no number in it is rounded."""
-    return not any(jax_compat.is_float(v.dtype) for e in block.walk() for v in e.outputs)
+    """Whether a program of ids makes the same ones however it is compiled: it doesn't compute with floating-point
+    numbers, which may be rounded otherwise."""
+
+    def moves(equation: Equation) -> bool:
+        is_converted = equation.op == "convert_element_type" and not jax_compat.is_float(equation.inputs[0].dtype)
+        return is_converted or equation.op in MOVES | {"gather", "dynamic_slice", "select_n"}
+
+    return all(moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
 
 
 def id_inputs(program: Program) -> list[bool]:

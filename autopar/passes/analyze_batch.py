@@ -47,14 +47,9 @@ def analyze_batch(
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
     """
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    inputs = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
-    places = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
+    named = batch_of(program, batch_axis)
     if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
-    named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
-    if isinstance(batch_axis, int) and not program.new_states:
-        named = _without_parameters(program, named)
     parts = devices * microbatches
     most = max((v.shape[axis] for v, axis in named.items()), default=0)
     uneven = uneven and microbatches == 1 and most > 1 and most % devices != 0
@@ -64,23 +59,41 @@ def analyze_batch(
         if v.shape[axis] and (v.shape[axis] % parts == 0 or (uneven and v.shape[axis] == most))
     }
     if microbatches > 1:
-        _check_divides(dict(inputs), named, starts, devices, microbatches)
+        paths = {v: x.path for v, x in zip(program.block.inputs, program.inputs, strict=True)}
+        _check_divides(paths, named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
     return _with_ids(program, axes, devices, uneven=uneven), _note(program, over, named, starts, axes)
 
 
-def _without_parameters(program: Program, named: Mapping[Var, int]) -> dict[Var, int]:
-    """The leaves of an evaluation's batch: of those arguments whose leaves are all of one size; all leaves, if there is
-    no such argument."""
-    sizes: dict[str, set[int | None]] = {}
-    arguments: dict[Var, str] = {}
-    for var, input_ in zip(program.block.inputs, program.inputs, strict=True):
-        argument = arguments[var] = input_.path.partition("/")[0]
-        if input_.role == "table" or var in named:
-            sizes.setdefault(argument, set()).add(var.shape[named[var]] if var in named else None)
-    batches = {argument for argument, found in sizes.items() if len(found) == 1 and None not in found}
-    return {v: axis for v, axis in named.items() if not batches or arguments[v] in batches}
+def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
+    """The leaves of a program's batch that have examples, and along which axis.
+
+    Raises:
+      ArgumentsError: `batch_axis` doesn't fit the batch.
+    """
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    inputs = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
+    places = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
+    named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
+    if program.new_states or not isinstance(batch_axis, int):
+        return named
+    arguments = {v: path.partition("/")[0] for v, path in inputs}
+    parameters = _parameters(program, [(arguments[v], v.shape[axis]) for v, axis in named.items()])
+    return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
+
+
+def _parameters(program: Program, named: Sequence[tuple[str, int]]) -> set[str]:
+    """The arguments of an evaluation that hold parameters: those with tables. If there are none, the only one whose
+    leaves differ in size, if one behind it has leaves of a single size. `named`: each leaf's argument and size."""
+    tables = {input_.path.partition("/")[0] for input_ in program.inputs if input_.role == "table"}
+    if tables:
+        return tables
+    sizes: dict[str, set[int]] = {}
+    for argument, size in named:
+        sizes.setdefault(argument, set()).add(size)
+    several = [argument for argument, found in sizes.items() if len(found) > 1]
+    return set(several) if len(several) == 1 and several[0] != [*sizes][-1] else set()
 
 
 def _check_divides(

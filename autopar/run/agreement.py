@@ -162,6 +162,7 @@ def _plain(text: list[str]) -> list[str]:
     return [re.sub(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}", "", line) for line in text]
 
 
+@jax_compat.outside_traces()
 def _contents(leaf: Any) -> str | None:
     """A digest of a plain array, of a sample if it is large; None of what isn't plain, or isn't to be compared."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):

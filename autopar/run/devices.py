@@ -142,7 +142,8 @@ class DevicesRunner:
         return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
 
     def lower(self) -> Any:
-        """`jax.jit(...).lower` at the plan's shapes, as calls have them: what is compiled so, they find compiled."""
+        """`jax.jit(...).lower` at the plan's shapes, as calls have them. Of a single process they find compiled what is
+        compiled so; several first take a part of it (`LateFallback`)."""
         if not self._across:  # where other processes needn't have been asked for it
             self.begin_whole()
         return self._lowered()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
-from autopar.ir.examples import example_axes
+from autopar.passes.analyze_batch import batch_of
 from autopar.run.entry import Entry
 
 #: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
@@ -71,8 +71,5 @@ def _undivided_batch(entry: Entry) -> Iterator[str]:
 
 def _examples(entry: Entry) -> int:
     """How many examples the batch has; 0 if that isn't known."""
-    program = entry.compiled.analysed
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    batch = [(input_.path, v.shape) for v, input_ in pairs if input_.role == "batch"]
-    axes = example_axes(entry.options.batch_axis, batch)
-    return next((shape[axis] for (_, shape), axis in zip(batch, axes, strict=True) if axis is not None), 0)
+    batch = batch_of(entry.compiled.analysed, entry.options.batch_axis)
+    return next((v.shape[axis] for v, axis in batch.items()), 0)

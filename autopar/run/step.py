@@ -118,9 +118,6 @@ class ParallelStep:
     @uninterrupted
     @noting_lost_state
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if jax_compat.is_tracing() and not any(map(jax_compat.is_tracer, jax.tree.leaves((args, kwargs)))):
-            with jax_compat.outside_traces():  # of arrays alone: it is no part of what is traced
-                return self(*args, **kwargs)
         if self.watch is not None and self.watch.is_due():
             self._look(self.watch, args, kwargs)
         leaves, key = self._read(args, kwargs)
@@ -128,8 +125,8 @@ class ParallelStep:
         if key is None or key != ready.key:
             ready = self._prepare(args, kwargs, leaves, key)
         runner, has_run = ready.runner, ready.has_run
-        if runner is None:  # traced: part of another program
-            return ready.entry.out_tree.unflatten(ready.entry.run(*materialize(leaves, copy=False)))
+        if runner is None or jax_compat.is_tracing():
+            return self._traced(ready.entry, runner, leaves)
         loads = runner.loads()
         if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
             grown, told = self._growth.after(ready.entry, loads)
@@ -202,6 +199,14 @@ class ParallelStep:
         return (isinstance(leaf, ServedLeaf) and not is_served) or (
             isinstance(leaf, Replica) and (self.clients is None or is_served)
         )
+
+    def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
+        """What a call gives while JAX traces something around it: the plain step, as a part of that. An evaluation of
+        arrays alone is none."""
+        if runner is None or entry.compiled.analysed.new_states:
+            return entry.out_tree.unflatten(entry.run(*materialize(leaves, copy=False)))
+        with jax_compat.outside_traces():
+            return runner(leaves)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""

@@ -57,9 +57,9 @@ class TouchedRows:
         made = {}
         for k, space in self._families.items():
             so_far = touched.get(k)
-            if so_far is None or k not in self._readers:  # or the step updates all rows, at these shapes
+            if so_far is None or k not in self._readers:  # or the step updates all rows, or may round ids otherwise
                 made[k] = Touched(space.extent, (self.everything(k),))
-                continue  # and where the step may look up other rows than a program of the ids says
+                continue
             ids = self._readers[k](leaves)
             assert ids is not None, "a call has all of its arguments"
             found = np.unique(np.concatenate(ids))

@@ -184,16 +184,17 @@ class Checkpointer:
             )
         self._batches, self._is_new = batches, True
         first: DamagedCheckpointError | None = None
+        left_out: set[int] = set()
         for step in reversed(self.all_steps()):
             try:
                 state, position = self._restore(step, jax.eval_shape(make_state, *args))
             except DamagedCheckpointError as error:
                 warn(f"the checkpoint of step {step} is left out: {error}", StateWarning)
-                first = first or error
-                if self._best is not None and self._best.step == step:  # it is removed, and may be made again
-                    self._best = None
-                    self._led(self._history.forget_best)
+                first, left_out = first or error, {*left_out, step}
                 continue
+            if self._best is not None and self._best.step in left_out:  # it is removed, and may be made again
+                self._best = None
+                self._led(self._history.forget_best)
             if batches is not None and position is not None:
                 batches.restore(position)
             self.steps = self._saved = step
@@ -311,7 +312,7 @@ class Checkpointer:
         state, position = self._latest
         folder = self._history.folder(self.steps)
         with PROGRESS.during("saving a checkpoint"):
-            save = PendingSave.begin(folder, state, position, self._group, copied=self._async_save)
+            save = PendingSave.begin(folder, state, position, self._group, copied=self._async_save, step=self.steps)
             self._saving = _Saving(self.steps, save, self._thread.submit(save.write))
         if not self._async_save:
             self.wait()

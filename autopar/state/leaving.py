@@ -7,6 +7,7 @@ processes are told of what any of them was sent. Where JAX's preemption service 
 from __future__ import annotations
 
 import _thread
+import contextlib
 import itertools
 import signal
 import sys
@@ -52,7 +53,7 @@ class Leaving:
             found = handler.previous if isinstance(handler, Handler) else handler
             if number == signal.SIGTERM and jax_compat.listens_for_preemption():
                 continue
-            if found is default or Hooks.are(found):
+            if found is default or Hooks.have_set(found):
                 self._before[number] = handler
                 signal.signal(number, Note(self._note))
 
@@ -65,8 +66,10 @@ class Leaving:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        if answers and self._noted:
-            self._leave(next(iter(self._noted)))
+        noted = next(iter(self._noted), None)
+        self._noted.clear()
+        if answers and noted is not None:
+            self._leave(noted)
 
     def answer(self, save: Callable[[], None]) -> None:
         """Save and leave, if any process is asked to. Collective: all are at the same step."""
@@ -79,7 +82,8 @@ class Leaving:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number not in self._noted:
             self._noted[number] = time.monotonic()
-            _thread.start_new_thread(self._say, (number,))  # not by `threading`: the interrupted code may hold its lock
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(self._say, (number,))  # `threading` has locks, which the code here may hold
         elif time.monotonic() - self._noted[number] >= SECOND_S:  # whatever is lost
             self._leave(number)
 

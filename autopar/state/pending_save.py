@@ -54,7 +54,13 @@ class PendingSave:
 
     @staticmethod
     def begin(
-        folder: Folder, state: Any, position: Mapping[str, Any] | None, group: Group, *, copied: bool = False
+        folder: Folder,
+        state: Any,
+        position: Mapping[str, Any] | None,
+        group: Group,
+        *,
+        copied: bool = False,
+        step: int | None = None,
     ) -> PendingSave:
         """Begin to save a state. Collective.
 
@@ -62,6 +68,7 @@ class PendingSave:
           folder: Its place.
           state, position: As of `save`.
           group: All processes.
+          step: The number of the training's step, the same on all processes, if it is known.
           copied: Whether steps may go on meanwhile: what this process will write is copied to its memory.
         """
         known: list[SavedLeaf] = []
@@ -74,7 +81,7 @@ class PendingSave:
                 require_tensorstore()
             if any(leaf.record.kind == "dense" for leaf in known) and isinstance(folder.path, Path):
                 require_orbax()
-            lines = [f"to {folder.path}", f"position {json.dumps(_plain(position), sort_keys=True)}"]
+            lines = [f"step {step}", f"position {json.dumps(_plain(position), sort_keys=True)}"]
             lines += [leaf.record.told for leaf in known]
             if copied:
                 known[:] = [leaf.copied(writes_dense=group.rank == 0) for leaf in known]

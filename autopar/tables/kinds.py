@@ -102,9 +102,9 @@ def copied(leaf: Any) -> Any:
         return leaf.copy()
     if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf):
         return leaf
-    if jax_compat.is_key(leaf.dtype):
-        return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
     with jax_compat.outside_traces():
+        if jax_compat.is_key(leaf.dtype):
+            return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         duplicate = jnp.copy(leaf)
         if duplicate.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
             return duplicate

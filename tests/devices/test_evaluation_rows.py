@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,9 @@ def test_a_state_is_read_while_something_else_is_traced(devices: int | None) -> 
         ),
         lambda state, seen: jax.jit(lambda ids: (planned(state, seen), ids))(seen)[0],
         lambda state, seen: jax.jit(lambda ids: rows_alone(autopar.materialize(state), ids))(seen),
+        lambda state, seen: jax.tree.map(
+            lambda x: x[0], jax.vmap(lambda _: planned(state, seen), axis_name="a")(np.arange(1))
+        ),
     ]
     for k in range(24):
         ids = random.integers(0, ROWS, 4).astype(np.int32)
@@ -70,6 +74,7 @@ def test_a_state_is_read_while_something_else_is_traced(devices: int | None) -> 
         if k % 3 == 2:
             seen = random.integers(0, ROWS + 9, 6).astype(np.int32)
             assert_same(reads[k // 3 % len(reads)](mine, seen), rows_alone(theirs, seen))
+            jax.eval_shape(functools.partial(step, mine, ids))  # which takes no step
     assert_same(autopar.materialize(mine), theirs)
 
 

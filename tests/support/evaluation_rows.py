@@ -49,6 +49,12 @@ def by_a_table(state: Any, ids: jax.Array) -> Any:
     return state["params"]["emb"][(10 * jnp.abs(state["params"]["other"][0, ids % OTHER])).astype(jnp.int32)]
 
 
+def by_a_column(state: Any, ids: jax.Array) -> Any:
+    """The numbers of rows are floating-point numbers, but nothing is computed with them."""
+    columns = jnp.stack([ids, ids + 1], 1).astype(jnp.float32)
+    return state["params"]["emb"][columns[:, 0].astype(jnp.int32)]
+
+
 def by_rounded_numbers(state: Any, ids: jax.Array) -> Any:
     """Another program may round them otherwise."""
     return state["params"]["emb"][(ids * state["params"]["w"].sum()).astype(jnp.int32)]
@@ -72,6 +78,7 @@ def assert_same(found: Any, wanted: Any) -> None:
 #: Whether an evaluation needs all rows.
 EVALUATIONS = (
     (rows_alone, False),
+    (by_a_column, False),
     (whole, True),
     (by_a_table, True),
     (by_rounded_numbers, True),

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.background import Compilation, beside
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
@@ -203,6 +204,7 @@ class HostUpdateLog:
             leaf.log = self
 
     @uninterrupted
+    @jax_compat.outside_traces()
     def bring_up_to_date(self) -> None:
         """Bring all rows up to date."""
         if not self._is_up_to_date:
@@ -212,6 +214,7 @@ class HostUpdateLog:
             self._is_up_to_date = True
 
     @uninterrupted
+    @jax_compat.outside_traces()
     def catch_up(self, rows: np.ndarray) -> None:
         """Bring some rows of this rank's shard up to date."""
         if not self._is_up_to_date:
