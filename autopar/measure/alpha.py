@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.primitives import MOVES
+from autopar.analysis.primitives import those_that
 from autopar.analysis.row_ids import RowIds
 from autopar.backends.across import local
 from autopar.backends.emit import emit
@@ -24,6 +24,9 @@ from autopar.ir.rowspace import RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
+
+#: What hands on elements as they are.
+_MOVES = those_that(lambda p: p.moves) | {"select_n"}
 
 
 def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
@@ -100,12 +103,13 @@ def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
 def is_exact(block: Block) -> bool:
     """Whether a program of ids makes the same ones however it is compiled: it doesn't compute with floating-point
     numbers, which may be rounded otherwise."""
+    return all(_moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
 
-    def moves(equation: Equation) -> bool:
-        is_converted = equation.op == "convert_element_type" and not jax_compat.is_float(equation.inputs[0].dtype)
-        return is_converted or equation.op in MOVES | {"gather", "dynamic_slice", "select_n"}
 
-    return all(moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
+def _moves(equation: Equation) -> bool:
+    if equation.op == "convert_element_type":
+        return not jax_compat.is_float(equation.inputs[0].dtype)
+    return equation.op in _MOVES
 
 
 def id_inputs(program: Program) -> list[bool]:
