@@ -304,7 +304,7 @@ def is_tracing() -> bool:
 
 @contextlib.contextmanager
 def outside_traces() -> Iterator[None]:
-    """What is computed of arrays is computed at once, also while JAX traces something around it."""
+    """Has what is computed of arrays computed at once, also while JAX traces something around it."""
     with _core.eval_context() if is_tracing() else contextlib.nullcontext():
         yield
 

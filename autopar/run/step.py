@@ -201,8 +201,8 @@ class ParallelStep:
         )
 
     def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
-        """What a call gives while JAX traces something around it: the plain step, as a part of that. An evaluation of
-        arrays alone is none."""
+        """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An
+        evaluation of arrays alone is none."""
         if runner is None or entry.compiled.analysed.new_states:
             return entry.out_tree.unflatten(entry.run(*materialize(leaves, copy=False)))
         with jax_compat.outside_traces():
