@@ -3,7 +3,7 @@
 Five models with AdamW and Adagrad, on one device, on 4 CPU devices and on 4 ranks, beside plain `jax.jit` (on several
 devices data parallelism: the batch sharded, the state everywhere). Each case is a process of its own, both sides take
 turns in it. `python -m benchmarks first_week` prints the table of docs/first_week.md; `FIRST_WEEK="DLRM:one device"`
-in the environment selects cases.
+in the environment selects cases, and JAX_PLATFORMS an accelerator for those on one device.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _measured(arguments: list[str], ranks: int) -> dict[str, list[float]]:
     if ranks > 1:
         command = [str(launcher if launcher.exists() else "mpiexec"), "-n", str(ranks), *command]
     done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "JAX_PLATFORMS": "cpu"}
+        command, check=True, stdout=subprocess.PIPE, text=True, env={"JAX_PLATFORMS": "cpu", **os.environ}
     )
     return json.loads(done.stdout.splitlines()[-1])
 
