@@ -43,6 +43,7 @@ class Program:
     writes: tuple[str, ...] = ()
     results: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
+    closed: str = "nothing"
     guard: str = "none"
     around: str = "nothing"
     call: str = "state, batch"
@@ -93,7 +94,20 @@ class _Draws:
 
 #: What is varied together -> how often. A program in which all is varied has seldom a table that lifts.
 _OFTEN = {"writes": 3, "results": 3, "optimizer": 3, "events": 3, "lookups": 2, "gradient": 2, "kept": 2}
-_RARE = ("chain", "after", "loss", "where", "transforms", "guard", "around", "call", "sizes", "state", "options")
+_RARE = (
+    "chain",
+    "after",
+    "loss",
+    "where",
+    "transforms",
+    "closed",
+    "guard",
+    "around",
+    "call",
+    "sizes",
+    "state",
+    "options",
+)
 _TOTAL = sum(_OFTEN.values()) + len(_RARE)
 _GROUPS = {name: _OFTEN.get(name, 1) / _TOTAL for name in (*_OFTEN, *_RARE)}
 
@@ -124,6 +138,10 @@ def draw(seed: int, mode: Mode) -> Program:
         "loss": {"loss": d.one("loss", list(pieces.LOSSES))},
         "where": {"where": where, "number": d.one("number", (0.5, 0.0, float("nan"), float("inf")))},
         "transforms": {"transforms": d.some("transforms", list(pieces.TRANSFORMS), (0.7, 0.3))},
+        "closed": {
+            "closed": d.one("closed", list(updates.CLOSED)[1:]),
+            "events": ("step", *("step, other constants", "step") * 2, *more, "step, other constants"),
+        },
         "guard": {"guard": d.one("guard", list(updates.GUARDS))},
         "around": {"around": d.one("around", list(sessions.AROUND))},
         "call": {"call": d.one("call", list(sessions.CALLS))},

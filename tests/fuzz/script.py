@@ -124,6 +124,7 @@ def text_of(program: Program) -> str:
         "GRADIENT": pick("GRADIENTS", program.gradient),
         "SLOT": pick("SLOTS", slot),
         "OPTIMIZER": pick("OPTIMIZERS", program.optimizer),
+        "CLOSED": pick("CLOSED", program.closed),
         "GUARD": pick("GUARDS", program.guard),
         "AROUND": pick("AROUND", program.around),
         "CALL": pick("CALLS", program.call),

@@ -164,6 +164,7 @@ EVENTS: Pieces = {
     "step": lambda s, k: s.train(batch(k)),
     "step, other size": lambda s, k: s.train(batch(k, 2 * IDS)),
     "step, no ids": lambda s, k: s.train(batch(k, 0)),
+    "step, other constants": lambda s, k: s.train(batch(k), s.other_step),
     "another planned step": lambda s, k: s.train(batch(k), s.second_step),
     "plain step": _own_step,
     "evaluation": lambda s, k: s.see(s.evaluate(s.state["params"], batch(k))),

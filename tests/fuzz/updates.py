@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
 from tests.fuzz.pieces import Pieces
 from tests.support import bad_ingredients
+from tests.support.ingredients import ROWS, WIDTH
 
 # --- optimizers: (leaf, gradient, slot, step, norm of all gradients) -> (leaf, slot) ---
 
@@ -167,6 +169,30 @@ KEPT: Pieces = {
     "norms": (lambda t: jnp.zeros(len(t)), lambda s, new, old, g, i, k: s.at[i].set(jnp.sum(new * new, 1)[i])),
     "all norms": (lambda t: jnp.zeros(len(t)), lambda s, new, old, g, i, k: jnp.sum(new * new, 1)),
     "sum of gradients": (lambda t: jnp.zeros(t.shape[1:]), lambda s, new, old, g, i, k: s + g.sum(0)),
+}
+
+#: What a step closes over: (what the k-th step does, with that: (the table after the update, before it) -> table). Steps
+#: that differ in it alone take turns ("step, other constants").
+CLOSED: Pieces = {
+    "nothing": (lambda k: (), lambda c, new, old: new),
+    "a decay": (lambda k: jnp.asarray(0.1 + 0.2 * k), lambda c, new, old: new * (1 - c)),
+    "a decay of NumPy": (lambda k: np.float32(0.25 + k), lambda c, new, old: new - 0.1 * c * new),
+    "a limit": (lambda k: jnp.asarray(0.3 + 0.3 * k), lambda c, new, old: jnp.clip(new, -c, c)),
+    "columns": (lambda k: jnp.cos(jnp.arange(WIDTH) + k), lambda c, new, old: new * c[: new.shape[1]]),
+    "a matrix": (
+        lambda k: jnp.eye(WIDTH) + jnp.sin(jnp.arange(WIDTH * WIDTH) + k).reshape(WIDTH, WIDTH) / 10,
+        lambda c, new, old: new @ c[: new.shape[1], : new.shape[1]],
+    ),
+    "rows that stay": (
+        lambda k: jnp.arange(ROWS) % 3 == k,
+        lambda c, new, old: jnp.where(c[:, None], old, new),
+    ),
+    "rows that stay, by number": (
+        lambda k: jnp.asarray([0, ROWS // 2][k:]),
+        lambda c, new, old: new.at[c].set(old[c]),
+    ),
+    "a table": (lambda k: jnp.sin(jnp.arange(ROWS) + k), lambda c, new, old: new + 0.1 * c[:, None]),
+    "factors of rows": (lambda k: 1 - jnp.arange(ROWS) % (3 + k) / 10, lambda c, new, old: new * c[:, None]),
 }
 
 #: (new state, old, loss, step) -> state
