@@ -38,6 +38,12 @@ def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start:
         if not any(sizes) or (last == "drop" and not all(sizes)):
             return
         full = max(answer["full"] or 0 for answer in answers)
+        k = next((k for k, answer in enumerate(answers) if last == "drop" and answer["full"] != full), None)
+        if k is not None:
+            raise ArgumentsError(
+                f"shard: batches of {processes.name(k)} have {answers[k]['full']} examples, those of others {full}: "
+                "last='drop' would leave all of them out. Give all processes batches of one size"
+            )
         _check_sizes(sizes, full, number, last, processes)
         _check_leaves([answer["leaves"] for answer in answers], number, processes)
         if last == "drop" and min(sizes) < full:

@@ -72,16 +72,20 @@ class Batches(Iterator[Any]):
 
     def __next__(self) -> Any:
         try:
-            while len(self._waiting) <= self._ahead:
+            while self._failed is None and len(self._waiting) <= self._ahead:
                 placed = next(self._coming, None)
                 if placed is None:
                     break
                 self._waiting.append(placed)
-        except BaseException:  # A generator that failed is at its end; its source isn't.
+        except BaseException as error:  # A generator that failed is at its end; its source isn't.
             self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else self._position))
-            raise
+            # What was read before is given out first, unless the others wait for this process.
+            if not self._waiting or not isinstance(error, Exception) or self._options.devices.processes.several:
+                raise
+            self._failed = error
         if not self._waiting:
-            raise StopIteration
+            failed, self._failed = self._failed, None
+            raise StopIteration if failed is None else failed
         self._position, batch = self._waiting.popleft()
         return batch
 
@@ -95,10 +99,13 @@ class Batches(Iterator[Any]):
           seed: That of `shuffle=`, -1 without it.
           sources: How many sources a batch is made of: processes under `per_process`, else 1. A position in a source
             that is the same on all processes is good for any number of processes.
+          batch_size: Of examples that can be indexed.
           source: The position that the source keeps by itself, a text; not where it keeps none, or `per_process`.
         """
         o, (epoch, batch, kept) = self._options, self._position
-        own = {} if kept is None or o.sources > 1 else {"source": kept}
+        own: dict[str, Any] = {} if kept is None or o.sources > 1 else {"source": kept}
+        if isinstance(self._source, Examples):
+            own["batch_size"] = self._source.batch_size
         return {"epoch": epoch, "batch": batch, "seed": o.seed, "sources": o.sources, **own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -110,28 +117,37 @@ class Batches(Iterator[Any]):
           state: What `state()` gave, of a `shard` with the same source, batch size, seed and `per_process`.
 
         Raises:
-          ArgumentsError: it is of another seed, or of another number of sources.
+          ArgumentsError: it is of another seed, another number of sources or another batch size, or behind the last
+            batch.
         """
         mine = {name: value for name, value in self.state().items() if name != "source"}
         try:
             kept = state["source"] if "source" in state else None
-            state = {name: operator.index(state[name]) for name in mine}
+            known = [name for name in mine if name != "batch_size" or name in state]  # older positions have none
+            state = {name: operator.index(state[name]) for name in known}
         except (TypeError, KeyError, IndexError) as error:
             raise ArgumentsError(f"{state!r} is no position: give what state() returned, such as {mine}") from error
         if min(state["epoch"], state["batch"]) < 0:
             raise ArgumentsError(f"{state} is no position: epoch and batch are 0 or more")
-        for name, option, also in (("seed", "shuffle", ""), ("sources", "per_process", ", on as many processes")):
-            if state[name] != mine[name]:
+        options = {"seed": ("shuffle", ""), "sources": ("per_process", ", on as many processes")}
+        for name, (option, also) in {**options, "batch_size": ("batch_size", "")}.items():
+            if name in state and state[name] != mine[name]:
                 raise ArgumentsError(
                     f"the position is one with {name}={state[name]}, and here it is {mine[name]}: it means other "
                     f"examples. Give shard the same {option}= as before{also}"
                 )
+        if isinstance(self._source, Examples) and state["batch"] > self._source.batches:
+            raise ArgumentsError(
+                f"the position is in front of batch {state['batch']} of an epoch, and the source has "
+                f"{self._source.batches}: it had more examples"
+            )
         self._go_to(state["epoch"], state["batch"], kept)
 
     def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
         self._position: Position = epoch, batch, kept
         self._waiting: collections.deque[tuple[Position, Any]] = collections.deque()
         self._coming = self._placed(*self._position)
+        self._failed: Exception | None = None
 
     def _placed(self, epoch: int, start: int, kept: str | None) -> Iterator[tuple[Position, Any]]:
         """All batches from a position on, each with the position after it."""
@@ -210,7 +226,7 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
                 "per_process=True: a device of this process is to hold examples of another one's source. The mesh's "
                 "devices must be ordered by process along the data axis, and be as many of each"
             )
-        return np.asarray(leaf)[(*index[:axis], held)].astype(dtype, copy=False)
+        return np.asarray(leaf)[(*index[:axis], held)].astype(dtype)
 
     return jax.make_array_from_callback(shape, devices.sharding(along), own)
 
@@ -218,8 +234,10 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
 def _placed(leaf: Any, along: int | None, devices: Devices) -> jax.Array:
     """Puts a leaf on the devices; on an only one like any other array, not committed to it.
 
-    A step makes a committed state of a committed batch, and would be compiled once more for that state.
+    A step makes a committed state of a committed batch, and would be compiled once more for that state. Of a NumPy
+    array a copy is put there: on CPUs JAX shares its memory, and a source may fill that with its next batch.
     """
+    leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     return jax.device_put(leaf) if jax.device_count() == 1 else place_array(leaf, devices.sharding(along))
 
 

@@ -156,6 +156,11 @@ class Examples:
                 "shard(source, last='drop') leaves the rest of each epoch out"
             )
 
+    @property
+    def batch_size(self) -> int:
+        """Examples in a global batch."""
+        return self._size * len(self._counts)
+
     def read(self, epoch: int, start: int) -> Iterator[Part]:
         """Batches of an epoch from number `start` on, of clients those whose turn it is; a part's number is that of the
         last batch that somebody has then."""

@@ -95,18 +95,19 @@ class HostRunner:
         self._returned: dict[int, weakref.ref[Any]] = {}
 
     def _check_others(self) -> None:
-        """Tables on devices by their rows don't go together with tables on several ranks.
+        """Tables on devices by their rows don't go together with tables on several ranks, nor on one if rows wait.
 
         Raises:
           StrategyError: there are such.
         """
         there = {f.family: f.method for f in self._bound.families if not f.on_hosts}
-        space = next((s for s in self._program.rows.spaces if s.family in there), None)
-        if space is not None and self._bound.devices > 1:
-            path = self._program.inputs[space.tables[0]].path
+        spaces = [s for s in self._program.rows.spaces if s.family in there]
+        space = next((s for s in spaces if s.deferred), spaces[0] if spaces else None)
+        if space is not None and (self._bound.devices > 1 or space.deferred):
+            path, ranks = self._program.inputs[space.tables[0]].path, self._bound.devices
             raise StrategyError(
                 f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
-                f"of {self._bound.devices} ranks. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+                f"of {ranks} rank{'s' * (ranks > 1)}. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
             )
 
     def lower(self) -> Any:

@@ -33,6 +33,7 @@ from autopar.state.files.places import Place
 from autopar.state.init import init
 from autopar.state.leaving import Leaving
 from autopar.state.pending_save import PendingSave, Written
+from autopar.state.restoring import template_of
 
 _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "max": max, "min": min}
 
@@ -187,7 +188,8 @@ class Checkpointer:
         left_out: set[int] = set()
         for step in reversed(self.all_steps()):
             try:
-                state, position = self._restore(step, jax.eval_shape(make_state, *args))
+                template = template_of if self._planned is None else jax.eval_shape  # `init` makes arrays of all
+                state, position = self._restore(step, template(make_state, *args))
             except DamagedCheckpointError as error:
                 warn(f"the checkpoint of step {step} is left out: {error}", StateWarning)
                 first, left_out = first or error, {*left_out, step}
@@ -333,7 +335,12 @@ class Checkpointer:
                 wait([saving.files], timeout=1.0)
                 go_on("saving a checkpoint")
             self._saving = None  # from here on it can't be interrupted and waited for again
-            saving.save.commit(saving.files.result)
+            try:
+                saving.save.commit(saving.files.result)
+            except CheckpointError:
+                if self._best is not None and self._best.step == saving.step:
+                    self._best = self._led(self._history.best)
+                raise
         self._saved = saving.step
         self._tidy()
 

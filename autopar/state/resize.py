@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.across import local, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.host.storage import HostRows
@@ -56,8 +57,9 @@ def resize(state: Any, fresh: Any) -> Any:
       The leaves in the structure of `fresh`, whose static parts (a Flax module with its number of rows, say) go along.
 
     Raises:
-      StateError: leaves that are in one of the two alone, of another dtype, or with a shape that differs along several
-        axes; replicas, and leaves that servers keep: average them first.
+      StateError: leaves that are in one of the two alone, and resized ones of another dtype, or with a shape that
+        differs along several axes, or from a size to another than tables do; replicas, and leaves that servers keep:
+        average them first.
       DonatedStateError: a state that was given to a step.
 
     Example:
@@ -74,10 +76,15 @@ def resize(state: Any, fresh: Any) -> Any:
     old, (new, tree) = _by_path(drain(state), "state")[0], _by_path(drain(fresh), "fresh")
     _check_same_paths(old, new)
     axes = {path: _checked_axis(path, old[path], leaf) for path, leaf in new.items()}
+    _check_sizes({p: (old[p].shape[a], new[p].shape[a], new[p].ndim) for p, a in axes.items() if a is not None})
     own = with_own_buffers(list(new.values()), [k for k, axis in enumerate(axes.values()) if axis is not None])
+    # Leaves that share an update log are all read before the first one is updated in place.
+    pairs = [
+        (old[p], None) if axes[p] is None else (current(old[p]), current(x)) for p, x in zip(axes, own, strict=True)
+    ]
     leaves = [
-        old[path] if axis is None else _resized(path, current(old[path]), current(leaf), axis)
-        for (path, axis), leaf in zip(axes.items(), own, strict=True)
+        mine if axis is None else _resized(path, mine, theirs, axis)
+        for (path, axis), (mine, theirs) in zip(axes.items(), pairs, strict=True)
     ]
     return jax.tree.unflatten(tree, leaves)
 
@@ -110,6 +117,8 @@ def _by_path(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
     """Leaves by their paths, and the structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {path_name(path): leaf for path, leaf in pairs}
+    if len(leaves) < len(pairs):
+        raise StateError(f"{name} has several leaves with one path, among {sorted(leaves)[:5]}: rename one")
     for path, leaf in leaves.items():
         if isinstance(leaf, (Replica, ServedLeaf)):
             raise StateError(
@@ -154,6 +163,24 @@ def _checked_axis(path: str, old: Any, new: Any) -> int | None:
     return axis
 
 
+def _check_sizes(resized: Mapping[str, tuple[int, int, int]]) -> None:
+    """That no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes there are.
+
+    Adafactor keeps means by rows and by columns; which of its two is which follows from the table's larger axis, and a
+    table of 5 x 8 that gets 12 rows takes those from 5 to 8 numbers and from 8 to 12.
+    """
+    tables = {(before, after) for before, after, axes in resized.values() if axes > 1}
+    vectors = {(before, after): path for path, (before, after, axes) in resized.items() if axes == 1}
+    for (before, width), path in vectors.items():
+        after = next((b for a, b in tables if a == before and b != width and (width, b) in vectors), None)
+        if after is not None:
+            raise StateError(
+                f"{path} and {vectors[width, after]} exchange their meaning, as Adafactor's means by rows and by "
+                f"columns do where a table of {before} rows and {width} columns gets {after} rows. Resize the table "
+                "alone, and begin with new slots"
+            )
+
+
 def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
     kept = min(old.shape[axis], new.shape[axis])
     old = _brought(path, old, home_before(new, old.shape))
@@ -172,6 +199,9 @@ def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
         rows = with_extent(old.stored, old.layout, extent, axis, devices)
         rows = ordinary(rows, dataclasses.replace(old.layout, extent=extent), axis, devices)
         return _overwritten(jax.device_put(rows, new.sharding), new, axis, kept)
+    if isinstance(new, jax.Array) and jax_compat.is_key(new.dtype):
+        data = _overwritten(*map(jax.random.key_data, (old, new)), axis, kept)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))
     if isinstance(new, jax.Array):
         return _overwritten(old, new, axis, kept)
     parts = [np.take(old, np.arange(kept), axis), np.take(np.asarray(new), np.arange(kept, new.shape[axis]), axis)]
@@ -205,6 +235,7 @@ def _devices_along(array: jax.Array, axis: int) -> Devices | None:
 
 def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
     """A table in host memory, which has this rank's rows of another one."""
+    new.storage.without_log()  # its stamps say of other rows what they wait for
     rows, others = new.storage.rows, old.storage.rows
     if axis == new.axis:
         count = int(dataclasses.replace(new.layout, extent=kept).rows_on(np.asarray(new.storage.rank)))

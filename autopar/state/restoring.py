@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,3 +219,15 @@ def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarr
     if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):
         return np.asarray(mean_of([files.read(np.array([c]))[0] for c in range(record.replicas)]))
     return files.read(np.array([client or 0]))[0]
+
+
+def template_of(make_state: Callable[..., Any], *args: Any) -> Any:
+    """What a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
+    made: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        made.append(make_state(*args))
+        return made[0]
+
+    shapes = jax.eval_shape(noted, *args)
+    return jax.tree.map(lambda leaf, shape: shape if isinstance(leaf, jax.Array) else leaf, made[0], shapes)

@@ -93,7 +93,8 @@ class HostTable(PlacedLeaf):
 
     @property
     def shards(self) -> Shards:
-        return Shards(self.layout, self.axis, lambda: iter([(self.storage.rank, self.storage.rows)]))
+        storage = self.storage  # up to date before threads that write files ask for it: leaves share an update log
+        return Shards(self.layout, self.axis, lambda: iter([(storage.rank, storage.rows)]))
 
     def is_deleted(self) -> bool:
         return self._generation != self._storage.generation

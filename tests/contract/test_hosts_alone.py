@@ -8,9 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autopar
+from autopar.cost import model
 
 V, D, B = 37, 4, 8
 
@@ -130,6 +132,31 @@ def test_slots_that_the_untouched_rows_read() -> None:
         mine, _ = planned(mine, batch)
         theirs, _ = jax.jit(step)(theirs, batch)
         agree(mine, theirs)
+
+
+@pytest.mark.parametrize("method", ["ps", "auto", "allreduce"])
+def test_rows_that_wait_on_the_device_beside_tables_on_hosts(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model, "SMALL_DEFERRED_BYTES", 1)
+    tx = optax.adamw(0.05, weight_decay=0.1)
+
+    def step(state: Any, some: jax.Array) -> Any:
+        params, opt = state
+        loss, grads = jax.value_and_grad(lambda s: ((s["t"][some] * s["u"][some // 2]) ** 2).mean())(params)
+        updates, opt = tx.update(grads, opt, params)
+        return (optax.apply_updates(params, updates), opt), loss
+
+    planned = autopar.parallelize(step, strategy={"0/t": ("ps", "hosts"), "0/u": method})
+    params = {"t": table(V, D), "u": table(1000, D)}
+    mine, theirs = (jax.tree.map(jnp.copy, (params, tx.init(params))) for _ in range(2))
+    if method == "ps":
+        with pytest.raises(autopar.StrategyError, match="0/u can't be trained with 'ps' on devices beside"):
+            planned(mine, ids(0))
+        return
+    for i in range(4):
+        mine, _ = planned(mine, ids(i))
+        theirs, _ = jax.jit(step)(theirs, ids(i))
+    assert isinstance(mine[0]["u"], autopar.HostTable) == (method == "auto")
+    agree(autopar.materialize(mine), theirs)
 
 
 @pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows", "allreduce", "auto"])

@@ -39,6 +39,32 @@ def test_one_batch_is_placed_ahead() -> None:
     assert requested == [0, 1, 2]
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_source_that_fills_one_buffer_again_and_again(devices: int, ahead: int) -> None:
+    def given() -> Iterator[Any]:
+        for k in range(4):
+            buffer[:] = k
+            yield {"x": buffer}
+
+    memory = np.zeros(4 * (1 << 16) + 64, np.uint8)
+    buffer = memory[-memory.ctypes.data % 64 :][: 4 << 16].view(np.float32).reshape(8, -1)  # which JAX could share
+    found = [float(batch["x"][3, 5]) for batch in autopar.shard(given(), mesh=mesh_of(devices), ahead=ahead)]
+    assert found == [0, 1, 2, 3]
+
+
+def test_what_was_read_before_a_source_failed_is_given_out() -> None:
+    def given() -> Iterator[Any]:
+        yield from source([8, 8])
+        raise OSError("no connection")
+
+    batches = autopar.shard(given(), mesh=mesh_of(4), ahead=2)
+    assert [int(next(batches)["ids"][0, 0]) for _ in range(2)] == [0, 1]
+    with pytest.raises(OSError, match="no connection"):
+        next(batches)
+    assert batches.state()["batch"] == 2
+
+
 def test_a_smaller_batch_is_an_error_or_dropped_or_padded() -> None:
     with pytest.raises(autopar.ArgumentsError, match="batch 1 has 5 examples, the first one had 8.*last='pad'"):
         list(autopar.shard(source([8, 5]), mesh=mesh_of(4)))
@@ -236,3 +262,10 @@ def test_what_does_not_fit_the_source() -> None:
     one, other = (autopar.shard(np.arange(8), batch_size=8, shuffle=seed, mesh=mesh_of(4)) for seed in (1, 2))
     with pytest.raises(autopar.ArgumentsError, match="the position is one with seed=1, and here it is 2"):
         other.restore(one.state())
+    small, large = (autopar.shard(np.arange(32), batch_size=size, mesh=mesh_of(4)) for size in (8, 16))
+    with pytest.raises(autopar.ArgumentsError, match="one with batch_size=8, and here it is 16.*the same batch_size="):
+        large.restore(small.state())
+    with pytest.raises(autopar.ArgumentsError, match="in front of batch 5 of an epoch, and the source has 4"):
+        small.restore({**small.state(), "batch": 5})
+    small.restore({"epoch": 0, "batch": 3, "seed": -1, "sources": 1})  # of an earlier version
+    assert len(list(small)) == 1

@@ -171,8 +171,8 @@ KEPT: Pieces = {
     "sum of gradients": (lambda t: jnp.zeros(t.shape[1:]), lambda s, new, old, g, i, k: s + g.sum(0)),
 }
 
-#: What a step closes over: (what the k-th step does, with that: (the table after the update, before it) -> table). Steps
-#: that differ in it alone take turns ("step, other constants").
+#: What a step closes over: (what the k-th step does, with that: (the table after the update, before it) -> table).
+#: Steps that differ in it alone take turns ("step, other constants").
 CLOSED: Pieces = {
     "nothing": (lambda k: (), lambda c, new, old: new),
     "a decay": (lambda k: jnp.asarray(0.1 + 0.2 * k), lambda c, new, old: new * (1 - c)),

@@ -21,6 +21,7 @@ class Updatable(Protocol):
     """What the rows of a family still miss (`log.HostUpdateLog`)."""
 
     def bring_up_to_date(self) -> None: ...
+    def end(self) -> None: ...
     def catch_up(self, rows: np.ndarray) -> None: ...
 
 
@@ -78,6 +79,11 @@ class HostRows:
         """Bring all rows up to date, those of the whole family."""
         if self.log is not None:
             self.log.bring_up_to_date()
+
+    def without_log(self) -> None:
+        """Ends the family's update log, all rows up to date: for who is to change some of them otherwise."""
+        if self.log is not None:
+            self.log.end()
 
     def copy(self) -> HostRows:
         """Another storage with the same rows, all up to date."""

@@ -213,6 +213,12 @@ class HostUpdateLog:
             self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
             self._is_up_to_date = True
 
+    def end(self) -> None:
+        """Bring all rows up to date, and let the leaves go: a next step begins another update log."""
+        self.bring_up_to_date()
+        for leaf in self.leaves:
+            leaf.log = None
+
     @uninterrupted
     @jax_compat.outside_traces()
     def catch_up(self, rows: np.ndarray) -> None:

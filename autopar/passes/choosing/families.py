@@ -127,7 +127,8 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         several = choices.devices > 1 and not choices.hosts
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1]) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    if choices.hosts and not hosted and method == "auto" and choices.devices > 1:  # beside others that are there
+    beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred)
+    if beside and method == "auto":  # update logs of devices and of hosts, say, don't go together
         if not _pays(program, space, ids, choices):
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True

@@ -300,7 +300,7 @@ def check_minibatches() -> None:
     going = batches()
     for _ in range(3):
         next(going)
-    assert going.state() == {"epoch": 0, "batch": 3 * RANKS, "seed": 3, "sources": 1}
+    assert going.state() == {"epoch": 0, "batch": 3 * RANKS, "seed": 3, "sources": 1, "batch_size": 5}
     again = batches()
     again.restore(going.state())
     assert np.asarray(next(again)["x"]).tolist() == mine[3]

@@ -162,6 +162,9 @@ def check_parts_that_do_not_fit() -> None:
     if COUNT > RANKS:
         odd = [{"ids": np.arange(MINE + 1)}]
         raises("the devices must divide it", lambda: list(autopar.shard(odd, per_process=True)))
+    sizes = [{"ids": np.arange(MINE + RANK)}] * 3
+    told = f"batches of process 0 have {MINE} examples, those of others {MINE + RANKS - 1}"
+    raises(told, lambda: list(autopar.shard(sizes, per_process=True, last="drop")))
     raises("are [", lambda: autopar.shard(np.arange(SIZE + RANK), batch_size=SIZE, last="drop"))
 
 

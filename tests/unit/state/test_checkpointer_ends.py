@@ -10,6 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -95,6 +98,44 @@ def test_the_last_state_is_saved_though_the_save_before_it_failed(
     monkeypatch.setattr(pending_save, "write_rows", lambda *_: 1 / 0)
     with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
         trained(tmp_path, planned(), 5, every=4)
+
+
+def test_a_best_state_that_could_not_be_saved_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = False
+
+    def write(*arguments: Any) -> Any:
+        if fails:
+            raise OSError("no space is left")
+        return real(*arguments)
+
+    real = pending_save.write_dense
+    monkeypatch.setattr(pending_save, "write_dense", write)
+    with autopar.Checkpointer(tmp_path, best=("auc", max), async_save=False) as checkpoints:
+        state, _ = checkpoints.resume(lambda: {"w": jnp.zeros(3)})
+        for auc in (0.5, 0.9, 0.8):
+            state = {"w": state["w"] + 1}
+            checkpoints.step(state)
+            fails = auc == 0.9
+            if fails:
+                with pytest.raises(autopar.CheckpointError, match="no space"):
+                    checkpoints.evaluated(state, {"auc": auc})
+                assert checkpoints.best_step() == 1
+            else:
+                checkpoints.evaluated(state, {"auc": auc})
+    assert checkpoints.best_step() == 3 and 2 not in checkpoints.all_steps()
+
+
+@pytest.mark.parametrize("value", [0, 0.0, np.zeros(2), np.zeros(2, np.float32)])
+def test_numbers_and_numpy_arrays_of_a_state_come_back_as_they_were(value: Any, tmp_path: Path) -> None:
+    def make(key: Any) -> Any:
+        return {"w": jax.random.normal(key, (3,)), "n": value}
+
+    for k in range(2):
+        with autopar.Checkpointer(tmp_path, every=1) as checkpoints:
+            state, _ = checkpoints.resume(make, KEY)
+            assert type(state["n"]) is type(value) and np.all(state["n"] == k)
+            state = {"w": state["w"] + 1, "n": type(value)(k + 1) if np.isscalar(value) else state["n"] + 1}
+            checkpoints.step(state)
 
 
 def test_jax_is_asked_for_preemption_by_one_count_for_all_trainings(

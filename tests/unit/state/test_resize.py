@@ -96,6 +96,12 @@ def test_numpy_arrays_and_other_axes() -> None:
         ({"t": jnp.ones(3)}, {"t": jnp.ones((3, 1))}, r"t has the shape \[3\] in state and \[3, 1\] in fresh"),
         ({"t": jnp.ones(3)}, {"u": jnp.ones(4)}, "state has a leaf t, which fresh has not"),
         ({"t": jnp.ones(3)}, {"t": jnp.ones(4), "u": 1}, "fresh has a leaf u, which state has not"),
+        ({"a/b": 1, "a": {"b": 2}}, {"a/b": 1, "a": {"b": 2}}, "state has several leaves with one path"),
+        (
+            {"t": jnp.ones((5, 8)), "rows": jnp.ones(5), "columns": jnp.ones(8)},
+            {"t": jnp.ones((12, 8)), "rows": jnp.ones(8), "columns": jnp.ones(12)},
+            "rows and columns exchange their meaning, .* a table of 5 rows and 8 columns gets 12 rows",
+        ),
         ({"t": jnp.ones(3)}, {"t": jnp.ones(4, jnp.int32)}, "t is of float32 in state, and of int32 in fresh"),
         (
             {"t": jnp.ones(3)},
@@ -107,6 +113,36 @@ def test_numpy_arrays_and_other_axes() -> None:
 def test_what_does_not_fit_is_named(state: Any, fresh: Any, told: str) -> None:
     with pytest.raises(autopar.StateError, match=told):
         autopar.resize(state, fresh)
+
+
+@pytest.mark.parametrize("strategy", ["ps", HOSTS])
+def test_a_fresh_state_that_has_been_through_steps(strategy: Any) -> None:
+    """Its update log says of its own rows what they wait for."""
+    training = Training("adamw")
+    planned, plain = autopar.parallelize(training.step, strategy=strategy), jax.jit(training.step)
+
+    def trained(state: Any, rows: int, of: range) -> Any:
+        theirs = autopar.materialize(state)
+        for k in of:
+            state, _ = planned(state, batch_in(rows, k))
+            theirs, _ = plain(theirs, batch_in(rows, k))
+        return state, theirs
+
+    mine, theirs = trained(training.make_state(jax.random.key(0), 37), 37, range(4))
+    with pytest.warns(autopar.RecompileWarning):
+        fresh, plain_fresh = trained(training.make_state(jax.random.key(1), 50), 50, range(1))
+    mine, theirs = autopar.resize(mine, fresh), jax.tree.map(plainly_resized, theirs, plain_fresh)
+    for k in range(8):
+        mine, _ = planned(mine, batch_in(50, 10 + k))
+        theirs, _ = plain(theirs, batch_in(50, 10 + k))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), autopar.materialize(mine), theirs)
+
+
+def test_random_keys_of_rows() -> None:
+    old, fresh = jax.random.split(jax.random.key(0), 3), jax.random.split(jax.random.key(1), 5)
+    expected = jnp.concatenate([old, fresh[3:]])
+    found = autopar.resize({"keys": old}, {"keys": fresh})["keys"]
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(expected))
 
 
 def test_a_state_that_was_given_away() -> None:
