@@ -76,6 +76,7 @@ _SPREAD_WINDOWS = "a reduction of windows"
 _MAXIMUM = "a maximum or minimum, which may be NaN,"
 CUMULATIVE = "a cumulative reduction"
 SCATTER = "a scatter of updates that the devices don't divide"
+SINGLE = "a scatter of one update into an array that the devices don't divide"
 CONVOLUTION = "a convolution along an axis that the devices don't divide"
 UNSIGNED = "a scatter by unsigned indices that the devices don't divide"
 _SCATTERS = frozenset({"scatter-add", "scatter-sub", "scatter-mul", "scatter-max", "scatter-min"})
@@ -130,12 +131,15 @@ def uneven(equation: Equation, devices: int) -> str | None:
     XLA gives each device as much of an axis as another one, so that the last ones have more than there is. Where it
     then moves the array from all devices to groups of them (it forms such groups itself), what is beyond the end is a
     neighbour's data, which a scatter adds to a row and a convolution multiplies by its kernel. Unsigned indices of a
-    scatter it can't pad: the process is aborted.
+    scatter it can't pad: the process is aborted. A scatter of one update becomes an update in place, which is moved
+    into the range of each device's part, and spoils a row of those that have none of it.
     """
     if equation.op.startswith("scatter"):
         index = equation.inputs[1]
         if np.dtype(index.dtype).kind == "u" and any(n % devices for n in index.shape[:-1]):
             return UNSIGNED
+    if equation.op in _SCATTERS | {"scatter"} and _is_single(equation, devices):
+        return SINGLE
     if equation.op in _SCATTERS or (equation.op == "ap.push" and equation.params["op"] in _SCATTERS):
         index = equation.inputs[-2]
         return SCATTER if any(n % devices for n in _entries(equation, index.shape)) else None
@@ -144,6 +148,13 @@ def uneven(equation: Equation, devices: int) -> str | None:
         sizes = [equation.inputs[0].shape[axis] for axis in spatial]
         return CONVOLUTION if any(n % devices for n in sizes) else None
     return None
+
+
+def _is_single(equation: Equation, devices: int) -> bool:
+    """Whether a scatter has one update in all, along an axis of the operand that the devices don't divide."""
+    operand, index, _ = equation.inputs
+    places = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+    return not _entries(equation, index.shape) and any(operand.shape[axis] % devices for axis in places)
 
 
 def _entries(equation: Equation, shape: tuple[int, ...]) -> list[int]:

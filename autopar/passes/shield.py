@@ -28,6 +28,7 @@ from autopar.analysis.mispartitioned import (
     CONVOLUTION,
     CUMULATIVE,
     SCATTER,
+    SINGLE,
     UNSIGNED,
     mispartitioned,
     scatter_with_nan,
@@ -117,10 +118,11 @@ class _Shield:
     def _equation(self, equation: Equation) -> Sequence[Equation]:
         name = uneven(equation, self._devices) or (CONVOLUTION if self._may_be_uneven(equation) else None)
         if name is not None and not self._is_along_examples(equation):
-            if name not in (SCATTER, UNSIGNED):
+            changed = _UNEVEN.get(name)
+            if changed is None or (equation.op == "scatter" and equation.params.get("update_jaxpr") is not None):
                 return (self._isolated(equation, name),)
             self.told.append(f"{name} ({equation.where}) is written otherwise")
-            new = _signed(equation) if name == UNSIGNED else _evened(equation, self._devices)
+            new = changed(equation, self._devices)
             return *new[:-1], *self._equation(new[-1])
         name = mispartitioned(equation)
         if name in ALONG_SPREAD and self._is_apart(equation):
@@ -203,7 +205,7 @@ class _Shield:
         return [None] * len(equation.inputs), None
 
 
-def _signed(equation: Equation) -> Sequence[Equation]:
+def _signed(equation: Equation, devices: int = 1) -> Sequence[Equation]:
     """A gather or scatter by indices of 32 bits with a sign; those that are too large stay so."""
     operand, index, *updates = equation.inputs
 
@@ -215,12 +217,14 @@ def _signed(equation: Equation) -> Sequence[Equation]:
     return *made, dataclasses.replace(equation, inputs=(operand, made[-1].outputs[0], *updates))
 
 
-def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
-    """A scatter with more updates, which change nothing: of the first row, or the last entry's once more."""
+def _evened(equation: Equation, devices: int, along: Sequence[int] | None = None) -> Sequence[Equation]:
+    """A scatter with more updates, which change nothing: of the first row, or the last entry's once more. `along`: axes
+    of its indices; None: those with several entries."""
     numbers, (*before, index, updates) = equation.params["dimension_numbers"], equation.inputs
     op = equation.params["op"] if equation.op == "ap.push" else equation.op
     entries = [axis for axis in range(len(updates.shape)) if axis not in numbers.update_window_dims]
-    more = {axis: -n % devices for axis, n in enumerate(index.shape[:-1]) if n > 1}
+    along = [axis for axis, n in enumerate(index.shape[:-1]) if n > 1] if along is None else along
+    more = {axis: -index.shape[axis] % devices for axis in along}
     more = {axis: n for axis, n in more.items() if n and axis not in numbers.scatter_indices_batching_dims}
 
     def widened(widths: Mapping[int, int], **how: Any) -> Callable[[Any], Any]:
@@ -237,6 +241,20 @@ def _evened(equation: Equation, devices: int) -> Sequence[Equation]:
     params = {**equation.params, **({"unique_indices": False} if "unique_indices" in equation.params else {})}
     inputs = (*before, wider[-1].outputs[0], widest[-1].outputs[0])
     return *wider, *widest, dataclasses.replace(equation, inputs=inputs, params=params)
+
+
+def _doubled(equation: Equation, devices: int) -> Sequence[Equation]:
+    """A scatter of one update with an axis for more of them, evened."""
+    numbers, (operand, index, updates) = equation.params["dimension_numbers"], equation.inputs
+    moved = numbers._replace(
+        update_window_dims=tuple(axis + 1 for axis in numbers.update_window_dims),
+        scatter_indices_batching_dims=tuple(axis + 1 for axis in numbers.scatter_indices_batching_dims),
+    )
+    made = [expand(lambda x: x[None], equation, (x,)) for x in (index, updates)]
+    inputs = (operand, *(equations[-1].outputs[0] for equations in made))
+    params = {**equation.params, "dimension_numbers": moved}
+    wider = dataclasses.replace(equation, inputs=inputs, params=params)
+    return *made[0], *made[1], *_evened(wider, devices, (0,))
 
 
 def _clamped(equation: Equation) -> Sequence[Equation]:
@@ -303,6 +321,11 @@ def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
     return expand(scattered, equation, equation.inputs, equation.outputs[0])
 
 
+_UNEVEN: Mapping[str, Callable[[Equation, int], Sequence[Equation]]] = {
+    SCATTER: _evened,
+    SINGLE: _doubled,
+    UNSIGNED: _signed,
+}
 _REWRITES: Mapping[str, Callable[[Equation], Sequence[Equation]]] = {
     "dynamic_slice": _clamped,
     "dynamic_update_slice": _clamped,

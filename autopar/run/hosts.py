@@ -107,7 +107,8 @@ class HostRunner:
             path, ranks = self._program.inputs[space.tables[0]].path, self._bound.devices
             raise StrategyError(
                 f"strategy: {path} can't be trained with {there[space.family]!r} on devices beside tables on the hosts "
-                f"of {ranks} rank{'s' * (ranks > 1)}. Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+                f"of {ranks} rank{'s' * (ranks > 1)}. Give it ('ps', 'hosts') as well, or leave it to 'auto' or "
+                "'allreduce'"
             )
 
     def lower(self) -> Any:
