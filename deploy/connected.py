@@ -6,6 +6,7 @@ JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID say which they are
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 import jax
@@ -18,4 +19,9 @@ if __name__ == "__main__":
     )
     del sys.argv[0]
     sys.path[0] = str(Path(sys.argv[0]).parent)  # as if Python had been given the script
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except Exception:  # JAX would wait for the other processes for minutes, and they for this one
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)

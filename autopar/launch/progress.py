@@ -123,6 +123,11 @@ class Progress:
             return last
         return replace(last, what=f"{last.what}, on the devices", kind="waits")
 
+    def settle(self) -> None:
+        """Wait until the program that was dispatched last has ended, if this process knows its result."""
+        while self._result is not None and not _is_ready(self._result()):
+            time.sleep(0.02)
+
     def share(self, descriptor: int) -> None:
         """Write marks to a supervisor's page from now on, too."""
         os.set_inheritable(descriptor, False)

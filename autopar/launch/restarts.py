@@ -7,6 +7,7 @@ reached, it couldn't save: a checkpoint needs all ranks of its job.
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import subprocess
@@ -15,9 +16,18 @@ from collections.abc import Callable, Sequence
 from types import FrameType, TracebackType
 
 from autopar.errors import LaunchError
+from autopar.mpi.world import RANK_PID_VARIABLE
 
 #: How long ranks may take to end after a second signal, and mpirun after that.
 ENDING_S, KILLING_S = 10.0, 5.0
+
+#: Signals that end a job, and others that ranks may wait for.
+_ENDING, _TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (signal.SIGUSR1, signal.SIGUSR2)
+#: Begin names of variables by which MPI tells a process that it is a rank; the launcher may be one of another job.
+_RANKS_ENVIRONMENT = (
+    *("PMI_", "PMI2_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER", "PALS_RANKID"),
+    *("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", RANK_PID_VARIABLE),
+)
 
 #: Has the kernel kill mpirun if the launcher is killed, and then becomes mpirun.
 _DIE_WITH_PARENT = (
@@ -61,9 +71,14 @@ def say(text: str) -> None:
     print(f"autopar launch: {text}", file=sys.stderr, flush=True)
 
 
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if not name.startswith(_RANKS_ENVIRONMENT)}
+
+
 class _Runner:
-    """Runs mpirun in a session of its own. Within its context signals go to all ranks. The first one may have them save
-    a checkpoint, which takes its time; ranks that stay after a second one are killed.
+    """Runs mpirun in a session of its own. Within its context signals go to all ranks, but for those that are ignored
+    (nohup). The first one that ends a program may have them save a checkpoint, which takes its time; ranks that stay
+    after a second one are killed.
 
     Attributes:
       interrupted: Whether there was a signal: the job isn't to be started again.
@@ -75,8 +90,8 @@ class _Runner:
         self._ending = [signal.SIGTERM]
 
     def __enter__(self) -> _Runner:
-        handlers = {number: self._pass_on for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-        handlers[signal.SIGALRM] = self._end
+        numbers = [n for n in (*_ENDING, *_TOLD) if signal.getsignal(n) is not signal.SIG_IGN]
+        handlers = {number: self._pass_on for number in numbers} | {signal.SIGALRM: self._end}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
@@ -90,13 +105,15 @@ class _Runner:
     def run(self, command: Sequence[str]) -> int:
         """Runs mpirun; returns its exit code."""
         guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
-        self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self._process is not None:
-            self._process.send_signal(number)
+        if self._process is not None:  # mpirun would die of a SIGHUP, and tell no rank
+            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        if number in _TOLD:
+            return
         if self.interrupted:
             signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
         self.interrupted = True

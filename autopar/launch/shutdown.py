@@ -106,8 +106,10 @@ def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
     if os.getpid() != heartbeat.pid or MPI.Is_finalized():
         return
     code = script.exit_code()
-    heartbeat.leave(code)
     try:
+        if not code:  # its own programs may be under way yet, which others wait for
+            PROGRESS.settle()
+        heartbeat.leave(code)
         for call in _last_words:
             call()
         _await_others(world, heartbeat, code)

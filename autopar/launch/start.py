@@ -12,6 +12,8 @@ import functools
 import os
 import platform
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -39,7 +41,7 @@ _heartbeats: list[Heartbeat] = []
 @functools.cache
 def start() -> None:
     """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog."""
-    if launched() is None:
+    if launched() is None or _is_launcher(sys.orig_argv):
         return
     claim()
     descriptor = os.environ.pop(PAGE_VARIABLE, "")
@@ -68,6 +70,13 @@ def start() -> None:
     _heartbeats.append(heartbeat)
     if here.servers:
         service()  # which is there on the servers
+
+
+def _is_launcher(arguments: Sequence[str]) -> bool:
+    """Whether this process's command line is `python -m autopar launch ...`, which may be run by a rank, as in a shell
+    that srun has started."""
+    k = arguments.index("-m") if "-m" in arguments else 0
+    return list(arguments[k : k + 3]) == ["-m", "autopar", "launch"]
 
 
 def _watched(here: World, hooks: Hooks) -> Heartbeat:

@@ -45,6 +45,11 @@ def main(command: list[str]) -> int:
         file.truncate(PAGE_BYTES)
         os.set_inheritable(file.fileno(), True)
         killed_before = _killed_for_memory()
+        # Ctrl-C reaches the whole group; the child answers it, and what else MPI's launcher passes on. Handlers, as what
+        # is ignored stays so after an exec.
+        for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda number, frame: None)
         # Descriptors are kept open: some of them are the launcher's, through which MPI finds its peers.
         child = subprocess.Popen(
             [sys.executable, *command],
@@ -52,8 +57,6 @@ def main(command: list[str]) -> int:
             env={**os.environ, PAGE_VARIABLE: str(file.fileno())},
             preexec_fn=_die_with_parent if sys.platform == "linux" else None,
         )
-        # Ctrl-C reaches the whole group; the child answers it. Handlers, as what is ignored stays so after an exec.
-        signal.signal(signal.SIGINT, lambda number, frame: None)
         signal.signal(signal.SIGTERM, lambda number, frame: child.send_signal(signal.SIGTERM))
         code = child.wait()
         with mmap.mmap(file.fileno(), PAGE_BYTES) as page:
@@ -87,7 +90,7 @@ def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
     if flags & REPORTED:
         return None
     if code < 0:
-        name = signal.Signals(-code).name
+        name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
         if code != -signal.SIGKILL:
             return f"was killed by {name}"
         why = "by the kernel, for want of memory" if killed_for_memory > 0 else "by hand, or for want of memory"

@@ -16,16 +16,18 @@ import jax
 
 from autopar.backends.devices import Devices
 from autopar.launch.notices import noticing
+from autopar.mpi.limits import cores
 
 #: Says what is measured next.
 Advance = Callable[[str], None]
 
 #: What is measured, and how: files of other versions aren't read.
-_VERSION = 10
+_VERSION = 11
 
 
 def cache_file(devices: Devices, name: str) -> Path:
-    """Where what was measured is kept: by machine, kind and number of devices, mesh, processes and JAX version.
+    """Where what was measured is kept: by machine, the cores that this process may use, kind and number of devices,
+    mesh, processes and JAX version.
 
     Args:
       devices: The devices, whatever the mesh calls its axes.
@@ -35,7 +37,7 @@ def cache_file(devices: Devices, name: str) -> Path:
     about = (
         _VERSION,
         platform.node(),
-        os.cpu_count(),
+        cores(),
         first.platform,
         first.device_kind,
         devices.mesh.devices.shape,

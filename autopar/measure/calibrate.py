@@ -23,6 +23,7 @@ from autopar.measure.cluster import are_alike
 from autopar.measure.figures import BASE, DENSE, SIDE, Figures, rates_of_figures
 from autopar.measure.probe import StepPlanner, WholeSteps
 from autopar.measure.rows import RowLoops
+from autopar.mpi.limits import machine_name
 
 #: What figures are for: to compare methods, or to predict a whole step as well.
 Purpose = Literal["methods", "steps"]
@@ -98,7 +99,9 @@ def _figures_for(
     purpose: Purpose, devices: Devices, plan: StepPlanner, budget: Budget | None, *, again: bool
 ) -> Figures:
     """The first process's figures, and what it lacks of those for a purpose measured as far as there is time."""
-    file, processes = cache_file(devices, "rates-{}.json"), devices.processes
+    processes = devices.processes
+    machines = len(set(processes.values(machine_name(), "machines of the devices")))
+    file = cache_file(devices, f"rates-{machines}-{{}}.json")
     kept: Figures = processes.first(read_figures(file), "figures of the devices")
     probes = [p for p in probes_for(purpose, devices, plan) if again or str(p.at) not in kept.get(p.figure, {})]
     if not probes:

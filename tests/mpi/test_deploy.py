@@ -8,6 +8,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -89,11 +90,25 @@ def test_slurm(place: Path) -> None:
     assert steps(told, 2, "begins") == 0 and steps(told, 2, "ends") == steps(last, 2, "begins") > 0
 
 
-@pytest.mark.parametrize(("code", "restarts", "is_queued"), [(143, 99, True), (137, 19, True), (137, 20, False)])
-def test_when_slurm_queues_it_again(place: Path, code: int, restarts: int, is_queued: bool) -> None:
-    (place / "bin" / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
-    job = run(["bash", "deploy/slurm.sbatch"], place, SLURM_JOB_ID="17", SLURM_RESTART_COUNT=str(restarts))
+@pytest.mark.parametrize(
+    ("code", "in_vain", "saves", "is_queued"),
+    [
+        (143, 19, True, True),
+        (143, 19, False, False),  # a rank has failed before the others could save: they die of SIGTERM
+        (137, 19, True, True),
+        (137, 18, False, True),
+        (137, 19, False, False),
+        (0, 5, False, False),
+    ],
+)
+def test_when_slurm_queues_it_again(place: Path, code: int, in_vain: int, saves: bool, is_queued: bool) -> None:
+    saved = "mkdir -p $CHECKPOINT/step-1" if saves else ":"
+    (place / "bin" / "srun").write_text(f"#!/bin/sh\n{saved}\nexit {code}\n")
+    failures = place / "checkpoints.failures"
+    failures.write_text("1\n" * in_vain)
+    job = run(["bash", "deploy/slurm.sbatch"], place, SLURM_JOB_ID="17")
     assert job.code == code and ("scontrol requeue 17" in job.output) is is_queued, job.output
+    assert failures.exists() is not (saves or code == 0)
 
 
 def test_mpijob(place: Path) -> None:
@@ -137,6 +152,25 @@ def test_jobset(place: Path) -> None:
     starts = [f"JAX_PROCESS_ID={k} {shlex.join(process['command'])} &" for k in range(spec["completions"])]
     found = run(["sh", "-c", " ".join([*starts, "wait"])], place, **{k: v for k, v in env.items() if v})
     assert [steps(found, spec["completions"], when) for when in ("begins", "ends")] == [0, STEPS]
+
+
+def test_a_process_that_fails_before_the_others_ends_at_once(place: Path) -> None:
+    """JAX would have it wait for them for five minutes, and them for it."""
+    (place / "train.py").write_text("import jax\nassert jax.process_index(), 'it fails'\njax.distributed.shutdown()\n")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    env = {**os.environ, "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "deploy/connected.py", "train.py"]
+    failing, other = (
+        subprocess.Popen(command, cwd=place, env={**env, "JAX_PROCESS_ID": str(k)}, stderr=subprocess.PIPE, text=True)
+        for k in (0, 1)
+    )
+    try:
+        assert "it fails" in failing.communicate(timeout=60)[1] and failing.returncode == 1
+    finally:
+        other.kill()
+        other.communicate()
 
 
 def test_the_image_has_what_the_jobs_use() -> None:

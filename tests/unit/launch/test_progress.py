@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
+import threading
 
 import pytest
 
@@ -78,6 +81,28 @@ def test_the_page_of_the_supervisor() -> None:
         here.mark(6, "short")
         here.flag(progress.LEFT)
         assert page() == (supervise.STARTED | supervise.LEFT, 6, "short")
+
+
+def test_a_program_under_way_is_waited_for() -> None:
+    here, result = Progress(), Result()
+    here.settle()
+    here.watched = True
+    here.dispatched(result)
+    thread = threading.Thread(target=here.settle)
+    thread.start()
+    thread.join(0.1)
+    assert thread.is_alive()
+    result.ready = True
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("number", "name"), [(11, "SIGSEGV"), (40, "signal 40")])
+def test_the_supervisor_names_a_signal(number: int, name: str) -> None:
+    script = f"import os; os.kill(os.getpid(), {number})"
+    command = [sys.executable, "-I", str(supervise.__file__), "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert f"was killed by {name}, before autopar was imported" in done.stderr and done.returncode == 128 + number
 
 
 def test_the_supervisor_reads_what_the_rank_writes() -> None:

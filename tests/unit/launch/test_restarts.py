@@ -63,6 +63,45 @@ def test_the_first_signal_leaves_time_to_save(
     thread.join()
 
 
+TOLD = """
+import os, signal, sys, time
+from pathlib import Path
+assert "PMI_RANK" not in os.environ
+for number in signal.SIGUSR1, signal.SIGTERM:
+    signal.signal(number, lambda number, frame: sys.exit(number))
+Path(sys.argv[1]).touch()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"), [(signal.SIGUSR1, signal.SIGUSR1), (signal.SIGHUP, signal.SIGTERM), (None, signal.SIGTERM)]
+)
+def test_signals_that_mpirun_hears_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int | None, received: int
+) -> None:
+    """A SIGHUP that is ignored, as under nohup, none. The job has nothing of one that the launcher is a rank of."""
+    monkeypatch.setenv("PMI_RANK", "0")
+    if sent is None:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    def press() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGHUP if sent is None else sent)
+        if sent is None:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    command = [sys.executable, "-c", TOLD, str(tmp_path / "begun")]
+    assert restarts.run_job(command, 0, lambda: command) == received
+    thread.join()
+    if sent is None:
+        signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize(("failures", "code", "runs"), [(0, 0, 1), (2, 0, 3), (9, 7, 4)])
 def test_a_job_that_fails_is_started_again(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], failures: int, code: int, runs: int
