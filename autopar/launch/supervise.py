@@ -45,8 +45,8 @@ def main(command: list[str]) -> int:
         file.truncate(PAGE_BYTES)
         os.set_inheritable(file.fileno(), True)
         killed_before = _killed_for_memory()
-        # Ctrl-C reaches the whole group; the child answers it, and what else MPI's launcher passes on. Handlers, as what
-        # is ignored stays so after an exec.
+        # Ctrl-C reaches the whole group; the child answers it, and what else MPI's launcher passes on. Handlers, as
+        # what is ignored stays so after an exec.
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)

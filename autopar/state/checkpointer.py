@@ -126,6 +126,11 @@ class Checkpointer:
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
         self._group = everyone()
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
+        if step is not None and not isinstance(step, (ParallelStep, BoundStep)):
+            raise ArgumentsError(
+                f"Checkpointer takes a step that parallelize returned, not a {type(step).__name__}; of nnx objects "
+                "keep nnx.state(...), without step="
+            )
         clients = None if step is None else step.clients
         self._leaving = Leaving(self._group, seldom=clients is not None)
         self._batches: Positioned | None = None

@@ -13,10 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
 import autopar
 from autopar.batches.dealt import DealtBatches
+from autopar.integrations import nnx as anx
 from autopar.state import leaving, pending_save
 from tests.unit.state.test_checkpointer import KEY, batches_of, equal, make_state, opened, planned, trained, undisturbed
 
@@ -192,3 +195,38 @@ def test_what_there_is_not_to_save(tmp_path: Path) -> None:
         checkpoints.resume(make_state, KEY)
         with pytest.raises(autopar.CheckpointError, match="there is no state to save yet"):
             checkpoints.save()
+
+
+class Model(nnx.Module):
+    """A table that waits with its rows."""
+
+    def __init__(self) -> None:
+        rngs = nnx.Rngs(0)
+        self.table, self.layer = nnx.Embed(9_000, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+
+def test_objects_of_nnx(tmp_path: Path) -> None:
+    tx = optax.adamw(1e-2)
+
+    def trained_nnx(folder: Path, steps: int) -> Any:
+        model = Model()
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        with autopar.Checkpointer(folder, every=2) as checkpoints:
+            state, _ = checkpoints.resume(lambda: nnx.state((model, optimizer)))
+            nnx.update((model, optimizer), state)
+            while checkpoints.steps < steps:
+                step(model, optimizer, np.arange(4, dtype=np.int32) * 7 + checkpoints.steps)
+                checkpoints.step(nnx.state((model, optimizer)))
+        return autopar.materialize(nnx.state(model))
+
+    @anx.parallelize(strategy="ps")
+    def step(model: Model, optimizer: nnx.Optimizer, ids: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda m: (m.layer(m.table(ids)) ** 2).mean())(model)
+        optimizer.update(model, grads)
+        return loss
+
+    with pytest.raises(autopar.ArgumentsError, match=r"not a NnxStep.*of nnx objects keep nnx.state\(...\)"):
+        autopar.Checkpointer(tmp_path / "it", step=step)
+    trained_nnx(tmp_path / "it", 3)
+    found, expected = trained_nnx(tmp_path / "it", 6), trained_nnx(tmp_path / "other", 6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-6, 1e-7), found, expected)
