@@ -43,7 +43,7 @@ from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
-from autopar.passes.lifting.deferral import NotDeferrable
+from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, check_positions, describe_leaves
@@ -241,10 +241,13 @@ class Planner:
             measured = self._profiled(measure(analysed.program, options, self.machine, example), analysed, options)
             try:
                 compiled = compile_program(analysed, options, measured)
-                break
+                tables = {k for space in analysed.program.rows.spaces for k in space.tables}
+                known = replayed_in_vain(compiled.program, tables, options)
+                if not known:
+                    break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
-                options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
+            options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
         return compiled

@@ -44,7 +44,7 @@ def _dense_tables(entry: Entry) -> Iterator[str]:
     for space in program.rows.spaces:
         table = program.inputs[space.tables[0]].path if space.tables else ""
         refusal, ids = space.refusal, looked_up.get(table, 0)
-        if refusal is None or refusal.kind == "softmax" or not ids:
+        if refusal is None or refusal.kind in ("softmax", "replayed") or not ids:
             continue
         family = sum(program.block.inputs[k].type.nbytes for k in space.leaves)
         dense = touched_bytes(table_bytes=program.block.inputs[space.tables[0]].type.nbytes, family_bytes=family)

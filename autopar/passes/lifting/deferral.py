@@ -9,7 +9,7 @@ are scalars that were broadcast before they met a row; they are kept as scalars.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -18,11 +18,14 @@ from autopar import jax_compat
 from autopar.analysis.fading import find_fading
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.scale_only import find_scale_only
-from autopar.ir.deferred import Replay
+from autopar.cost.model import replay_pays
+from autopar.ir.deferred import Replay, flushes
 from autopar.ir.operations import plain_name
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.ir.options import Options
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import eliminate_dead
+from autopar.ir.strategy import asked_of
 from autopar.ir.writer import Writer
 from autopar.passes.lifting.off_rows import OffScope
 from autopar.passes.lifting.scope import Scope
@@ -40,6 +43,31 @@ class NotDeferrable(Exception):
         super().__init__(str(refusal))
         self.leaves = leaves
         self.refusal = refusal
+
+
+def replayed_in_vain(program: Program, tables: Collection[int], options: Options) -> dict[int, Refusal]:
+    """Leaves of families that "auto" lets wait though all of their rows are to be replayed, as beside a moving average
+    of a table: scale-only are those rows alone that are zero. On one device that takes longer than the dense update,
+    unless a table is large.
+
+    Args:
+      program: A compiled one.
+      tables: Leaves that it looks up.
+      options: Those that it was compiled with.
+    """
+    found: dict[int, Refusal] = {}
+    if options.devices > 1 or options.hosts or options.plan is not None:
+        return found
+    for equation in flushes(program.block):
+        replay: Replay = equation.params["replay"]
+        size = sum(program.block.inputs[k].type.nbytes for k in replay.leaves)
+        is_asked = any(asked_of(options.strategy, program.inputs[k].path).method != "auto" for k in replay.leaves)
+        zero = None if replay.scale_only is None else {replay.leaves[k] for k in replay.scale_only.zero}
+        is_in_vain = zero is None or not zero.isdisjoint(tables)
+        if is_in_vain and not is_asked and not replay_pays(family_bytes=size):
+            reason = "what each step does to all of its rows would have to be replayed: the dense update is faster"
+            found |= dict.fromkeys(replay.leaves, Refusal(reason, remedy="strategy='ps'", kind="replayed"))
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,53 @@
+"""Tables all of whose rows would have to be replayed: "auto" leaves them dense on one device, unless they are large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.cost import model
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategy", "lifted"),
+    [("average", "auto", False), ("average", "ps", True), ("l2", "auto", False), ("adamw", "auto", True)],
+)
+def test_what_would_be_replayed_in_vain(
+    kind: str, strategy: str, lifted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model, "SMALL_DEFERRED_BYTES", 1)
+    tx = optax.adamw(0.05)
+
+    def step(state: Any, ids: Any) -> Any:
+        def loss_fn(params: Any) -> Any:
+            penalty = 1e-3 * jnp.sum(params["t"] ** 2) if kind == "l2" else 0.0
+            return jnp.mean((params["t"][ids] @ params["w"]) ** 2) + penalty
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = tx.update(grads, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state["average"], params) if "average" in state else {}
+        return {"params": params, "opt": opt, **({"average": average} if average else {})}, loss
+
+    params = {"t": jnp.ones((4000, 4)), "w": jnp.ones((4, 2))}
+    state = {"params": params, "opt": tx.init(params)}
+    if kind == "average":
+        state["average"] = jax.tree.map(jnp.copy, params)
+    theirs = jax.tree.map(jnp.copy, state)
+    planned, plain = autopar.parallelize(step, strategy=strategy), jax.jit(step)
+    for k in range(3):
+        ids = np.arange(8, dtype=np.int32) * 3 + k
+        state, _ = planned(state, ids)
+        theirs, _ = plain(theirs, ids)
+    assert planned.plan is not None
+    (table,) = planned.plan.tables
+    assert table.lifted is lifted
+    if not lifted and kind == "average":
+        assert "would have to be replayed: the dense update is faster" in table.reason
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), autopar.materialize(state), theirs)
