@@ -76,9 +76,9 @@ def _environment() -> dict[str, str]:
 
 
 class _Runner:
-    """Runs mpirun in a session of its own. Within its context signals go to all ranks, but for those that are ignored
-    (nohup). The first one that ends a program may have them save a checkpoint, which takes its time; ranks that stay
-    after a second one are killed.
+    """Runs mpirun in a session of its own. Within its context signals go to all ranks, but for a SIGHUP under nohup.
+    The first one that ends a program may have them save a checkpoint, which takes its time; ranks that stay after a
+    second one are killed.
 
     Attributes:
       interrupted: Whether there was a signal: the job isn't to be started again.
@@ -90,7 +90,9 @@ class _Runner:
         self._ending = [signal.SIGTERM]
 
     def __enter__(self) -> _Runner:
-        numbers = [n for n in (*_ENDING, *_TOLD) if signal.getsignal(n) is not signal.SIG_IGN]
+        numbers = [*_ENDING, *_TOLD]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            numbers.remove(signal.SIGHUP)
         handlers = {number: self._pass_on for number in numbers} | {signal.SIGALRM: self._end}
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self

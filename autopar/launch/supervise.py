@@ -48,7 +48,7 @@ def main(command: list[str]) -> int:
         # Ctrl-C reaches the whole group; the child answers it, and what else MPI's launcher passes on. Handlers, as
         # what is ignored stays so after an exec.
         for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda number, frame: None)
         # Descriptors are kept open: some of them are the launcher's, through which MPI finds its peers.
         child = subprocess.Popen(

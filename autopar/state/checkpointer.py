@@ -22,8 +22,8 @@ from autopar.errors import (
     StateWarning,
     warn,
 )
-from autopar.ir.plan import Plan
 from autopar.launch.group import everyone, go_on
+from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
@@ -228,7 +228,7 @@ class Checkpointer:
         self.steps += 1
         self._latest = state, None if self._batches is None else dict(self._batches.state())
         self._look()
-        self._leaving.answer(self._finish)
+        self._leaving.answer(self._finish_and_say)
         if self._every is not None and self.steps % self._every == 0:
             self._save()
 
@@ -310,6 +310,11 @@ class Checkpointer:
         if failed is not None:
             warn(f"an earlier save failed, the one of step {self.steps} didn't: {failed}", StateWarning)
 
+    def _finish_and_say(self) -> None:
+        self._finish()
+        if self._kept is not None and self._group.rank == 0:
+            LOG.info("step %d is saved in %s; the training is left", self.steps, self._history.path)
+
     def _save(self) -> None:
         if self._kept is None:
             return
@@ -358,7 +363,7 @@ class Checkpointer:
             if best is not None and best.step in known and best != history.best():
                 history.note_best(best)
             plan = None if self._planned is None else self._planned.plan
-            if plan is not None and _is_plain(plan):
+            if plan is not None and plan.pipeline is None and plan.way is None:
                 history.note_plan(plan)
             noted = history.best()  # until the new one is saved, too
             kept = known if self._keep is None else known[-self._keep :]
@@ -389,7 +394,3 @@ class Checkpointer:
 
     def _led(self, work: Callable[[], Any]) -> Any:
         return self._group.led(CheckpointError, work, "checkpoints")
-
-
-def _is_plain(plan: Plan) -> bool:
-    return plan.pipeline is None and plan.way is None
