@@ -243,7 +243,7 @@ def _evened(equation: Equation, devices: int, along: Sequence[int] | None = None
     return *wider, *widest, dataclasses.replace(equation, inputs=inputs, params=params)
 
 
-def _doubled(equation: Equation, devices: int) -> Sequence[Equation]:
+def _single_evened(equation: Equation, devices: int) -> Sequence[Equation]:
     """A scatter of one update with an axis for more of them, evened."""
     numbers, (operand, index, updates) = equation.params["dimension_numbers"], equation.inputs
     moved = numbers._replace(
@@ -323,7 +323,7 @@ def _scattered_with_nan(equation: Equation) -> Sequence[Equation]:
 
 _UNEVEN: Mapping[str, Callable[[Equation, int], Sequence[Equation]]] = {
     SCATTER: _evened,
-    SINGLE: _doubled,
+    SINGLE: _single_evened,
     UNSIGNED: _signed,
 }
 _REWRITES: Mapping[str, Callable[[Equation], Sequence[Equation]]] = {

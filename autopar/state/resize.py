@@ -58,7 +58,7 @@ def resize(state: Any, fresh: Any) -> Any:
 
     Raises:
       StateError: leaves that are in one of the two alone, and resized ones of another dtype, or with a shape that
-        differs along several axes, or from a size to another than tables do; replicas, and leaves that servers keep:
+        differs along several axes; vectors that would change their meaning; replicas, and leaves that servers keep:
         average them first.
       DonatedStateError: a state that was given to a step.
 
@@ -164,7 +164,7 @@ def _checked_axis(path: str, old: Any, new: Any) -> int | None:
 
 
 def _check_sizes(resized: Mapping[str, tuple[int, int, int]]) -> None:
-    """That no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes there are.
+    """Checks that no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes there are.
 
     Adafactor keeps means by rows and by columns; which of its two is which follows from the table's larger axis, and a
     table of 5 x 8 that gets 12 rows takes those from 5 to 8 numbers and from 8 to 12.

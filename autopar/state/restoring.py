@@ -222,7 +222,7 @@ def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarr
 
 
 def template_of(make_state: Callable[..., Any], *args: Any) -> Any:
-    """What a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
+    """Returns what a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
     made: list[Any] = []
 
     def noted(*args: Any) -> Any:

@@ -46,7 +46,7 @@ class NotDeferrable(Exception):
 
 
 def replayed_in_vain(program: Program, tables: Collection[int], options: Options) -> dict[int, Refusal]:
-    """Leaves of families that "auto" lets wait though all of their rows are to be replayed, as beside a moving average
+    """Finds leaves of families that "auto" lets wait though all of their rows are to be replayed, as beside a moving average
     of a table: scale-only are those rows alone that are zero. On one device that takes longer than the dense update,
     unless a table is large.
 
