@@ -164,7 +164,7 @@ def _checked_axis(path: str, old: Any, new: Any) -> int | None:
 
 
 def _check_sizes(resized: Mapping[str, tuple[int, int, int]]) -> None:
-    """Checks that no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes there are.
+    """Checks that no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes.
 
     Adafactor keeps means by rows and by columns; which of its two is which follows from the table's larger axis, and a
     table of 5 x 8 that gets 12 rows takes those from 5 to 8 numbers and from 8 to 12.

@@ -46,9 +46,10 @@ class NotDeferrable(Exception):
 
 
 def replayed_in_vain(program: Program, tables: Collection[int], options: Options) -> dict[int, Refusal]:
-    """Finds leaves of families that "auto" lets wait though all of their rows are to be replayed, as beside a moving average
-    of a table: scale-only are those rows alone that are zero. On one device that takes longer than the dense update,
-    unless a table is large.
+    """Finds leaves of families that "auto" lets wait though all of their rows are to be replayed.
+
+    A moving average of a table does that: scale-only are those rows alone that are zero. On one device that takes
+    longer than the dense update, unless a table is large.
 
     Args:
       program: A compiled one.
