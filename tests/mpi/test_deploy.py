@@ -28,12 +28,12 @@ SLURM = {
     "srun": """#!/bin/sh
 for flag in "$@"; do case $flag in --mpi=pmi2) pmi=2; shift;; --*) shift;; *) break;; esac; done
 [ "$pmi" = 2 ] || exit 9
-mpiexec -n 2 "$@" > ranks & ranks=$!
+mpiexec -n 2 "$@" & ranks=$!
 while kill -0 $ranks 2> /dev/null; do
-    if [ "$(grep -c begins ranks)" = 2 ] && [ ! -e told ]; then touch told; kill -TERM $ranks; fi
+    # Two ranks' words may stand on one line.
+    if [ "$(grep -o begins output | wc -l)" = 2 ] && [ ! -e told ]; then touch told; kill -TERM $ranks; fi
     sleep 0.1
 done
-cat ranks
 wait $ranks
 """,
     "scontrol": '#!/bin/sh\necho "scontrol $*"\n',
