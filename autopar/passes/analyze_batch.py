@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
 from autopar.analysis.row_ids import collect_ids
@@ -22,6 +23,9 @@ from autopar.analysis.uniform import uniform_axes
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Program, Var
+
+#: Examples for each device from which on it is worth the while to divide them.
+MANY = 16
 
 
 def analyze_batch(
@@ -41,8 +45,8 @@ def analyze_batch(
       microbatches: M, into which each device's examples are divided.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       always: Also for one device.
-      uneven: Whether a batch whose size N doesn't divide is spread; shared leaves of other sizes that N doesn't divide
-        never are.
+      uneven: Whether a batch whose size N doesn't divide is spread: the largest of its leaves, or else those of the
+        size that most have. Shared leaves of other sizes that N doesn't divide never are.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -51,12 +55,13 @@ def analyze_batch(
     if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
     parts = devices * microbatches
-    most = max((v.shape[axis] for v, axis in named.items()), default=0)
-    uneven = uneven and microbatches == 1 and most > 1 and most % devices != 0
+    sizes = [v.shape[axis] for v, axis in named.items()]
+    undivided = next((n for n in (max(sizes, default=0), common_size(sizes, devices)) if n > 1 and n % devices), 0)
+    uneven = uneven and microbatches == 1 and undivided > 0
     starts = {
         v: axis
         for v, axis in named.items()
-        if v.shape[axis] and (v.shape[axis] % parts == 0 or (uneven and v.shape[axis] == most))
+        if v.shape[axis] and (v.shape[axis] % parts == 0 or (uneven and v.shape[axis] == undivided))
     }
     if microbatches > 1:
         paths = {v: x.path for v, x in zip(program.block.inputs, program.inputs, strict=True)}
@@ -81,6 +86,12 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
     arguments = {v: path.partition("/")[0] for v, path in inputs}
     parameters = _parameters(program, [(arguments[v], v.shape[axis]) for v, axis in named.items()])
     return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
+
+
+def common_size(sizes: Iterable[int], devices: int) -> int:
+    """The size that most leaves of a batch have along their axes of examples; 0 if there are two such, or few."""
+    (size, leaves), (_, others) = (*Counter(sizes).most_common(2), (0, 0), (0, 0))[:2]
+    return size if leaves > others and size >= MANY * devices else 0
 
 
 def _parameters(program: Program, named: Sequence[tuple[str, int]]) -> set[str]:

@@ -29,7 +29,7 @@ from autopar.planning.explain_notes import (
 from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
-from autopar.run.slow_plans import is_undivided
+from autopar.run.slow_plans import undivided
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 
@@ -87,8 +87,8 @@ def _explain(
         size = program.block.inputs[k].shape[axis]
         each = f"each has {-(-size // plan.devices)} or fewer, padded and masked"
         there += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
-    if is_undivided(entry):
-        there += (f"All devices do the same: {next(note for name, note, _ in passes if name == 'analyze_batch')}.",)
+    if examples := undivided(entry):
+        there += (f"All devices do the same: {plan.devices} devices don't divide the batch ({examples}).",)
     return Explanation(
         name,
         tuple(rows),

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
-from autopar.passes.analyze_batch import batch_of
+from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.entry import Entry
 
 #: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
 _BYTES, _TIMES = 64 << 20, 4
-#: Examples for each device from which on a batch that isn't divided is worth a warning.
-_EXAMPLES = 16
 
 
 def warn_of_slow_plan(name: str, entry: Entry) -> None:
@@ -27,14 +25,13 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
         warn(f"{name}: {told}", SlowPlanWarning)
 
 
-def is_undivided(entry: Entry) -> bool:
-    """Whether the batch has examples, and several devices don't divide them."""
-    program = entry.compiled.analysed
-    return (
-        entry.compiled.plan.devices > 1
-        and _examples(entry) > 0
-        and not any(v in program.batch for v in program.block.inputs)
-    )
+def undivided(entry: Entry) -> int:
+    """How many examples the batch has, if several devices don't divide them; 0 if they do, or that isn't known."""
+    program, devices = entry.compiled.analysed, entry.compiled.plan.devices
+    batch = {v: v.shape[axis] for v, axis in batch_of(program, entry.options.batch_axis).items()}
+    spread = {batch.get(v, 0) for v in program.block.inputs if v in program.batch}
+    size = common_size(batch.values(), devices) if spread else next(iter(batch.values()), 0)
+    return size if devices > 1 and size not in spread else 0
 
 
 def _dense_tables(entry: Entry) -> Iterator[str]:
@@ -60,16 +57,10 @@ def _dense_tables(entry: Entry) -> Iterator[str]:
 
 def _undivided_batch(entry: Entry) -> Iterator[str]:
     """Tells of a batch that every device computes as a whole, because their number doesn't divide it."""
-    devices, examples = entry.compiled.plan.devices, _examples(entry)
-    if examples >= _EXAMPLES * devices and examples % devices and is_undivided(entry):
+    devices, examples = entry.compiled.plan.devices, undivided(entry)
+    if examples >= MANY * devices and examples % devices:
         fewer = examples - examples % devices
         yield (
             f"{devices} devices don't divide a batch of {examples}, so each of them computes all of it. Give batches "
             f"of {fewer} or {fewer + devices}; autopar.shard(..., last='pad') fills up those at the end of an epoch"
         )
-
-
-def _examples(entry: Entry) -> int:
-    """How many examples the batch has; 0 if that isn't known."""
-    batch = batch_of(entry.compiled.analysed, entry.options.batch_axis)
-    return next((v.shape[axis] for v, axis in batch.items()), 0)

@@ -121,6 +121,46 @@ def test_without_xla_every_device_has_all() -> None:
     assert "All devices do the same" in explained(planned)
 
 
+def _sampled(state: Any, batch: Any) -> Any:
+    """Negative samples that all examples share: more of them than examples."""
+
+    def loss_of(p: Any) -> Any:
+        users, items, others = p["users"][batch["users"]], p["items"][batch["items"]], p["items"][batch["negatives"]]
+        each = jax.nn.softplus(-(users * items).sum(1)) + jax.nn.softplus(users @ others.T).sum(1)
+        return (each * batch["weights"]).mean(), each
+
+    (loss, each), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    updates, opt = TX.update(grads, state["opt"], state["params"])
+    return {**state, "params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss, "each": each}
+
+
+def _samples(examples: int, negatives: int) -> Any:
+    rng = np.random.default_rng(examples)
+    sizes = {"users": examples, "items": examples, "negatives": negatives}
+    return {k: rng.integers(0, ROWS, n) for k, n in sizes.items()} | {"weights": rng.random(examples)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_more_samples_than_examples(method: str) -> None:
+    """Those divide, and the examples don't."""
+    state, batch = _make_state(), _samples(66, 128)
+    planned = autopar.parallelize(_sampled, strategy=method, mesh=mesh_of(4), donate=False)
+    _same(planned(state, batch), jax.jit(_sampled)(state, batch))
+    assert "4 devices don't divide the batch (66): each has 17 or fewer, padded and masked" in explained(planned)
+
+
+@pytest.mark.parametrize(("examples", "warns"), [(66, True), (64, False), (6, False)])
+def test_without_xla_more_samples_than_examples_are_told(examples: int, warns: bool) -> None:
+    planned = autopar.parallelize(_sampled, strategy="allreduce", mesh=mesh_of(4), donate=False, emit="pmap")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", autopar.SlowPlanWarning)
+        _same(
+            planned(_make_state(), _samples(examples, 128)), jax.jit(_sampled)(_make_state(), _samples(examples, 128))
+        )
+    assert [f"divide a batch of {examples}, so" in str(w.message) for w in caught] == [True] * warns
+    assert ("All devices do the same" in explained(planned)) == warns
+
+
 def test_a_state_that_is_carried_with_the_examples() -> None:
     def step(state: Any, batch: Any) -> Any:
         def loss_of(w: jax.Array) -> Any:

@@ -257,7 +257,7 @@ def test_what_is_told_where_nothing_is_spread() -> None:
     planned = autopar.parallelize(step, emit="pmap")
     state, batch = arguments(100, 4)
     text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
-    assert "All devices do the same: nothing is spread: 7 devices don't divide the batch" in text
+    assert "All devices do the same: 7 devices don't divide the batch" in text
     planned = autopar.parallelize(step)
     text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
     assert "All devices" not in text and "7 devices don't divide the batch (4): each has 1 or fewer, padded" in text
