@@ -124,7 +124,7 @@ def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "interleaved"])
 def test_rematerialization(schedule: str) -> None:
-    """A stage holds what it was sent, and computes its forward once more."""
+    """A stage holds what it was sent, in float64, and the mask of its dropout; it computes its forward once more."""
     step, make = language_model(CLIPPED, dropout=0.2)
     plans = []
     for remat in (False, True):
@@ -133,7 +133,8 @@ def test_rematerialization(schedule: str) -> None:
         plans.append(planned.plan.pipeline)
         assert autopar.check(planned, make(), batch(0))
     for plain, again in list(zip(plans[0].stages, plans[1].stages, strict=True))[:-1]:
-        assert again.activation_bytes < plain.activation_bytes / 2 and again.flops > plain.flops
+        assert again.activation_bytes <= again.ahead_bytes * 9 / 8 < plain.activation_bytes
+        assert again.flops > plain.flops
     assert plans[1].stages[-1].flops == plans[0].stages[-1].flops
 
 
