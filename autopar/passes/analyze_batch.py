@@ -22,7 +22,7 @@ from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.uniform import uniform_axes
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
-from autopar.ir.program import ArrayType, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 
 #: Examples for each device from which on it is worth the while to divide them.
 MANY = 16
@@ -83,8 +83,10 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
     named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
     if program.new_states or not isinstance(batch_axis, int):
         return named
-    arguments = {v: path.partition("/")[0] for v, path in inputs}
-    parameters = _parameters(program, [(arguments[v], v.shape[axis]) for v, axis in named.items()])
+    arguments = {
+        v: input_.path.partition("/")[0] for v, input_ in zip(program.block.inputs, program.inputs, strict=True)
+    }
+    parameters = _parameters(program, arguments, named)
     return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
 
 
@@ -94,17 +96,47 @@ def common_size(sizes: Iterable[int], devices: int) -> int:
     return size if leaves > others and size >= MANY * devices else 0
 
 
-def _parameters(program: Program, named: Sequence[tuple[str, int]]) -> set[str]:
-    """The arguments of an evaluation that hold parameters: those with tables. If there are none, the only one whose
-    leaves differ in size, if one behind it has leaves of a single size. `named`: each leaf's argument and size."""
-    tables = {input_.path.partition("/")[0] for input_ in program.inputs if input_.role == "table"}
+def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
+    """The arguments of an evaluation that hold parameters: those with tables, or used like weights. If there are none,
+    the only one whose leaves differ in size, if one behind it has leaves of a single size.
+
+    Args:
+      program: The evaluation.
+      arguments: Of each input, which argument it is a leaf of.
+      named: The leaves that may be examples, and along which axis.
+    """
+    tables = {arguments[v] for v, x in zip(program.block.inputs, program.inputs, strict=True) if x.role == "table"}
+    tables |= _used_as_parameters(program.block, arguments, named)
     if tables:
         return tables
     sizes: dict[str, set[int]] = {}
-    for argument, size in named:
-        sizes.setdefault(argument, set()).add(size)
+    for v, axis in named.items():
+        sizes.setdefault(arguments[v], set()).add(v.shape[axis])
     several = [argument for argument, found in sizes.items() if len(found) > 1]
     return set(several) if len(several) == 1 and several[0] != [*sizes][-1] else set()
+
+
+def _used_as_parameters(block: Block, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
+    """The arguments with a leaf that is looked up, or summed over, along these axes with what follows from others."""
+    follows: dict[Atom, set[str]] = {v: {argument} for v, argument in arguments.items()}
+    along: dict[Atom, int] = {**named}
+    found: set[str] = set()
+    for equation in block.equations:
+        sources = [follows.get(a, set()) for a in equation.inputs]
+        for k, axes in enumerate(_summed(equation)):
+            if along.get(equation.inputs[k]) in axes and sources[k].isdisjoint(sources[1 - k]):
+                found |= sources[k]
+        if equation.op == "convert_element_type" and equation.inputs[0] in along:
+            along[equation.outputs[0]] = along[equation.inputs[0]]
+        follows.update(dict.fromkeys(equation.outputs, set[str]().union(*sources)))
+    return found
+
+
+def _summed(equation: Equation) -> Sequence[Sequence[int]]:
+    """The axes that a lookup or a product looks up or sums over: those of a table, or of both factors."""
+    if equation.op == "gather":
+        return (equation.params["dimension_numbers"].start_index_map,)
+    return equation.params["dimension_numbers"][0] if equation.op == "dot_general" else ()
 
 
 def _check_divides(
