@@ -25,6 +25,7 @@ from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl as ConcreteArray
 from jax._src.interpreters import batching as _batching
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
 from jax.extend import core as jex_core
@@ -59,6 +60,12 @@ REMATS = frozenset({"checkpoint", "remat", "remat2"})
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """The jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
+
+
+def lowered(jaxpr: Any) -> Any:
+    """A closed jaxpr whose primitives are those that XLA is given: jax 0.12 traces some (`jnp.searchsorted`) as a
+    `call_hi_primitive`, which stands for a program of such."""
+    return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
 def is_jaxpr(value: Any) -> bool:

@@ -30,7 +30,7 @@ def type_of(aval: Any) -> Type:
 @paused_collection()
 def block_of(jaxpr: Any) -> Block:
     """Copy a (closed) jaxpr into a Block."""
-    return _block(jaxpr, ())
+    return _block(jax_compat.lowered(jaxpr), ())
 
 
 @dataclass(eq=False)

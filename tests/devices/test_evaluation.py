@@ -90,6 +90,27 @@ def test_parameters_stay_where_they_are(given: str) -> None:
     assert spread == [given == "a table", False, True]  # emb, w, ids
 
 
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda p, x: p["a"][x["ids"]] @ p["b"],
+        lambda p, x: (x["one"] @ p["b"].astype(jnp.bfloat16)).sum(1) + x["ids"],
+        lambda p, x: jax.grad(lambda w: jnp.square(x["one"] @ w).sum())(p["b"]),
+    ],
+    ids=["looked up", "a cast weight", "a gradient"],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_parameters_of_one_size_are_told_by_their_use(fun: Any, first: bool) -> None:
+    """Whichever argument they are, and though the batch's leaves differ in size."""
+    params = {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 8))}
+    batch = {"one": jnp.ones((16, 8)), "ids": jnp.arange(16) % 8, "negatives": jnp.ones(32)}
+    evaluate = autopar.parallelize(fun if first else lambda x, p: fun(p, x), mesh=FOUR)
+    arguments = (params, batch) if first else (batch, params)
+    same(evaluate(*arguments), fun(params, batch))
+    placements = evaluate.entry(*arguments).compiled.bound.placements
+    assert placements == ((None, None, 0, 0, 0) if first else (0, 0, 0, None, None))
+
+
 def test_an_argument_of_one_size_is_a_batch() -> None:
     """As no other argument is one, or as that one's leaves are of one size, too."""
     weights = {"a": jnp.ones((8, 3)), "b": jnp.ones((8,))}

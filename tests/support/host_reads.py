@@ -59,7 +59,7 @@ REDUCED: Mapping[str, Form] = {
 #: Refused when planning, and what the error names.
 REFUSED: Mapping[str, tuple[Form, str]] = {
     "sort": (lambda g, t, n: jnp.sort(t.ravel())[:3], "by sort"),
-    "histogram": (lambda g, t, n: jnp.histogram(t, 4)[0], r"(in a loop or branch|by call_hi_primitive)"),
+    "histogram": (lambda g, t, n: jnp.histogram(t, 4)[0], "in a loop or branch"),
     "argmax": (lambda g, t, n: jnp.argmax(n.sum(1)), "by argmax"),
     "cumsum": (lambda g, t, n: jnp.cumsum(t, axis=0)[-1], "by cumsum"),
     "an output of all rows": (lambda g, t, n: jnp.signbit(-g), "the output 1/1 needs them"),
