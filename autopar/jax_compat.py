@@ -291,6 +291,11 @@ def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, 
     return tuple([leaf.aval if type(leaf) is ConcreteArray else _type_key(leaf, other) for leaf in leaves])
 
 
+def shardings(leaves: Sequence[Any]) -> tuple[Any, ...]:
+    """Where concrete arrays are; None of anything else."""
+    return tuple([leaf.sharding if type(leaf) is ConcreteArray else None for leaf in leaves])
+
+
 def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
     if isinstance(leaf, Tracer):
         return Tracer, leaf.aval

@@ -90,6 +90,18 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
     return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
 
 
+def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]:
+    """The inputs of an evaluation that are no examples; of a program with states none.
+
+    Raises:
+      ArgumentsError: `batch_axis` doesn't fit the batch.
+    """
+    if program.new_states:
+        return frozenset()
+    named = batch_of(program, batch_axis)
+    return frozenset(k for k, v in enumerate(program.block.inputs) if v not in named)
+
+
 def common_size(sizes: Iterable[int], devices: int) -> int:
     """The size that most leaves of a batch have along their axes of examples; 0 if there are two such, or few."""
     (size, leaves), (_, others) = (*Counter(sizes).most_common(2), (0, 0), (0, 0))[:2]

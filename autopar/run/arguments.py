@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.errors import ArgumentsError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.program import ArrayType, Block, Input, Output
-from autopar.tables.kinds import is_table, layout_of
+from autopar.tables.kinds import is_table, layout_of, spread_as
 
 #: A layout and its row axis.
 Layout = tuple[RowLayout, int]
@@ -29,7 +29,8 @@ Layout = tuple[RowLayout, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """One argument of a call, flattened. `position` is None for a keyword argument; `layouts` are those of Tables."""
+    """One argument of a call, flattened. `position` is None for a keyword argument; `layouts` are those of Tables,
+    `spread` those of arrays."""
 
     name: str
     position: int | None
@@ -37,6 +38,7 @@ class Argument:
     types: tuple[ArrayType, ...]
     paths: tuple[str, ...]
     layouts: tuple[Layout | None, ...]
+    spread: tuple[Layout | None, ...]
 
     @property
     def is_lone_array(self) -> bool:
@@ -56,6 +58,13 @@ class Call:
     def layouts(self) -> tuple[Layout | None, ...]:
         """Of all leaves; None of those that are no Tables."""
         return tuple(layout for a in self.arguments for layout in a.layouts)
+
+    def read_layouts(self, parameters: Set[int], devices: int) -> tuple[Layout | None, ...]:
+        """The layouts of leaves that a step on so many devices can read as they are: of Tables, and of arrays among an
+        evaluation's parameters."""
+        spread = [layout for a in self.arguments for layout in a.spread]
+        found = (table or (spread[k] if k in parameters else None) for k, table in enumerate(self.layouts))
+        return tuple(layout if layout is not None and layout[0].devices == devices else None for layout in found)
 
 
 def shape_of(leaf: Any, path: str, remedy: str) -> Any:
@@ -179,7 +188,8 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
     shapes = [shape_of(x, f"{name}/{path}".rstrip("/"), remedy) for path, (_, x) in zip(paths, leaves, strict=True)]
     types = tuple(map(type_of_shape, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
-    return Argument(name, position, treedef, types, paths, layouts), jax.tree.unflatten(treedef, shapes)
+    spread = tuple(spread_as(leaf) for _, leaf in leaves)
+    return Argument(name, position, treedef, types, paths, layouts, spread), jax.tree.unflatten(treedef, shapes)
 
 
 def type_of_shape(shape: Any) -> ArrayType:
@@ -355,6 +365,7 @@ def describe_leaves(
     A Table that isn't state is read where it is, if it is spread over as many devices as the step.
     """
     several = len(states.outputs) > 1
+    layouts = call.read_layouts(frozenset(), devices)
     inputs: list[Input] = []
     new: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
@@ -364,18 +375,13 @@ def describe_leaves(
             if is_state:
                 new[states.outputs[k] + n] = len(inputs)
             full = "/".join(p for p in (lead, path) if p) or argument.name
-            layout = read_layout(argument.layouts[n], devices)
+            layout = layouts[len(inputs)]
             inputs.append(
                 Input(full, "state") if is_state else Input(full, "batch" if layout is None else "table", layout)
             )
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     outs = [Output(path_name(p) or "output", new.get(i)) for i, (p, _) in enumerate(flat)]
     return tuple(inputs), tuple(outs)
-
-
-def read_layout(layout: Layout | None, devices: int) -> Layout | None:
-    """The layout of a leaf that a step on so many devices can read as it is."""
-    return layout if layout is not None and layout[0].devices == devices else None
 
 
 def call_difference(old: Call, new: Call) -> str | None:

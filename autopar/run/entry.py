@@ -29,7 +29,8 @@ from autopar.ir.sizes import HEADROOM
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
-from autopar.run.arguments import Call, States, read_layout
+from autopar.passes.analyze_batch import parameters_of
+from autopar.run.arguments import Call, States
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
@@ -80,12 +81,15 @@ class Entry:
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
         is planned for where it is."""
-        count = self.compiled.plan.devices
-        inputs = self.compiled.analysed.inputs
-        same = (
-            a.role == "state" or a.layout == read_layout(b, count) for a, b in zip(inputs, call.layouts, strict=True)
-        )
+        layouts = call.read_layouts(self.parameters, self.compiled.plan.devices)
+        pairs = zip(self.compiled.analysed.inputs, layouts, strict=True)
+        same = (a.role == "state" or a.layout == b for a, b in pairs)
         return self.call.key == call.key and all(same)
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[int]:
+        """The inputs of an evaluation that are no batch."""
+        return parameters_of(self.compiled.analysed, self.options.batch_axis)
 
     @functools.cached_property
     def lasting_shapes(self) -> Any:

@@ -30,7 +30,7 @@ from autopar.errors import ArgumentsError, StepError, StrategyError
 from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
-from autopar.ir.program import Input, Program
+from autopar.ir.program import Block, Input, Program
 from autopar.ir.strategy import asks_for_hosts, without_hosts
 from autopar.ir.trace import block_of
 from autopar.launch.group import StoreGroup, everyone
@@ -41,12 +41,13 @@ from autopar.measure.figures import assumed_note
 from autopar.measure.machine import Machine, looked_up
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.mpi.alone import check_connected, check_ranks
+from autopar.passes.analyze_batch import parameters_of
 from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.run.agreement import check_same_call, check_same_plan
-from autopar.run.arguments import Call, check_positions, describe_leaves
+from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
@@ -128,18 +129,17 @@ class Planner:
         if self.state_argnums is None and is_first:
             warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
         ranks = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
-        inputs, outputs = describe_leaves(call, states, traced.out_info, ranks)
-        program = Program(block, inputs, outputs, self.name)
+        program = self._program(call, states, traced.out_info, block, ranks)
         if self.processes is not None:
             check_same_call(self.processes, program, self.choices, leaves)
         example = leaves
         if self.clients is not None and self.clients.processes.several and is_first:
-            shared = [x if input_.role == "state" else None for input_, x in zip(inputs, leaves, strict=True)]
+            shared = [x if input_.role == "state" else None for input_, x in zip(program.inputs, leaves, strict=True)]
             check_same_call(self.clients.processes, program, self.choices, shared)
-            example = self._of_first_client(inputs, leaves, self.clients)
+            example = self._of_first_client(program.inputs, leaves, self.clients)
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
-        options = self._options_of(inputs, leaves)
+        options = self._options_of(program.inputs, leaves)
         compiled = self._compile(program, options, example)
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
@@ -150,8 +150,7 @@ class Planner:
                 check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
             else:  # paths of leaves that came there aren't the user's
                 options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
-            inputs, outputs = describe_leaves(call, states, traced.out_info, options.devices)
-            program = dataclasses.replace(program, inputs=inputs, outputs=outputs)
+            program = self._program(call, states, traced.out_info, block, options.devices)
             compiled = self._compile(program, options, example).with_reason(move.paths, move.reason)
         if self.in_stages is not None and self._exceeds_memory(compiled):
             planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
@@ -162,6 +161,17 @@ class Planner:
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
+
+    def _program(self, call: Call, states: States, outputs: Any, block: Block, devices: int) -> Program:
+        """A call's program for so many devices. An evaluation reads rows of its spread parameters where they are, of
+        arrays as of Tables."""
+        program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
+        layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
+        inputs = [
+            x if x.role == "state" or layout is None else Input(x.path, "table", layout)
+            for x, layout in zip(program.inputs, layouts, strict=True)
+        ]
+        return dataclasses.replace(program, inputs=tuple(inputs))
 
     def may_follow(self, plan: Plan) -> bool:
         """Whether an earlier plan may take the place of what the user left open: it is one of as many devices."""

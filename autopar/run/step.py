@@ -164,7 +164,9 @@ class ParallelStep:
         leaves, tree = jax.tree.flatten((args, kwargs))
         try:
             hash(statics)  # what can't be hashed may not be comparable, either
-            return leaves, (tree, jax_compat.type_keys(leaves, _table_key), statics, jax_compat.uses_x64())
+            types = jax_compat.type_keys(leaves, _table_key)
+            places = jax_compat.shardings(leaves) if self.latest is not None and self.latest.parameters else None
+            return leaves, (tree, types, statics, jax_compat.uses_x64(), places)
         except TypeError:  # shapes, or what planning has an error for
             return leaves, None
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.backends.across import is_global, whole_everywhere
@@ -26,6 +28,19 @@ def is_table(leaf: Any) -> bool:
 def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
     """Layout and row axis of a table that has one, None of anything else."""
     return leaf.stored_as if is_table(leaf) else None
+
+
+def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
+    """How an array is spread along one of its axes, as of a table whose rows are along it; None of anything else."""
+    sharding = getattr(leaf, "sharding", None) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
+    if not isinstance(sharding, NamedSharding) or isinstance(leaf, jax_compat.Tracer):
+        return None
+    spread = [(axis, names) for axis, names in enumerate(sharding.spec) if names]
+    if len(spread) != 1:
+        return None
+    axis, names = spread[0]
+    count = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
+    return (RowLayout(leaf.shape[axis], count, cyclic=False), axis) if count > 1 else None
 
 
 def current(leaf: Any) -> Any:
