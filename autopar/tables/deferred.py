@@ -370,7 +370,8 @@ class DeferredTable(StandingLeaf):
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:
-        return None if self.layout is None else (self.layout, self.axis)
+        layout = self.log.spec.layouts[self.table]
+        return None if layout is None else (layout, self.axis)
 
     @property
     def _where(self) -> str:

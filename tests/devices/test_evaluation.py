@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -88,6 +90,50 @@ def test_parameters_stay_where_they_are(given: str) -> None:
     shardings = jax.tree.leaves(compiled.input_shardings[0])
     spread = [s.shard_shape((40,) * 2) != (40, 40) for s in shardings]
     assert spread == [given == "a table", False, True]  # emb, w, ids
+
+
+@pytest.mark.parametrize("tx", [optax.adagrad(0.1), optax.adamw(0.1)], ids=["adagrad", "adamw"])
+def test_arrays_that_a_step_spread_are_read_where_they_are(tx: Any) -> None:
+    """Tables whose rows the devices divide are arrays, or deferred ones that are stored as they are.
+
+    Batches that lie on the devices, the same tables before a step has spread them, and functions that read more.
+    """
+
+    def make() -> Any:
+        params = {"items": jnp.linspace(-1, 1, 160).reshape(40, WIDTH), "w": jnp.eye(WIDTH)}
+        return {"params": params, "opt": tx.init(params)}
+
+    def loss_of(params: Any, batch: Any) -> Any:
+        return jnp.square(params["items"][batch["ids"]] @ params["w"] - 1).mean()
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, slope = jax.value_and_grad(loss_of)(state["params"], batch)
+        updates, opt = tx.update(slope, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def read(state: Any, batch: Any) -> Any:
+        return loss_of(state["params"], batch), state["params"]["items"][batch["ids"]]
+
+    def read_all(state: Any, batch: Any) -> Any:
+        return read(state, batch), jnp.sort(state["params"]["items"], axis=0)
+
+    planned, plain = autopar.parallelize(step, mesh=FOUR, strategy="ps"), jax.jit(step)
+    readers = [autopar.parallelize(f, mesh=FOUR) for f in (read, read_all)]
+    mine, theirs = make(), make()
+    for k in range(3):
+        batch = {"ids": (np.arange(8) * (k + 3)) % 40}
+        there = jax.device_put(batch, NamedSharding(FOUR, P("data")))
+        for reader, given in itertools.product(readers, (batch, there)):
+            for got, expected in zip(
+                jax.tree.leaves(reader(mine, given)), jax.tree.leaves(reader.fun(theirs, batch)), strict=True
+            ):
+                np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+            used = reader.latest.compiled
+            inputs = zip(used.analysed.inputs, used.bound.placements, strict=True)
+            (role,) = {(x.role, axis) for x, axis in inputs if x.path == "state/params/items"}
+            assert role == (("batch", None) if k == 0 else ("table", 0))
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
