@@ -77,6 +77,21 @@ def test_what_is_read_is_right(fun: Any, rows: int) -> None:
     assert {p.method for p in evaluate.plan.parameters if p.lifted} <= {"ps"}
 
 
+@pytest.mark.parametrize(("fun", "spread"), diagonal(FUNCTIONS, [P("data"), P(None, "data")]))
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
+def test_what_is_read_of_spread_arrays_is_right(fun: Any, emit: Any, spread: P) -> None:
+    """Along their rows, or along their features, which no lookup goes along."""
+    array, w = table_of(40)[0], jnp.eye(WIDTH)
+    params = jax.device_put({"emb": array, "w": w}, NamedSharding(FOUR, spread))
+    evaluate = autopar.parallelize(fun, mesh=FOUR, emit=emit)
+    for seed in range(2):
+        ids = ids_in(0, 40, seed)["ids"]
+        same(evaluate(params, ids), fun({"emb": array, "w": w}, ids))
+    placements = evaluate.latest.compiled.bound.placements
+    assert placements[0] == tuple(spread).index("data")
+    assert evaluate.plan.lifts == (spread == P("data") and fun is not in_a_while)
+
+
 @pytest.mark.parametrize("given", ["a table", "an array"])
 def test_parameters_stay_where_they_are(given: str) -> None:
     """Devices divide their sizes, but they have no examples: nothing of them is spread, and gathered again."""
