@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,16 +30,17 @@ def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
 
 
 def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
-    """How an array is spread along one of its axes, as of a table whose rows are along it; None of anything else."""
-    sharding = getattr(leaf, "sharding", None) if isinstance(leaf, (jax.Array, jax.ShapeDtypeStruct)) else None
-    if not isinstance(sharding, NamedSharding) or isinstance(leaf, jax_compat.Tracer):
+    """How an array is spread along one of its axes, as a table's rows are; None of anything else."""
+    is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
+    sharding = leaf.sharding if is_array else None
+    if not isinstance(sharding, NamedSharding):
         return None
-    spread = [(axis, names) for axis, names in enumerate(sharding.spec) if names]
+    sizes = zip(leaf.shape, sharding.shard_shape(leaf.shape), strict=True)
+    counts = [size // own if own else 1 for size, own in sizes]
+    spread = [axis for axis, count in enumerate(counts) if count > 1]
     if len(spread) != 1:
         return None
-    axis, names = spread[0]
-    count = math.prod(sharding.mesh.shape[name] for name in ((names,) if isinstance(names, str) else names))
-    return (RowLayout(leaf.shape[axis], count, cyclic=False), axis) if count > 1 else None
+    return RowLayout(leaf.shape[spread[0]], counts[spread[0]], cyclic=False), spread[0]
 
 
 def current(leaf: Any) -> Any:
