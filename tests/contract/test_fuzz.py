@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +51,27 @@ def test_what_a_fault_needs_not_is_taken_back() -> None:
     )
     *_, last = shrunk(program, lambda p: bool(p.writes) and "doubled" in p.results)
     assert last == Program(seed=program.seed, writes=last.writes, results=("doubled",)) and len(last.writes) == 1
+
+
+def test_a_seed_is_one_program_in_every_process() -> None:
+    """Ranks have hash seeds of their own, and a seed that failed is run again by another process."""
+    draws = """
+from tests.fuzz.modes import MODES
+from tests.fuzz.program import draw
+from tests.fuzz.script import text_of
+for seed in range(200):
+    print(program := draw(seed, MODES["hosts"]), text_of(program) if seed < 10 else "")
+"""
+    told = [
+        subprocess.run(
+            [sys.executable, "-c", draws],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert told[0] == told[1] and told[0].count(b"\n") > 1_000
 
 
 def test_scripts_of_all_pieces_are_programs() -> None:

@@ -158,7 +158,8 @@ def draw(seed: int, mode: Mode) -> Program:
         "options": {"options": d.one("options", mode.options)},
     }
     drawn: dict[str, Any] = {"events": ("step", "step")}
-    drawn |= {name: value for group in d.groups() for name, value in fields[group].items()}
+    groups = d.groups()  # two of them may have one field: the last of `fields` has it, whatever the order of a set is
+    drawn |= {name: value for group in fields if group in groups for name, value in fields[group].items()}
     strategy = d.one("strategy", mode.strategies)
     pipeline = d.one("pipeline", mode.pipelines)
     return Program(seed=seed, devices=mode.devices, strategy=strategy, pipeline=pipeline, donate=donate, **drawn)
