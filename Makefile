@@ -1,18 +1,19 @@
-# Everything runs from a virtual environment that is made from pyproject.toml; only Python >= 3.11 is needed.
+# Everything runs from a virtual environment that is made from pyproject.toml; only Python >= 3.11 is needed. Of the
+# versions that autopar supports the newest one found is taken, for it gets the newest JAX.
 #
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
 #   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
-#   make test            the tests           (ARGS="-k rules" passes flags on)
+#   make test            the tests           (ARGS="-k rules" passes flags on; ARGS="--every 3" runs a third of them)
 #   make test-all        the same and those that take long: whole products of cases, many more random programs
 #   make fuzz            random programs by fresh seeds (ARGS="--minutes 30"; CONTRIBUTING.md says more)
-#   make test-versions   the tests on 3.11, and on the newest of 3.13 and 3.12 that is found
+#   make test-versions   the tests on the newest of 3.13 and 3.12 that is found, and on 3.11
 #   make bench           the benchmarks
 #   make docs            the site, in docs/_build/html
 #   make notebooks       runs the notebooks and stores what they show (ARGS=01_first_plan: that one)
 #   make lint            ruff, basedpyright, import-linter
 
 SHELL  := /bin/bash
-PYTHON ?= $(shell .ci/find-python 3.11 3)
+PYTHON ?= $(shell .ci/find-python 3.13 3.12 3.11 3)
 VENV   ?= .venv
 ARGS   ?=
 RANKS  ?= 4

@@ -69,8 +69,8 @@ def lowered(jaxpr: Any) -> Any:
 
 
 def is_jaxpr(value: Any) -> bool:
-    """Whether a parameter is a nested program."""
-    return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))
+    """Returns whether a parameter is a nested program (one class since jax 0.11)."""
+    return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def in_backward_pass(info: Any) -> bool:
