@@ -117,7 +117,7 @@ def _explain(
 def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
     """A dense leaf's row: one in shards is updated on its owner, one that is divided where its products are."""
     size = leaf.nbytes
-    action, kept = ("in shards, ps", size // plan.devices) if leaf.sharded else ("as it is", size)
+    action, kept = ("dense, in shards, ps", size // plan.devices) if leaf.sharded else ("dense", size)
     action, kept = _divided(plan, leaf.path, action, kept)
     return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * kept, sent=leaf.sent)
 
@@ -140,12 +140,12 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
     is_read = program.inputs[k].role == "table"
     dense = size if is_read else touched_bytes(table_bytes=nbytes, family_bytes=size)
     alpha = batch_alpha(program, space, leaves, devices) if space.accesses else None
-    action, planned, deferred = "all rows", dense, ""
+    action, planned, deferred = "dense", dense, ""
     if table.lifted:
-        action = "touched rows, lazy" if bound.plan.sparse == "lazy" else "touched rows"
+        action = "sparse, lazy" if bound.plan.sparse == "lazy" else "sparse"
         planned = int(dense * alpha.share) if alpha else dense
     if k in bound.shards:
-        action, planned = "all rows, in shards", dense // devices
+        action, planned = "dense, in shards", dense // devices
     action, planned = _divided(plan, table.path, action, planned)
     if table.log_steps:
         action += ", others deferred"

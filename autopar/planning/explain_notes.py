@@ -163,9 +163,10 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     late = f", merged {sync.delay} step{'s' * (sync.delay > 1)} later" * (sync.delay > 0)
     rows = f" Of {', '.join(sync.by_rows)} only rows are sent that were touched since." * bool(sync.by_rows)
     most = "at most " * bool(sync.by_rows)
+    ring = f": a ring AllReduce of {sync.clients} clients, over {sync.every} steps" * (sync.every > 1)
     yield (
         f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {when} {move}{how}{late}. "
-        f"A client sends {most}{format_bytes(sync.sent_bytes)} a step, 2(C-1)/C b / k.{rows}"
+        f"A client sends {most}{format_bytes(sync.sent_bytes)} a step{ring}.{rows}"
     )
     if sync.averages_gradients:
         yield "The update is linear in gradients and slots: this is what averaging gradients is, data parallelism."
@@ -196,7 +197,7 @@ def _stability(sync: SyncPlan) -> str:
 def _own_notes(sync: SyncPlan) -> Iterator[str]:
     if sync.own:
         more = f" and {len(sync.own) - 3} others" * (len(sync.own) > 3)
-        yield f"Each client's own stay {', '.join(sync.own[:3])}{more}."
+        yield f"Each client keeps {', '.join(sync.own[:3])}{more} of its own."
 
 
 def server_notes(plan: Plan) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
@@ -204,6 +204,7 @@ class Explanation:
         yield Text(f"Plan of {self.name} ({self._where}{parts})", "bold")
         lines = self._lines()
         yield from ("", _table(lines), "")
+        yield from _definitions(lines)
         yield from _reasons(lines)
         if any(line.sent or line.first.table_3 or line.first.seconds for line in lines):
             yield from ("", _exchanges(lines, "rank" if self.hosted else "device"), "")
@@ -237,7 +238,7 @@ class Explanation:
         """Tables, and then dense leaves, the largest ones first: those that are treated alike are folded, where there
         are many."""
         tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
-        lines = sorted(_folded(dense), key=lambda line: -line.nbytes)
+        lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.nbytes)
         return [*_folded(tables, others=[row.path for row in dense]), *lines]
 
     def _totals(self) -> Iterator[str]:
@@ -254,6 +255,29 @@ class Explanation:
         yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{told}"
 
 
+def _with_slots(rows: Sequence[ExplainedLeaf]) -> Sequence[ExplainedLeaf]:
+    """Returns dense leaves, each with what an optimizer keeps for it: leaves of its shape, on longer paths that end as
+    its own."""
+    parameters: dict[tuple[str, tuple[int, ...], str], ExplainedLeaf] = {}
+    slots: dict[str, list[ExplainedLeaf]] = {}
+    for row in sorted(rows, key=lambda row: row.path.count("/")):
+        names = row.path.split("/")
+        keys = [("/".join(names[k:]), row.plan.shape, row.action) for k in range(1, len(names))]
+        parameter = next((parameters[key] for key in keys if key in parameters), row)
+        slots.setdefault(parameter.path, []).append(row)
+        if parameter is row and keys:
+            parameters[keys[0]] = row
+    return [_sum(leaves) for leaves in slots.values()]
+
+
+def _sum(leaves: Sequence[ExplainedLeaf]) -> ExplainedLeaf:
+    """Returns the first leaf with the bytes of all."""
+    nbytes, dense, planned = (
+        sum(figures) for figures in zip(*((r.nbytes, r.dense_bytes, r.planned_bytes) for r in leaves), strict=True)
+    )
+    return replace(leaves[0], nbytes=nbytes, slots=len(leaves) - 1, dense_bytes=dense, planned_bytes=planned)
+
+
 def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequence[_Line]:
     """Makes lines of leaves, under names that stand for none of the others."""
     by_path = {row.path: row for row in rows}
@@ -268,9 +292,9 @@ def _treatment(row: ExplainedLeaf) -> Hashable:
 
 
 def _table(lines: Sequence[_Line]) -> Columns:
-    folded = " (leaves)" if any(line.count for line in lines) else ""
+    title = "parameters (their number)" if any(line.count for line in lines) else "parameter"
     columns = [
-        Column(f"parameter{folded}", [line.name + line.count for line in lines], breaks=PATH),
+        Column(title, [line.name + line.count for line in lines], breaks=PATH),
         Column("bytes", [format_bytes(line.nbytes) for line in lines], "right"),
         Column("alpha", [line.alpha for line in lines], "right"),
         Column("update", [line.first.action for line in lines], breaks=LIST),
@@ -280,6 +304,14 @@ def _table(lines: Sequence[_Line]) -> Columns:
         Column("shape", [line.shape for line in lines], optional=True),
     ]
     return Columns(columns, styles=[line.style for line in lines])
+
+
+def _definitions(lines: Sequence[_Line]) -> Iterator[str]:
+    """Yields what the words of the table mean, if it has them."""
+    if any(line.first.action.startswith("sparse") for line in lines):
+        yield "sparse: an update writes the rows that a batch touches; dense: it writes all elements."
+    if any(line.alpha for line in lines):
+        yield "alpha: the share of a table's rows that a batch touches."
 
 
 def _share(alpha: Alpha | None) -> str:

@@ -28,7 +28,7 @@ def compared(step: Any, mine: Any, batches: Any, rtol: float = 1e-5) -> Any:
         for (path, a), b in zip(found, jax.tree.leaves((theirs, wanted)), strict=True):
             close = {"rtol": rtol, "atol": 1e-5, "err_msg": str(path)}
             np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), **close)
-    assert "touched rows, ps on hosts" in explained(planned)
+    assert "sparse, ps on hosts" in explained(planned)
     return planned
 
 
@@ -177,4 +177,4 @@ def test_typed_keys() -> None:
         np.testing.assert_allclose(mine, wanted, rtol=1e-5)
     assert isinstance(state["t"], autopar.HostTable) and isinstance(state["k"], jax.Array)
     np.testing.assert_array_equal(*(jax.random.key_data(s["k"]) for s in (state, theirs)))
-    assert re.search(r"k: all rows: k holds typed PRNG keys", explained(planned))
+    assert re.search(r"k: dense: k holds typed PRNG keys", explained(planned))

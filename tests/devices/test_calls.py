@@ -124,7 +124,7 @@ def test_verify_and_explain_take_tables() -> None:
     state, _ = planned(make_state(41), ids_in(0, 41))
     assert autopar.verify(planned, state, ids_in(0, 41, 3)).ok
     text = explained(planned, state, ids_in(0, 41, 3))
-    assert "touched rows, ps" in text and "> ps" in text
+    assert "sparse, ps" in text and "> ps" in text
     assert "distributed cyclically over the devices; a device asks another one for" in text
 
 

@@ -55,7 +55,7 @@ def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
     assert (told.path, told.lifted, told.method) == ("params/emb", False, "ps")
     assert "a shard of axis 0 on each device, 2 slots with it; looked up at its owners" in told.reason
     assert "all rows, because" in told.reason
-    assert "all rows, in shards" in explained(planned)
+    assert "dense, in shards" in explained(planned)
 
 
 def test_one_method_for_all_leaves_dense_parameters_alone() -> None:

@@ -153,7 +153,7 @@ def test_a_plan_holds_them(tmp_path: Path) -> None:
 def test_what_explain_says() -> None:
     text = explained(autopar.parallelize(step, sync=Average(every=2)), make_state(), batch())
     assert "Replicas: 1 client," in text and "every 2 steps their mean is taken" in text
-    assert "Each client's own stay" in text
+    assert "Each client keeps" in text
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,11 @@ def test_tables_alpha_lines_and_reasons() -> None:
     told = autopar.explain(planned, state, IDS)
     rows = {r.path: r for r in told.rows}
     emb, tied = rows["params/emb"], rows["params/tied"]
-    assert (emb.action, emb.slots, emb.plan.shape, emb.nbytes) == ("touched rows", 1, (ROWS, 4), 2 * ROWS * 16)
+    assert (emb.action, emb.slots, emb.plan.shape, emb.nbytes) == ("sparse", 1, (ROWS, 4), 2 * ROWS * 16)
     assert emb.alpha is not None and emb.alpha.measured and emb.alpha.rows == 4 and emb.alpha.ids == 6
     assert emb.planned_bytes == int(emb.dense_bytes * 4 / ROWS)
     assert "test_explain.py" in emb.plan.line
-    assert tied.action == "all rows" and "softmax" in tied.reason
+    assert tied.action == "dense" and "softmax" in tied.reason
     assert "test_explain.py" in tied.plan.line
     assert rows["params/w"].kind == "dense" and rows["params/w"].alpha is None
     text = str(told)
@@ -110,7 +110,7 @@ def test_a_sum_over_rows_is_called_a_softmax_only_where_it_is_one(metric: Any, r
     table = jnp.ones((5000, 4))
     told = autopar.explain(autopar.parallelize(step), {"t": table, "opt": tx.init(table)}, IDS)
     (row,) = [r for r in told.rows if r.path == "t"]
-    assert row.action == "all rows" and row.reason == reason and "test_explain.py" in row.plan.line
+    assert row.action == "dense" and row.reason == reason and "test_explain.py" in row.plan.line
     assert ("sampled softmax" in row.plan.remedy) == ("softmax" in reason) and row.plan.remedy
 
 
@@ -136,7 +136,7 @@ def test_an_optimizer_that_moves_every_row_is_named() -> None:
     step, state = make(optax.adam(0.1))
     told = autopar.explain(autopar.parallelize(step, strategy="ps"), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "touched rows, others deferred" and "they wait for up to 256 steps" in emb.reason
+    assert emb.action == "sparse, others deferred" and "they wait for up to 256 steps" in emb.reason
     assert "KiB for what they missed" in emb.reason and "test_explain.py" in emb.plan.line
 
 
@@ -144,7 +144,7 @@ def test_an_optimizer_that_mixes_rows_is_named() -> None:
     step, state = make(optax.lamb(0.1))
     told = autopar.explain(autopar.parallelize(step), state, IDS)
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "all rows" and "reduce_sum over all rows" in emb.reason
+    assert emb.action == "dense" and "reduce_sum over all rows" in emb.reason
     assert "test_explain.py" in emb.plan.line
 
 
@@ -152,7 +152,7 @@ def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
     case = VARIANTS["steps_while"].make()
     told = autopar.explain(autopar.parallelize(case.step), case.state, case.batches(0))
     emb = next(r for r in told.rows if r.path == "params/emb")
-    assert emb.action == "all rows" and "inside a while loop" in emb.reason and "lax.scan" in emb.plan.remedy
+    assert emb.action == "dense" and "inside a while loop" in emb.reason and "lax.scan" in emb.plan.remedy
     assert "whole_steps.py" in emb.plan.line
 
 
@@ -194,7 +194,7 @@ def test_outputs_that_need_all_rows_are_said() -> None:
     table = jnp.ones((200, 3))
     _, grad = planned(table, IDS % 200)
     np.testing.assert_allclose(grad, step(table, IDS % 200)[1])
-    assert "all rows" in explained(planned) and planned.plan is not None and planned.plan.lifts
+    assert "dense" in explained(planned) and planned.plan is not None and planned.plan.lifts
 
 
 def test_broadcasts_that_are_written_down_are_no_dead_equations() -> None:

@@ -23,7 +23,7 @@ LONG = "params/a_rather_long_name_of_a_module/another_long_name/item_embedding_o
 
 def dense(path: str, size: int = 4096, **plan: Any) -> ExplainedLeaf:
     leaf = DensePlan(path, (16, size // 64), "float32", size, **plan)
-    action = "in shards, ps" if leaf.sharded else "as it is"
+    action = "dense, in shards, ps" if leaf.sharded else "dense"
     return ExplainedLeaf(leaf, size, 0, None, action, 2 * size, 2 * size, sent=leaf.sent)
 
 
@@ -45,8 +45,8 @@ def layers(root: str, **plan: Any) -> Iterator[ExplainedLeaf]:
 
 
 TABLES = (
-    table(LONG, "touched rows, others deferred, ps on hosts", reason="rows " * 40 + "end", where="hosts"),
-    table("params/users", "all rows, in shards", reason="a full softmax; " * 9, remedy="use a sampled one " * 5),
+    table(LONG, "sparse, others deferred, ps on hosts", reason="rows " * 40 + "end", where="hosts"),
+    table("params/users", "dense, in shards", reason="a full softmax; " * 9, remedy="use a sampled one " * 5),
 )
 STAGES = tuple(
     StagePlan((2 * k, 2 * k + 1), tuple(row.path for row in layers(f"params/stage_{k}")), dict.fromkeys("FBW", 0.01234))
@@ -119,15 +119,21 @@ def test_what_a_wide_terminal_has_room_for(monkeypatch: pytest.MonkeyPatch) -> N
         assert ("shape" in str(told)) == shown == ("plain step" in str(told))
 
 
-def test_every_dense_leaf_is_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dense_parameter_is_in_one_line_with_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     told = EXPLAINED["many dense leaves"]
     monkeypatch.setenv("COLUMNS", "100")
     text = str(told)
     body = text.split("─\n")[1].split("\n\n")[0]
-    assert "/mu/encoder/layer_{0..11}/mlp/up/** (24) " in body and "\nparams/out " in body
+    assert "params/encoder/layer_{0..11}/mlp/up/kernel (12) " in body and "\nparams/out " in body
+    assert not re.search("^opt", body, re.MULTILINE), "Adam's moments are counted with their parameters"
     counts = [int(count) for count in re.findall(r"\((\d+)\)", body)]
-    lines = len(re.findall("^(?:params|opt)/", body, re.MULTILINE))
-    assert lines <= 8 and len(told.rows) == 97 == sum(counts) + lines - len(counts)
+    lines = len(re.findall("^params/", body, re.MULTILINE))
+    parameters = sum(row.path.startswith("params/") for row in told.rows)
+    assert lines <= 8 and parameters == sum(counts) + lines - len(counts)
+    monkeypatch.setenv("COLUMNS", "160")
+    wide = str(told)
+    assert re.search(r"mlp/up/kernel \(12\) .* 1  \[", wide), "the number of slots of each"
+    assert format_bytes(sum(row.nbytes for row in told.rows if "mlp/up/kernel" in row.path)) in wide
 
 
 def test_many_tables_that_differ_in_their_sizes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,7 +142,7 @@ def test_many_tables_that_differ_in_their_sizes_share_a_line(monkeypatch: pytest
     def told(count: int) -> str:
         reasons = [f"at most 5 of {1000 * (k + 1)} rows; {k + 1:.1f} MiB for the log" for k in range(count)]
         tables = [table(f"params/table_{k}/embedding", "ps", reason=r, line="a.py:12") for k, r in enumerate(reasons)]
-        other = table("params/table_99/embedding", "all rows", reason="a full softmax", method="allreduce")
+        other = table("params/table_99/embedding", "dense", reason="a full softmax", method="allreduce")
         return str(Explanation("step", (*tables, other, dense("params/w")), (), 0.1, "exact", 8))
 
     many = told(26)
