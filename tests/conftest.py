@@ -36,7 +36,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds `--every N`."""
-    parser.addoption("--every", type=int, default=1, metavar="N", help="run one test of N, chosen by a hash of its name")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="run one test of N, by a hash of its name")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
