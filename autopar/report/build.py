@@ -28,6 +28,7 @@ from autopar.report.data import (
     scaling_rows,
     timing_rows,
     timings,
+    update_rows,
 )
 from autopar.report.page import Parts, Report
 from autopar.servers.timeline import Timeline
@@ -49,6 +50,7 @@ def report(
 
     Figures, as far as the plan has what they need (`Report.notes` says what is left out, and why):
 
+    - updates: on one device, the memory that updates read and write, in a plain step and by the plan.
     - bytes_by_alpha, bytes_by_devices: what a device sends in a step by each method, and where another sends the least.
     - table_3: Parallax's table 3 beside that, for the methods of which it says something else.
     - parts, methods: predicted time of a step by part, and of its work on the table by method.
@@ -127,6 +129,14 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
 def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
     """Add what is known of data parallelism; returns where the step is, in words."""
     shown = _shown(plan, table)
+    if plan.devices == 1:
+        made.tables["updates"] = update_rows(plan)
+        made.draw(
+            "updates",
+            "What a step's updates read and write: gradients, parameters and optimizer slots; pale as in a plain step, "
+            "blue by this plan.",
+            figures.updates_figure(made.tables["updates"]),
+        )
     if shown is None:
         made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
     else:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.formulas import table_3
+from autopar.cost.model import touched_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan
+from autopar.planning import workload
 from autopar.planning.simulate import Simulation
 from autopar.report.curves import Curves, local_alpha, own_bytes
 
@@ -100,6 +102,19 @@ def parameter_rows(plan: Plan) -> list[TableRow]:
         for leaf in plan.dense
     ]
     return rows
+
+
+def update_rows(plan: Plan) -> list[TableRow]:
+    """Returns what a step's updates read and write: by table, the largest first, and of all other leaves together."""
+    rows: list[TableRow] = []
+    for table in plan.families:
+        size = workload.table_bytes(table)
+        plain = touched_bytes(table_bytes=size, family_bytes=(1 + len(table.slots)) * size)
+        share = table.alpha.share if table.lifted and table.alpha is not None else 1.0
+        rows.append({"leaves": table.path, "bytes of a plain step": plain, "bytes of this plan": share * plain})
+    dense = sum(2 * leaf.nbytes for leaf in plan.dense)
+    rows.append({"leaves": "all others", "bytes of a plain step": dense, "bytes of this plan": dense})
+    return sorted(rows, key=lambda row: -float(row["bytes of a plain step"]))
 
 
 def method_rows(plan: Plan) -> list[TableRow]:

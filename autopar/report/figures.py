@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 
 from autopar.cost import Term
+from autopar.cost.units import format_bytes
 from autopar.report.curves import Curves
 from autopar.report.data import NEAR, Timing
 from autopar.report.style import (
@@ -94,6 +95,22 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Repor
             else:
                 write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
         name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
+    return fit_size(figure)
+
+
+def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> ReportFigure:
+    """Draws what updates read and write: for each table a wide bar of a plain step, and a thin one of the plan."""
+    shown = rows[:_LABELLED]
+    names = [str(row["leaves"]) for row in shown]
+    plain, planned = ([float(row[f"bytes of {of}"]) for row in shown] for of in ("a plain step", "this plan"))
+    figure, (axes,) = blank(height=1.0 + 0.24 * len(shown))
+    axes.barh(names, plain, color=PALE, height=0.7, label="plain step")
+    axes.barh(names, planned, color=BLUE, height=0.35, label="this plan")
+    for k, (before, now) in enumerate(zip(plain, planned, strict=True)):
+        write(axes, f"{format_bytes(before)}, {format_bytes(now)}", (before, k), (3, 0), up="center")
+    lay_bars(axes, "bytes that an update reads and writes")
+    axes.set_xticks([])
+    legend_above(axes)
     return fit_size(figure)
 
 

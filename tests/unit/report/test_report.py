@@ -265,7 +265,11 @@ def test_images_are_written(made: autopar.Report, tmp_path: Path) -> None:
 
 def test_what_is_left_out_is_said() -> None:
     alone = autopar.report(planned(cluster=None), measured=[("here", 1.0, 1.0)])
-    assert list(alone.figures) == ["measured"] and list(alone.tables) == ["parameters", "measured"]
+    assert list(alone.figures) == ["updates", "measured"]
+    assert list(alone.tables) == ["parameters", "updates", "measured"]
+    items, _, others = autopar.report(planned(examples=48, cluster=None)).tables["updates"]
+    assert items["bytes of a plain step"] == 4 * 200_000 * 32 * 4 and others["bytes of this plan"] == 2 * 32 * 32 * 4
+    assert 0 < items["bytes of this plan"] <= items["bytes of a plain step"] * 480 / 200_000, "sparse: 480 ids"
     assert "No figure of bytes: the plan of step is of one device" in alone.notes[0]
     assert "No speed-up: " in alone.notes[1] and alone.notes[1] in alone._repr_html_()
     without = dataclasses.replace(planned(), cluster=None, parts={})
