@@ -8,6 +8,9 @@ import importlib
 import re
 import runpy
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import autopar.api
 
@@ -23,6 +26,15 @@ PAGES = ["README.md", "docs/options.md", "docs/devices.md", "docs/accuracy.md"]
 
 def test_the_readme_is_short() -> None:
     assert len((Path(__file__).parents[2] / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_readme_s_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text()
+    example = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert example is not None
+    found: dict[str, Any] = {"__name__": "readme"}
+    exec(compile(example[1], "README.md", "exec"), found)
+    assert "params/words: sparse" in capsys.readouterr().out and 0 < float(found["metrics"]["loss"]) < 1
 
 
 def test_the_picture_of_results_has_the_numbers_of_their_page() -> None:
