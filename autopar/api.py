@@ -30,7 +30,7 @@ from autopar.run.joined_step import JoinedStep, WarmedStep
 from autopar.run.late_step import LateStep
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
-from autopar.run.positions import positions_of
+from autopar.run.positions import donated_arguments, positions_of, static_arguments
 from autopar.run.step import ParallelStep
 from autopar.sync import Async, Sync
 
@@ -48,9 +48,12 @@ class _Given(TypedDict, total=False):
     sparse: Sparse | None
     plan: Plan | str | Path | None
     donate: bool
+    donate_argnums: int | Sequence[int] | None
+    donate_argnames: str | Sequence[str] | None
     state_argnums: int | Sequence[int] | None
     batch_argnums: int | Sequence[int] | None
-    static_argnums: int | Sequence[int]
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
     replan: Replan
     microbatches: int
     pipeline: Pipeline | None
@@ -77,9 +80,12 @@ def parallelize(
     sparse: Sparse | None = None,
     plan: Plan | str | Path | None = None,
     donate: bool = True,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Sequence[str] | None = None,
     state_argnums: int | Sequence[int] | None = None,
     batch_argnums: int | Sequence[int] | None = None,
-    static_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Sequence[str] | None = None,
     replan: Replan = "warn",
     microbatches: int = 1,
     pipeline: Pipeline | None = None,
@@ -120,9 +126,12 @@ def parallelize(
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.
       donate: Whether the state is updated in place.
+      donate_argnums, donate_argnames: As for `jax.jit`: arguments that the step may overwrite. If they don't name all
+        of the state, none of it is updated in place. Those of a `jax.jit` around the step hold as well.
       state_argnums: Positions of the state, where it can't be found by its coming back.
       batch_argnums: Positions of arguments that are no state, though the step returns something like them.
-      static_argnums: Positions of arguments that are no arrays; each value of theirs is planned by itself.
+      static_argnums, static_argnames: As for `jax.jit`: arguments that are no arrays, by position and by name; each
+        value of theirs is planned by itself. Those of a `jax.jit` around the step are static here, too.
       replan: What is done where batches come to touch other numbers of rows than the one that the plan was made by:
         "warn" (an `AlphaDriftWarning`), "auto": on several devices the plan is made again, with a warning that says so
         (methods and capacities may change; results don't, up to the order of sums), "off": nobody watches. Across
@@ -171,6 +180,8 @@ def parallelize(
     if replan not in ("warn", "auto", "off"):
         raise ArgumentsError(f"replan={replan!r}: there are 'warn', 'auto' and 'off'")
     check_batch_axis(batch_axis)
+    static = static_arguments(step, static_argnums, static_argnames)
+    donated = donated_arguments(step, donate_argnums, donate_argnames, static, donate)
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if microbatches > 1 and emit == "pmap":
@@ -210,7 +221,8 @@ def parallelize(
         donate=donate,
         state_argnums=positions_of(step, "state_argnums", state_argnums),
         batch_argnums=positions_of(step, "batch_argnums", batch_argnums),
-        static_argnums=positions_of(step, "static_argnums", static_argnums) or (),
+        static=static,
+        donated=donated,
         devices=devices if devices.mesh.size > 1 and not whole else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         clients=clients,

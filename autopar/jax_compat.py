@@ -217,9 +217,26 @@ def is_float(dtype: Any) -> bool:
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
-def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
+def trace(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    static_argnums: tuple[int, ...] = (),
+    static_argnames: tuple[str, ...] = (),
+) -> Any:
     """`jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
-    return jax.jit(fun, **jit_options).trace(*args, **kwargs)
+    return jax.jit(fun, static_argnums=static_argnums, static_argnames=static_argnames).trace(*args, **kwargs)
+
+
+def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names that the `jax.jit` of a function was given; none of a function that it hasn't wrapped.
+
+    Args:
+      fun: The function.
+      kind: "static" or "donate".
+    """
+    info = getattr(fun, "_jit_info", None) if isinstance(fun, jax.stages.Wrapped) else None
+    return tuple(getattr(info, f"{kind}_argnums", ())), tuple(getattr(info, f"{kind}_argnames", ()))
 
 
 def vmap_inferred(

@@ -105,7 +105,7 @@ class Devices:
 
         Args:
           fun: Takes and returns local arrays; may use collectives over `axis`.
-          given: For each operand the axis along which it is spread; None: every device has all of it.
+          axes: For each operand the axis along which it is spread; None: every device has all of it.
           returned: The same of the results: one for a single result, else a tuple.
           *operands: Global arrays.
         """

@@ -48,7 +48,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
 
     Args:
       step: What `eqx.filter_jit` would take: a function of pytrees that returns new modules.
-      **options: Those of `autopar.parallelize` (`static_argnums` isn't needed).
+      **options: Those of `autopar.parallelize`, but for `static_argnums` and `static_argnames`, which aren't needed.
 
     Returns:
       A `FilteredStep`, which you call like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
@@ -69,8 +69,8 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
     """
     if step is None:
         return lambda fun: parallelize(fun, **options)
-    if "static_argnums" in options:
-        raise ArgumentsError("static_argnums: what is no array is static as it is")
+    for name in {"static_argnums", "static_argnames"}.intersection(options):
+        raise ArgumentsError(f"{name}: what is no array is static as it is")
     autopar.parallelize(step, **options)  # what is wrong with the options is said here
     return FilteredStep(step, options)
 

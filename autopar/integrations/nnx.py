@@ -26,7 +26,6 @@ ordinary arrays in place for everything else.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,6 +36,7 @@ from flax import nnx
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
+from autopar.run.positions import NamedArguments
 from autopar.run.step import ParallelStep
 from autopar.run.wrapped_step import WrappedStep
 from autopar.tables.leaf import TableLeaf
@@ -149,11 +149,9 @@ class NnxStep(WrappedStep):
         return self._step(split.structure), args, kwargs
 
     @functools.cached_property
-    def _static(self) -> frozenset[Any]:
-        """Positions and names of static arguments."""
-        positions = autopar.parallelize(self.fun, **self.options).static_argnums
-        names = list(inspect.signature(self.fun).parameters)
-        return frozenset([*positions, *(names[k] for k in positions if k < len(names))])
+    def _static(self) -> NamedArguments:
+        """Arguments that are neither objects nor arrays."""
+        return autopar.parallelize(self.fun, **self.options).static
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
         """A call of the ordinary step, and what was taken out of the arguments for it."""
@@ -166,7 +164,8 @@ class NnxStep(WrappedStep):
     def _step(self, graphs: Graphs) -> ParallelStep:
         change = "the nnx objects have another structure (a Variable, a static attribute)"
         remedy = "Keep what changes from call to call in Variables"
-        make = lambda: autopar.parallelize(_pure(self.fun, dict(graphs.found)), **self.options)  # noqa: E731
+        static = {"static_argnums": self._static.argnums, "static_argnames": self._static.argnames}
+        make = lambda: autopar.parallelize(_pure(self.fun, dict(graphs.found)), **{**self.options, **static})  # noqa: E731
         return self._step_of(graphs, make, change, remedy)
 
 

@@ -28,7 +28,7 @@ def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, .
     """The axis of each leaf that runs over the examples, None where there is none.
 
     Args:
-      given: The user's choice. A leaf that no pattern matches has axis 0.
+      batch_axis: The user's choice. A leaf that no pattern matches has axis 0.
       leaves: Paths and shapes.
 
     Raises:

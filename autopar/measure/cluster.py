@@ -102,7 +102,7 @@ class Cluster(ClusterSpec):
         """The reverse of `as_dict`.
 
         Args:
-          given: Nested mappings, as the sections of a `cluster.toml`.
+          values: Nested mappings, as the sections of a `cluster.toml`.
           like: Has what is missing.
           where: Whose error it is.
 

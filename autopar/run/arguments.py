@@ -21,6 +21,7 @@ from autopar.errors import ArgumentsError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.program import ArrayType, Block, Input, Output
+from autopar.run.positions import NamedArguments
 from autopar.tables.kinds import is_table, layout_of, spread_as
 
 #: A layout and its row axis.
@@ -39,6 +40,11 @@ class Argument:
     paths: tuple[str, ...]
     layouts: tuple[Layout | None, ...]
     spread: tuple[Layout | None, ...]
+
+    @property
+    def place(self) -> int | str:
+        """Its position, or its name where it is passed by keyword."""
+        return self.name if self.position is None else self.position
 
     @property
     def is_lone_array(self) -> bool:
@@ -102,40 +108,31 @@ def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
     return named[:count] + [f"argument{k}" for k in range(len(named), count)]
 
 
-def static_keywords(fun: Callable[..., Any], static: frozenset[int]) -> frozenset[str]:
-    """Names under which static arguments may be given as keywords."""
-    names = parameter_names(fun, max(static, default=-1) + 1)
-    return frozenset(names[k] for k in static)
-
-
-def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: frozenset[int]) -> Call:
+def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: NamedArguments) -> Call:
     """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
     Raises:
       ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
     """
     names = parameter_names(fun, len(args))
-    static_names = static_keywords(fun, static)
     arguments: list[Argument] = []
     shaped: list[Any] = []
-    statics = []
     for k, value in enumerate(args):
         if k in static:
             shaped.append(value)
-            statics.append((k, value))
             continue
         argument, shapes = _argument(names[k], k, value)
         arguments.append(argument)
         shaped.append(shapes)
     shaped_kwargs = {}
     for name in sorted(kwargs):
-        if name in static_names:
-            statics.append((name, kwargs[name]))
+        if name in static:
             shaped_kwargs[name] = kwargs[name]
         else:
             argument, shaped_kwargs[name] = _argument(name, None, kwargs[name])
             arguments.append(argument)
-    key = (tuple(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
+    statics = static.of_call(args, kwargs)
+    key = (static_key(statics), tuple((a.name, a.treedef, a.types) for a in arguments))
     try:
         hash(key)
     except TypeError as error:
@@ -143,9 +140,14 @@ def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return Call(tuple(arguments), (tuple(shaped), shaped_kwargs), key)
 
 
-def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str], cause: TypeError) -> str:
+def static_key(statics: Mapping[int | str, Any]) -> Any:
+    """Tells apart calls with other static arguments; as for `jax.jit` 1, 1.0 and True are three."""
+    return tuple((place, type(value), value) for place, value in statics.items())
+
+
+def _unhashable(statics: Mapping[int | str, Any], names: Sequence[str], cause: TypeError) -> str:
     what = "an argument's structure can't be hashed"
-    for place, value in statics:
+    for place, value in statics.items():
         try:
             hash(value)
         except TypeError:
@@ -153,7 +155,7 @@ def _unhashable(statics: Sequence[tuple[int | str, Any]], names: Sequence[str], 
             what = f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
     return (
         f"{what} ({cause}). Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a "
-        "frozen dataclass). Arrays are ordinary arguments: leave them out of static_argnums"
+        "frozen dataclass). Arrays are ordinary arguments: leave them out of static_argnums and static_argnames"
     )
 
 
@@ -181,8 +183,8 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     paths = tuple(path_name(p) for p, _ in leaves)
     if jax.tree_util.treedef_is_leaf(treedef):
-        which = f"<the position of {name}>" if position is None else position
-        remedy = f"say that it is static: parallelize(step, static_argnums={which})"
+        option = f"static_argnames={name!r}" if position is None else f"static_argnums={position}"
+        remedy = f"say that it is static: parallelize(step, {option})"
     else:
         remedy = f"take it out of {name!r} before the step is called"
     shapes = [shape_of(x, f"{name}/{path}".rstrip("/"), remedy) for path, (_, x) in zip(paths, leaves, strict=True)]

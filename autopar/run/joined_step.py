@@ -51,7 +51,7 @@ class JoinedStep(ParallelStep):
             return args, kwargs
         if self._states is None:
             self._states = self._find_states(args, kwargs)
-        batches, apart = self.planner.batch_argnums, {*self.static_argnums, *self._states}
+        batches, apart = self.planner.batch_argnums, {*self.static.argnums, *self._states}
         is_batch = [k in batches if batches is not None else k not in apart for k in range(len(args))]
         given = ([a for k, a in enumerate(args) if is_batch[k]], dict(kwargs) if batches is None else {})
         paths, tree = jax.tree_util.tree_flatten_with_path(given)
@@ -66,7 +66,7 @@ class JoinedStep(ParallelStep):
         """Positions of the state, as the step on this process's minibatch alone has them."""
         options = dataclasses.replace(self.options, devices=1)
         alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
-        dynamic = [k for k in range(len(args)) if k not in self.static_argnums]
+        dynamic = [k for k in range(len(args)) if k not in self.static]
         states = ParallelStep(alone).entry(*args, **kwargs).states.outputs
         return frozenset(dynamic[k] for k in states if k < len(dynamic))
 

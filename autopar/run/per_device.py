@@ -32,6 +32,7 @@ from autopar.ir.paths import matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
 from autopar.run.arguments import Call, States, describe_leaves
+from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
 
 
@@ -67,7 +68,8 @@ class CallOfOne:
     Attributes:
       fun, name, call: The step, and what it was called with.
       device: What it is written for.
-      state_argnums, batch_argnums, static_argnums: As given to `parallelize`.
+      state_argnums, batch_argnums: As given to `parallelize`.
+      static: Arguments that are no arrays.
     """
 
     fun: Callable[..., Any]
@@ -76,7 +78,7 @@ class CallOfOne:
     device: PerDevice
     state_argnums: Sequence[int] | None
     batch_argnums: Sequence[int]
-    static_argnums: Sequence[int]
+    static: NamedArguments
 
     def everywhere(self) -> tuple[Callable[..., Any], list[str]]:
         """What N devices that run the step compute together.
@@ -89,7 +91,7 @@ class CallOfOne:
           ArgumentsError: the examples can't be divided among the devices.
           StateError: a state can't be told, or differs from device to device.
         """
-        args, kwargs = self.call.shapes
+        args, _ = self.call.shapes
         device, count = self.device, self.device.count
         states, block, keys = self._first_look()
         axes = self._example_axes(states, keys)
@@ -97,13 +99,11 @@ class CallOfOne:
         notes += own_sums(block, axes, device.axis, count)
         paths = [input_.path for input_ in describe_leaves(self.call, states, None)[0]]
         notes += [f"{paths[k]} is a key: every device has the same" for k in sorted(keys)]
-        static = frozenset(self.static_argnums)
-        dynamic = [k for k in range(len(args)) if k not in static]
-        named = [n for n in kwargs if any(a.position is None and a.name == n for a in self.call.arguments)]
+        dynamic = [k for k in range(len(args)) if k not in self.static]
 
         @functools.wraps(self.fun)
         def whole(*args: Any, **kwargs: Any) -> Any:
-            flat, tree = jax.tree.flatten(([args[k] for k in dynamic], {n: kwargs[n] for n in named}))
+            flat, tree = jax.tree.flatten(self.static.others(args, kwargs))
             shared = [_shared(x, axis, count) for x, axis in zip(flat, axes, strict=True)]
             returned = None
 
@@ -207,13 +207,9 @@ class CallOfOne:
     def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
         """The same with a device's shard along some axes; None: with all on each device."""
         args, kwargs = self.call.shapes
-        statics = {k: args[k] for k in self.static_argnums if k < len(args)}
-        of_arrays = {a.name for a in self.call.arguments if a.position is None}
-        fixed = {n: v for n, v in kwargs.items() if n not in of_arrays}
-        shapes = (
-            [a for k, a in enumerate(args) if k not in statics],
-            {n: v for n, v in kwargs.items() if n in of_arrays},
-        )
+        statics = self.static.of_call(args, kwargs)
+        fixed = {n: v for n, v in kwargs.items() if n in statics}
+        shapes = self.static.others(args, kwargs)
         if axes is not None:
             leaves, tree = jax.tree.flatten(shapes)
             shapes = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])

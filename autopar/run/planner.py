@@ -26,7 +26,7 @@ from autopar.compile import (
 )
 from autopar.cost.measurements import Measurements
 from autopar.cost.units import format_bytes
-from autopar.errors import ArgumentsError, StepError, StrategyError
+from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
 from autopar.ir.cluster import state_budget
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
@@ -51,6 +51,7 @@ from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
+from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
 
@@ -66,8 +67,9 @@ class Planner:
       fun: The user's step.
       options: What the user chose for the whole step.
       machine: Whose figures it is planned by.
-      donate: Whether the state is updated in place.
-      state_argnums, batch_argnums, static_argnums: As for `parallelize`.
+      donate: Whether the state is updated in place, as far as it is among `donated`, if that is given.
+      state_argnums, batch_argnums: As for `parallelize`.
+      static: Arguments that are no arrays.
       devices: Those that run it; None: one.
       per_device: Of a step that is written for one of several devices.
       stage_devices: Those of a pipeline's stages.
@@ -81,7 +83,8 @@ class Planner:
     donate: bool
     state_argnums: tuple[int, ...] | None
     batch_argnums: tuple[int, ...] | None
-    static_argnums: tuple[int, ...]
+    static: NamedArguments
+    donated: NamedArguments | None = None
     devices: Devices | None = None
     per_device: PerDevice | None = None
     stage_devices: Sequence[StageDevice] = ()
@@ -115,7 +118,7 @@ class Planner:
         start = time.perf_counter()
         try:
             fun, notes = self._written_for(call)
-            traced = jax_compat.trace(fun, args, kwargs, static_argnums=self.static_argnums)
+            traced = jax_compat.trace(fun, args, kwargs, self.static.argnums, self.static.argnames)
         except NameError as error:
             raise unknown_axis(self.name, error) from error
         seconds = time.perf_counter() - start
@@ -158,7 +161,8 @@ class Planner:
                 return planned
             notes = [*notes, note]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
-        rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, self.donate, options, self.machine)
+        donate = self._donates(call, states)
+        rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
 
@@ -205,13 +209,27 @@ class Planner:
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
         if self.options.is_asynchronous:
             check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
-            if not self.donate:
-                raise ArgumentsError(
-                    f"{self.name}: servers go on with every step, so donate=False can't be. Leave "
-                    "it out; autopar.average(state) and autopar.materialize(state) make copies"
-                )
         if self.options.pipeline is not None and self.processes is not None:
             check_ranks(self.name, "stages on several processes", "give the stages devices of one process, mesh=")
+
+    def _donates(self, call: Call, states: States) -> bool:
+        """Whether a call's state is updated in place: all of it, or, with a warning, none."""
+        arguments = [call.arguments[k] for k in states.outputs]
+        kept = [a.name for a in arguments if self.donated is not None and a.place not in self.donated]
+        donate = self.donate and not kept
+        if self.options.is_asynchronous and not donate:
+            raise ArgumentsError(
+                f"{self.name}: servers go on with every step, so the old state can't be kept. Leave out donate=False, "
+                "donate_argnums and donate_argnames; autopar.average(state) and autopar.materialize(state) make copies"
+            )
+        if kept and len(kept) < len(arguments):
+            warn(
+                f"{self.name}: donate_argnums (or donate_argnames) names a part of the state, and leaves out "
+                f"{', '.join(map(repr, kept))}: so each step copies all of it. Name all of the state, or leave both "
+                "options out: autopar updates the state in place by itself",
+                SlowPlanWarning,
+            )
+        return donate
 
     def _exceeds_memory(self, compiled: Compiled) -> bool:
         """Whether the state doesn't fit the devices as it is planned."""
@@ -289,8 +307,8 @@ class Planner:
         """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""
         if self.per_device is None:
             return self.fun, ()
-        argnums = (self.state_argnums, self.batch_argnums or (), self.static_argnums)
-        return CallOfOne(self.fun, self.name, call, self.per_device, *argnums).everywhere()
+        given = (self.state_argnums, self.batch_argnums or (), self.static)
+        return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
         """The user's; tables that come in the memory of the hosts stay there."""
@@ -305,7 +323,8 @@ class Planner:
             "donate": self.donate,
             "state_argnums": self.state_argnums,
             "batch_argnums": self.batch_argnums,
-            "static_argnums": self.static_argnums,
+            "static": self.static,
+            "donated": self.donated,
             "axis_name": None if self.per_device is None else self.per_device.axis,
             "mesh": None if self.devices is None else (self.devices, self.devices.mesh.devices.tolist()),
             "pipeline's devices": self.stage_devices,

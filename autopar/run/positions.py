@@ -1,14 +1,80 @@
-"""Positions of a step's arguments, as the options of `parallelize` give them."""
+"""Which of a step's arguments options of `parallelize` name, by position or by keyword."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 
+from autopar import jax_compat
 from autopar.errors import ArgumentsError
+
+
+@dataclass(frozen=True, slots=True)
+class NamedArguments:
+    """Arguments that two options name, `static_argnums` and `static_argnames`, say. False if they name none.
+
+    Attributes:
+      argnums: Their positions, for where they are passed by position.
+      argnames: Their names, for where they are passed by keyword.
+    """
+
+    argnums: tuple[int, ...] = ()
+    argnames: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.argnums or self.argnames)
+
+    def __contains__(self, place: int | str) -> bool:
+        return place in self.argnums or place in self.argnames
+
+    def __or__(self, other: NamedArguments) -> NamedArguments:
+        return NamedArguments(
+            tuple(sorted({*self.argnums, *other.argnums})), tuple(sorted({*self.argnames, *other.argnames}))
+        )
+
+    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+        """Returns those of a call, by position or name."""
+        return {k: v for k, v in (*enumerate(args), *sorted(kwargs.items())) if k in self}
+
+    def others(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Returns a call's other arguments."""
+        return [a for k, a in enumerate(args) if k not in self], {k: v for k, v in kwargs.items() if k not in self}
+
+
+def static_arguments(
+    step: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
+) -> NamedArguments:
+    """Returns the arguments that are static for `parallelize`, or for the `jax.jit` that has wrapped the step."""
+    return _named(step, "static", argnums, argnames) | _jitted(step, "static")
+
+
+def donated_arguments(
+    step: Callable[..., Any],
+    argnums: int | Sequence[int] | None,
+    argnames: str | Sequence[str] | None,
+    static: NamedArguments,
+    donate: bool,
+) -> NamedArguments | None:
+    """Returns the arguments that the user gives away, or gave to the `jax.jit` that has wrapped the step.
+
+    None where nobody names any: then `donate` decides.
+
+    Raises:
+      ArgumentsError: one of them is static, or `donate` is False.
+    """
+    if argnums is None and argnames is None:
+        return _jitted(step, "donate") or None
+    donated = _named(step, "donate", argnums, argnames)
+    both = [k for k in (*donated.argnums, *donated.argnames) if k in static]
+    if both:
+        raise ArgumentsError(f"argument {both[0]!r} is static and donated: only arrays can be donated")
+    if donated and not donate:
+        raise ArgumentsError("donate=False, and donate_argnums or donate_argnames name arguments: leave one out")
+    return donated
 
 
 def positions_of(
@@ -21,14 +87,60 @@ def positions_of(
     numbers: tuple[Any, ...] = tuple(cast(Any, positions)) if several else (positions,)
     if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in numbers):
         raise ArgumentsError(f"{option}={positions!r}: give positions of the step's arguments, whole numbers from 0")
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # of some builtins nobody knows
+    parameters = _parameters(step)
+    if parameters is None:
         return numbers
-    count = len(parameters)
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     open_ended = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for k in numbers:
         if k < -count or (k >= count and not open_ended):
-            name = getattr(step, "__name__", type(step).__name__)
-            raise ArgumentsError(f"{option} names argument {k}; {name} takes {count}, numbered from 0")
+            by_keyword = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+            names = option.replace("argnums", "argnames")
+            hint = f". Name what is passed by keyword: {names}={by_keyword[0]!r}" if by_keyword else ""
+            raise ArgumentsError(f"{option} names argument {k}; {_name(step)} takes {count}, numbered from 0{hint}")
     return tuple(int(k) + count if k < 0 else int(k) for k in numbers)
+
+
+def _named(
+    step: Callable[..., Any], kind: str, argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
+) -> NamedArguments:
+    """Returns what an option and its sibling name; as under `jax.jit` one that isn't given follows from the other."""
+    numbers, names = positions_of(step, f"{kind}_argnums", argnums), _names_of(step, f"{kind}_argnames", argnames)
+    either = {k: p.name for k, p in enumerate(_parameters(step) or ()) if p.kind is p.POSITIONAL_OR_KEYWORD}
+    if numbers is None:
+        numbers = tuple(k for k, name in either.items() if name in (names or ()))
+    elif names is None:
+        names = tuple(name for k, name in either.items() if k in numbers)
+    return NamedArguments(numbers, names or ())
+
+
+def _names_of(step: Callable[..., Any], option: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    names: tuple[Any, ...] = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
+    if not all(isinstance(name, str) for name in names):
+        raise ArgumentsError(f"{option}={given!r}: give names of the step's arguments, strings")
+    parameters = _parameters(step)
+    if parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return names
+    known = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    for name in names:
+        if name not in known:
+            raise ArgumentsError(f"{option} names {name!r}; {_name(step)} takes {', '.join(known)} by keyword")
+    return names
+
+
+def _jitted(step: Callable[..., Any], kind: str) -> NamedArguments:
+    argnums, argnames = jax_compat.jit_arguments(step, kind)
+    return NamedArguments(positions_of(step, f"{kind}_argnums", argnums) or (), argnames)
+
+
+def _parameters(step: Callable[..., Any]) -> Sequence[inspect.Parameter] | None:
+    try:
+        return tuple(inspect.signature(step).parameters.values())
+    except (TypeError, ValueError):  # of some builtins nobody knows
+        return None
+
+
+def _name(step: Callable[..., Any]) -> str:
+    return getattr(step, "__name__", type(step).__name__)

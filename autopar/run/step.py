@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
-from autopar.run.arguments import Call, call_difference, read_call, static_keywords
+from autopar.run.arguments import Call, call_difference, read_call, static_key
 from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
@@ -30,6 +30,7 @@ from autopar.run.entry import Entry
 from autopar.run.growth import Growth
 from autopar.run.lost_state import noting_lost_state
 from autopar.run.planner import Planner
+from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
 from autopar.run.slow_plans import warn_of_slow_plan
 from autopar.tables.kinds import is_table, layout_of, materialize
@@ -96,14 +97,9 @@ class ParallelStep:
         return not self.options.is_asynchronous
 
     @property
-    def donate(self) -> bool:
-        """Whether the state is updated in place."""
-        return self.planner.donate
-
-    @property
-    def static_argnums(self) -> tuple[int, ...]:
-        """Positions of arguments that are no arrays."""
-        return self.planner.static_argnums
+    def static(self) -> NamedArguments:
+        """Arguments that are no arrays."""
+        return self.planner.static
 
     @property
     def state_argnums(self) -> tuple[int, ...] | None:
@@ -152,15 +148,10 @@ class ParallelStep:
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
         """A call's flat arguments, and what tells calls apart that are planned by themselves; None if nothing can."""
-        if self.planner.static_argnums:
-            statics = (
-                tuple((k, args[k]) for k in self.static_argnums if k < len(args)),
-                tuple((k, v) for k, v in kwargs.items() if k in self._static_names),
-            )
-            args = [a for k, a in enumerate(args) if k not in self.static_argnums]
-            kwargs = {k: v for k, v in kwargs.items() if k not in self._static_names}
-        else:
-            statics = None
+        statics = None
+        if self.static:
+            statics = static_key(self.static.of_call(args, kwargs))
+            args, kwargs = self.static.others(args, kwargs)
         leaves, tree = jax.tree.flatten((args, kwargs))
         try:
             hash(statics)  # what can't be hashed may not be comparable, either
@@ -228,7 +219,7 @@ class ParallelStep:
 
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
-        call = read_call(self.fun, args, kwargs, frozenset(self.static_argnums))
+        call = read_call(self.fun, args, kwargs, self.static)
         entry = self._planned_for(call)
         if entry is None:
             with (
@@ -260,16 +251,11 @@ class ParallelStep:
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat dynamic arguments of a call, in the order of the program's inputs."""
-        named = {k: v for k, v in kwargs.items() if k not in self._static_names}
-        return jax.tree.leaves(([a for k, a in enumerate(args) if k not in self.static_argnums], named))
+        return jax.tree.leaves(self.static.others(args, kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
         return self if instance is None else BoundStep(self, instance)
-
-    @functools.cached_property
-    def _static_names(self) -> frozenset[str]:
-        return static_keywords(self.fun, frozenset(self.static_argnums))
 
     # --- planning ---
 
@@ -281,8 +267,7 @@ class ParallelStep:
         """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
-        statics = frozenset(self.static_argnums)
-        entry = self._planned_for(read_call(self.fun, args, kwargs, statics)) if ready is None else ready.entry
+        entry = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.entry
         drifted = watch.look(entry, leaves)
         if entry is None or not drifted:
             return

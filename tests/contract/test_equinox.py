@@ -107,7 +107,7 @@ def test_leaves_that_are_no_arrays_are_static() -> None:
         model, _ = planned(model, ids, sign="+")
     np.testing.assert_allclose(model["t"][4], 1)
     with pytest.raises(autopar.ArgumentsError, match="static as it is"):
-        aeqx.parallelize(step, static_argnums=1)
+        aeqx.parallelize(step, static_argnames="sign")
     with pytest.raises(autopar.ArgumentsError, match="must be hashable"):
         planned({"t": table, "f": {1, 2}}, ids, sign="-")
 

@@ -189,12 +189,13 @@ def test_structure_that_changes_in_the_step() -> None:
     assert planned.plan.parameters[0].lifted
 
 
-def test_static_arguments_methods_and_a_bare_variable() -> None:
+@pytest.mark.parametrize("option", [{"static_argnums": 1}, {"static_argnames": "kind"}])
+def test_static_arguments_methods_and_a_bare_variable(option: dict[str, Any]) -> None:
     def step(scale: Any, kind: str, ids: jax.Array) -> jax.Array:
         scale[...] += 1.0 if kind == "up" else -1.0
         return ids * scale[...]
 
-    planned = anx.parallelize(step, static_argnums=1)
+    planned = anx.parallelize(step, **option)
     scale = nnx.Param(jnp.array(2.0))
     np.testing.assert_allclose(planned(scale, "up", jnp.ones(2)), [3, 3])
     with pytest.warns(autopar.RecompileWarning, match="static"):

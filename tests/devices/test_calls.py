@@ -76,20 +76,21 @@ def test_arrays_that_live_elsewhere_are_moved() -> None:
 
 
 def test_keywords_statics_and_scalars() -> None:
-    def scaled(state: Any, rate: float, kind: str, *, batch: Any) -> Any:
-        assert kind == "sgd"
+    def scaled(state: Any, rate: float, kind: str, *, batch: Any, way: str) -> Any:
+        assert (kind, way) == ("sgd", "plain")
         emb = state["emb"]
         g = jax.grad(lambda e: jnp.sum(e[batch["ids"]] ** 2))(emb)
         return {"emb": emb - rate * g}, jnp.sum(g)
 
-    planned = autopar.parallelize(scaled, strategy="ps", mesh=mesh_of(4), static_argnums=2)
+    static: dict[str, Any] = {"static_argnums": 2, "static_argnames": "way"}
+    planned = autopar.parallelize(scaled, strategy="ps", mesh=mesh_of(4), **static)
     state = {"emb": make_state(41)["params"]["emb"]}
-    plain = jax.jit(scaled, static_argnums=2)
+    plain = jax.jit(scaled, **static)
     mine = theirs = state
     for _ in range(2):
         (mine, a), (theirs, b) = (
-            planned(mine, 0.1, "sgd", batch=ids_in(0, 41)),
-            plain(theirs, 0.1, "sgd", batch=ids_in(0, 41)),
+            planned(mine, 0.1, "sgd", batch=ids_in(0, 41), way="plain"),
+            plain(theirs, 0.1, "sgd", batch=ids_in(0, 41), way="plain"),
         )
         same((mine, a), (theirs, b))
 

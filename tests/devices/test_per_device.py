@@ -157,6 +157,18 @@ def test_every_method_verifies(method: str, emit: Any) -> None:
     assert autopar.verify(planned, make_state(), make_batch(), steps=2).ok
 
 
+def test_static_arguments_by_position_and_by_keyword() -> None:
+    def step(state: State, kind: str, batch: Any, *, reduced: str) -> tuple[State, Any]:
+        new, told = {"own": own_dropout, "none": pmean_of_means}[kind](state, batch)
+        return new, {reduced: told}
+
+    step_of = lambda state, batch: step(state, "none", batch, reduced="mean")  # noqa: E731
+    options: dict[str, Any] = {"mesh": mesh_of(DEVICES), "axis_name": AXIS, "donate": False}
+    planned = autopar.parallelize(step, static_argnames=("kind", "reduced"), **options)
+    _, told = planned(make_state(), "none", make_batch(), reduced="mean")
+    np.testing.assert_allclose(told["mean"]["loss"], by_pmap(step_of, DEVICES, 1)[1]["mean"]["loss"][0], rtol=2e-5)
+
+
 def test_explain_says_what_differs_from_device_to_device() -> None:
     options: Any = {"mesh": mesh_of(DEVICES), "axis_name": AXIS}
     told = explained(autopar.parallelize(own_dropout, **options), make_state(), make_batch())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import re
 import runpy
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import autopar.api
@@ -56,6 +58,20 @@ def test_pages_are_valid_python_and_name_real_options() -> None:
                     assert keyword.arg in autopar.parallelize.__kwdefaults__
     for name in re.findall(r"autopar\.([a-z_]+)\(", text):
         assert hasattr(autopar, name)
+
+
+def test_the_page_of_options_has_the_signature() -> None:
+    """All options with their defaults; what `parallelize` makes of None is shown in its place."""
+    page = (Path(__file__).parents[2] / "docs" / "options.md").read_text()
+    call = ast.parse(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0]).body[0]
+    assert isinstance(call, ast.Assign) and isinstance(call.value, ast.Call)
+    shown = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.value.keywords}
+    jax.devices()  # what is made later has options
+    made = autopar.parallelize(lambda x: x).planner.options
+    parameters = inspect.signature(autopar.parallelize).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert shown == {k: getattr(made, k, None) if default is None else default for k, default in defaults.items()}
+    assert set(re.findall(r"[*`](\w+)[*`]", page)) >= set(defaults), "each one is described"
 
 
 def test_the_api_reference_has_every_public_name() -> None:

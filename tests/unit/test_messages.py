@@ -57,7 +57,7 @@ def test_a_leaf_that_is_no_array_is_named(batch: Any, told: str, strategy: Any) 
     with pytest.raises(autopar.ArgumentsError, match=told):
         step(table, batch)
     if batch == "a b":
-        with pytest.raises(autopar.ArgumentsError, match=r"static_argnums=<the position of batch>\)"):
+        with pytest.raises(autopar.ArgumentsError, match=r"static_argnames='batch'\)"):
             step(table, batch=batch)
     else:  # of the structure that was planned
         with pytest.raises(autopar.ArgumentsError, match=r"batch/ids is no array of numbers \(str: 'c'\)"):

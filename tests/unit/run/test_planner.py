@@ -18,11 +18,12 @@ from autopar.ir.options import Options
 from autopar.measure.machine import NOWHERE
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
+from autopar.run.positions import NamedArguments
 
 #: Of a Planner, what else than an option it is, and is compared in another way or follows from the options.
 _NO_OPTIONS = {"fun", "options", "machine", "in_stages", "stage_processes"}
 
-_PLAIN = Planner(abs, Options(), NOWHERE, True, None, None, ())
+_PLAIN = Planner(abs, Options(), NOWHERE, True, None, None, NamedArguments())
 _DEVICE = jax.devices()[0]
 
 
@@ -37,7 +38,8 @@ def test_each_option_outside_of_options_is_compared() -> None:
         "donate": False,
         "state_argnums": (0,),
         "batch_argnums": (1,),
-        "static_argnums": (2,),
+        "static": NamedArguments((2,), ("kind",)),
+        "donated": NamedArguments((0,), ("state",)),
         "devices": Devices(Mesh([_DEVICE], ("data",)), "data"),
         "per_device": PerDevice("batch", 1, 0),
         "stage_devices": (StageDevice((_DEVICE,)),),
