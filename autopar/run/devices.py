@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from autopar.ir.program import ArrayType, Atom, Program, Var
 from autopar.ir.sizes import NEAR
 from autopar.jax_compat import ConcreteArray
 from autopar.run.buffers import with_own_buffers
+from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.late_fallback import LateFallback
 from autopar.run.read_rows import ReadRows
 from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
@@ -84,7 +86,9 @@ class DevicesRunner:
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
         states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
         self._donated = frozenset(states if donate else ())
-        self._read_rows = None if states else ReadRows(analysed)
+        copies = [devices.mesh.size // (1 if along is None else devices.count) for along in bound.placements]
+        self._kept = KeptPlacements(analysed, copies)
+        self._read_rows = None if states else ReadRows(analysed, self._kept)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += [v.type for v in logs]
@@ -172,6 +176,7 @@ class DevicesRunner:
         for spec, known in zip(self._log_specs, entries, strict=True):
             if not known:
                 known += spec.begin([placed[k] for k in spec.leaves])
+        forget(leaves[k] for k in self._donated)
         returned = self._call(*placed, *(x for known in entries for x in known))
         results = [returned[k] for k in self._order]
         lengths = [len(known) for known in entries]
@@ -195,6 +200,8 @@ class DevicesRunner:
             or leaf.is_deleted()
         ]
         batch = [k for k in elsewhere if k in self._placed_together and isinstance(leaves[k], np.ndarray)]
+        for k in elsewhere:
+            self._kept.look(k, leaves[k])
         if batch:
             arrays = jax.device_put([leaves[k] for k in batch], [self._shardings[k] for k in batch])
             for k, array in zip(batch, arrays, strict=True):
@@ -269,22 +276,28 @@ class DevicesRunner:
         return None if most is None else most.tolist()
 
     def _placed(self, k: int, leaf: Any) -> Any:
-        layout, own = self._layouts.get(k), k in self._donated
+        own, sharding, layout = k in self._donated, self._shardings[k], self._layouts.get(k)
         if isinstance(leaf, DeferredTable):  # what is only read needs no copy
             leaf = leaf.materialize() if own else leaf.current()
-        if isinstance(leaf, Table):
-            if layout is not None and leaf.layout == layout[0] and leaf.stored.sharding == self._shardings[k]:
+        if isinstance(leaf, Table) and layout is not None and leaf.layout == layout[0]:
+            if leaf.stored.sharding == sharding:
                 return leaf.stored
+        elif layout is None and isinstance(leaf, jax.Array):
+            if leaf.sharding == sharding:
+                return leaf
+            if leaf.sharding.is_equivalent_to(sharding, leaf.ndim):  # the same buffers, to be donated if it is state
+                return jax.device_put(leaf, sharding)
+        if not own:
+            return self._kept.placed(k, leaf, (sharding, layout), functools.partial(self._moved, k))
+        return self._moved(k, leaf)
+
+    def _moved(self, k: int, leaf: Any) -> jax.Array:
+        """Brings an argument from elsewhere; it stays the user's own, whatever is done to what is returned."""
+        layout, own = self._layouts.get(k), k in self._donated
+        if is_table(leaf):
             leaf = leaf.materialize()
-        elif is_table(leaf):  # in the memory of the hosts
-            leaf = leaf.materialize()
-        elif layout is None and isinstance(leaf, jax.Array) and leaf.sharding == self._shardings[k]:
-            return leaf
+        elif own and layout is None and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
+            leaf = copied(leaf)
         if layout is not None:
             return placed(leaf, *layout, self._devices)
-        if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(self._shardings[k], leaf.ndim):
-            return jax.device_put(leaf, self._shardings[k])  # the same buffers, to be donated if it is state
-        # An array that lies elsewhere stays the user's own, whatever is done to this one.
-        if own and isinstance(leaf, jax.Array) and (not self._across or is_global(leaf)):
-            leaf = copied(leaf)
-        return place_array(leaf, self._shardings[k], own=own)
+        return place_array(leaf, self._shardings[k], own=own or isinstance(leaf, jax.Array))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -32,6 +33,7 @@ from autopar.mpi.exchange import Requested
 from autopar.mpi.host_memory import require_memory
 from autopar.mpi.machines import exchange
 from autopar.run.buffers import with_own_buffers
+from autopar.run.kept_placements import KeptPlacements
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 
@@ -53,6 +55,7 @@ class HostRunner:
         self._ranks = Ranks(exchange_, compiled.plan.reduction_backend)
         devices = self._ranks.mesh.shape["local"]
         self._options = dataclasses.replace(options, rank_devices=devices, bucket_bytes=bucket_bytes)
+        self._kept = KeptPlacements(self._program, [devices if along is None else 1 for along in bound.placements])
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])
@@ -298,10 +301,16 @@ class HostRunner:
         if not isinstance(type_, ArrayType):
             return leaf
         if along is None or self._ranks.exchange.size == 1:
-            return self._whole(k, leaf, along)
-        return self._part(leaf, along)
+            place = functools.partial(self._whole, k, along)
+        else:
+            place = functools.partial(self._part, along)
+        if k in self._states:
+            return place(leaf)
+        if isinstance(leaf, np.ndarray):  # of one over all ranks each has its part
+            self._kept.look(k, leaf)
+        return self._kept.placed(k, leaf, (self._ranks.mesh, self._ranks.is_global, along), place)
 
-    def _whole(self, k: int, leaf: Any, along: int | None) -> Any:
+    def _whole(self, k: int, along: int | None, leaf: Any) -> Any:
         ranks = self._ranks
         leaf = ranks.own(leaf)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -317,7 +326,7 @@ class HostRunner:
         spread = along is not None and leaf.shape[along] % devices == 0
         return jax.device_put(leaf, ranks.sharding(along if spread else None))
 
-    def _part(self, leaf: Any, along: int) -> Any:
+    def _part(self, along: int, leaf: Any) -> Any:
         """This rank's examples; under XLA its part of the global array."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
@@ -335,6 +344,8 @@ class HostRunner:
         count = leaf.shape[along] // size
         index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
         own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]
+        if isinstance(leaf, jax.Array) and isinstance(own, np.ndarray):
+            own = jax.numpy.asarray(own) if ranks.is_single else own.copy()  # a view would keep the whole leaf
         devices = ranks.mesh.shape["local"]
         spread = count % devices == 0
         if not ranks.is_global:

@@ -18,6 +18,7 @@ from autopar.backends.emit import emit
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.measure.alpha import id_program, is_exact
+from autopar.run.kept_placements import KeptPlacements
 from autopar.tables.deferred import DeferredTable, UpdateLog
 from autopar.tables.leaf import TableLeaf
 
@@ -44,10 +45,11 @@ class ReadRows:
 
     Args:
       program: The analysed evaluation, which has no state.
+      kept: Its arguments where it takes them.
     """
 
-    def __init__(self, program: Program) -> None:
-        self._program = program
+    def __init__(self, program: Program, kept: KeptPlacements) -> None:
+        self._program, self._kept = program, kept
         self._known: dict[tuple[int, int], _Ids | None] = {}
         self._program_of = functools.cache(self._ids_program)
 
@@ -68,12 +70,15 @@ class ReadRows:
                 continue
             tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.everywhere
             run = self._program_of(tables, log.spec.blocks(), everywhere)
-            inputs = {k: leaves[k] if is_global(leaves[k]) else place_array(leaves[k], everywhere) for k in reads}
-            for ids in run(inputs):
+            for ids in run({k: self._placed(k, leaves[k], everywhere) for k in reads}):
                 log.catch_up(ids)
             for k in places:
                 made[k] = leaves[k].lagging()
         return made
+
+    def _placed(self, k: int, leaf: Any, everywhere: NamedSharding) -> Array:
+        place = functools.partial(place_array, sharding=everywhere, own=True)
+        return leaf if is_global(leaf) else self._kept.placed(k, leaf, (everywhere, None), place)
 
     def _ids_program(
         self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...] | None, everywhere: NamedSharding

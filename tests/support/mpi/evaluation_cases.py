@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +37,31 @@ def check_rows_that_are_read() -> None:
                     assert mine["params"]["emb"].log.is_up_to_date == flushes
                     mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
     assert_same(autopar.materialize(mine), theirs)
+
+
+def check_arguments_that_stay() -> None:
+    """Arrays of this process, and those that all have a part of, give what they give plainly, placed once or anew."""
+
+    def step(table: jax.Array, vectors: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, g = jax.value_and_grad(lambda t: ((t[ids] * vectors[ids, :3]) ** 2).mean())(table)
+        return table - 0.1 * g, loss
+
+    rows, count = 16 * jax.device_count(), 4 * jax.device_count()
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    whole = np.random.default_rng(0).normal(size=(rows, 5)).astype(np.float32)
+    spread = jax.make_array_from_callback(whole.shape, NamedSharding(mesh, P("data")), whole.__getitem__)
+    for strategy, axis in (("ps", None), (("ps", "hosts"), 0), (("ps", "hosts"), None)):
+        planned = autopar.parallelize(
+            step, strategy=strategy, state_argnums=0, batch_axis={"vectors": axis, "ids": 0}, replan="off"
+        )
+        mine, theirs, own = jnp.ones((rows, 3)), jnp.ones((rows, 3)), jax.device_put(whole)
+        shared = [spread] if strategy == "ps" or axis == 0 else []
+        for k, given in enumerate((own, own, *shared, own, jnp.copy(own), whole)):
+            ids = (np.arange(count, dtype=np.int32) * 7 + k) % rows
+            (mine, a), (theirs, b) = planned(mine, given, ids), jax.jit(step)(theirs, whole, ids)
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert_same(autopar.materialize(mine), theirs)
+        before = weakref.ref(own)
+        del own, given
+        gc.collect()
+        assert before() is None, "what is kept keeps nothing else"
