@@ -97,7 +97,7 @@ Pass = Callable[[Program, BoundPlan | None, Request], Result]
 
 def _classify(program: Program, request: Request) -> tuple[Program, str]:
     """Finds tables; dense leaves that the strategy has on hosts become such."""
-    program, note = classify(program)
+    program, note = classify(program, request.options.strategy)
     program, pulled = pull_whole(program, request.options.strategy)
     return program, f"{note}{pulled}"
 

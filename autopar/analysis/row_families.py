@@ -17,11 +17,10 @@ from typing import get_args
 from autopar.analysis.fates import Fates
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.row_ids import index_atoms
+from autopar.analysis.unfollowed import APART, LAZY, OF_ROWS, OWN_IDS
 from autopar.ir.program import Atom, Equation, Program, Source
 from autopar.ir.rowspace import Access, Const, Refusal, RefusalKind, Row, RowSpace, Same
 from autopar.ir.slicing import hoist, needed_equations
-
-_LAZY = "sparse='lazy' moves only the touched rows, which is another function"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +78,10 @@ class Families:
         for family, leaves in self._members().items():
             tables = tuple(k for k in leaves if k in looked_up)
             accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
-            if tables and any(a.is_lookup for a in accesses) and self._is_worth_lifting(leaves):
+            is_read = any(a.is_lookup for a in accesses) or (
+                accesses and not self.program.unfollowed.keys().isdisjoint(tables)
+            )
+            if tables and is_read and self._is_worth_lifting(leaves):
                 axes = tuple(self.flow.candidates[k] for k in leaves)
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
                 needed = tuple(sorted({f for access in accesses for f in self._families_of_ids(access)}))
@@ -97,11 +99,12 @@ class Families:
 
     def _notes(self, space: RowSpace) -> tuple[str, ...]:
         reads = [f"read whole: {r}" for r in self._reads(space.family)]
+        remedies = dict.fromkeys(r.remedy for r in self._reads(space.family))
         for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
             value = self._row(atom, space)
             if value is not None and output.state not in space.leaves:
                 reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
-        return tuple(dict.fromkeys(reads))
+        return tuple(dict.fromkeys([*reads, *(f"to change that: {remedy}" for remedy in remedies)]))
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
         """Leaves that keep the family from being lifted, with the reason."""
@@ -120,17 +123,17 @@ class Families:
     def _unliftable(self, space: RowSpace) -> Refusal | None:
         """What keeps the family dense although its new rows are known."""
         if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
-            return Refusal("it meets rows of a table that is stored in another layout")
+            return Refusal("it meets rows of a table that is stored in another layout", None, APART)
         repeated = self._repeated_effect(space)
         if repeated is not None:
             reason = "the ids of a lookup come from a callback inside a loop, which would run twice"
             return Refusal(reason, repeated.source, "call it before the loop")
         if space.family in space.depends_on:
             where = next((a.equation.source for a in space.accesses if self._on_own_rows(space, a)), None)
-            return Refusal("the ids of a lookup depend on rows of the same table", where, "compute the ids first")
+            return Refusal("the ids of a lookup depend on rows of the same table", where, OWN_IDS)
         for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
             if self._row(atom, space) is not None and atom not in self.flow.whole and output.state not in space.leaves:
-                return Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom))
+                return Refusal(f"the output {output.path} needs all of its rows", self._defined_at(atom), APART)
         return None
 
     def _carried(self, space: RowSpace) -> Refusal | None:
@@ -160,7 +163,7 @@ class Families:
         if value is not None and value.axis == self.flow.candidates[leaf]:
             if value.off == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(value.off, Const):
                 late = any(self.flow.find(f) == space.family for f in self.flow.after.get(atom, ()))
-                return Refusal(f"{path} depends on a read of the whole updated table", source) if late else None
+                return Refusal(f"{path} depends on a read of the whole updated table", source, APART) if late else None
             mixed = next((e for f, e in self.flow.mixed_with_dense if self.flow.find(f) == space.family), None)
             if mixed is None and (self.lazy or (self.defer and self._undeferred(space) is None)):
                 return None
@@ -169,19 +172,19 @@ class Families:
                 return read
             if mixed is not None:
                 what = "an array of all rows that isn't computed row by row (noise, a mask, another gradient)"
-                return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source)
+                return Refusal(f"{mixed.op} mixes its rows with {what}", mixed.source, OF_ROWS)
             why = self._undeferred(space) if self.defer else None
             if why is not None:
                 return why
-            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, _LAZY)
+            return Refusal(f"{path} changes on every row, touched or not (momentum, decay, ...)", source, LAZY)
         other = self.flow.value(atom)
         if isinstance(other, Row):
             owners = self._members().get(self.flow.find(other.family), [])
             names = ", ".join(self.program.inputs[k].path for k in owners[:2])
             what = f"is made anew from all rows of {names}" if names else "isn't computed from what it was"
-            return Refusal(f"{path} {what}", source)
+            return Refusal(f"{path} {what}", source, APART if names else OF_ROWS)
         return self._product(space) or Refusal(
-            f"the step returns {path} as something that is not computed row by row", source
+            f"the step returns {path} as something that is not computed row by row", source, OF_ROWS
         )
 
     def _undeferred(self, space: RowSpace) -> Refusal | None:
@@ -194,7 +197,7 @@ class Families:
             reason = f"all of its rows move in every step, and it is read whole ({read.reason})"
             return Refusal(reason, read.source, read.remedy, read.kind)
         written = next(iter(self._notes(space)), None)
-        return None if written is None else Refusal(f"all of its rows move in every step, and {written}")
+        return None if written is None else Refusal(f"all of its rows move in every step, and {written}", None, APART)
 
     def moves(self, space: RowSpace) -> bool:
         """Whether a step moves rows that it doesn't touch."""

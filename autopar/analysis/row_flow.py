@@ -15,6 +15,7 @@ from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
+from autopar.analysis.unfollowed import OWN_IDS
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.rowspace import (
     UNKNOWN,
@@ -36,7 +37,7 @@ _NO_WHILE = (
 )
 
 #: Why a lookup reads all rows, and what to do.
-_OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", "compute the ids first")
+_OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", OWN_IDS)
 
 #: What hands values on as they are, one by one.
 _HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}

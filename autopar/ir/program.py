@@ -241,6 +241,9 @@ class Program:
       name: The user's name of the step.
       tables: (index of a state input, its row axis) of those that are looked up by rows (`classify`).
       candidates: The same of all state inputs that have as many rows as a table (`classify`).
+      unfollowed: State input -> why its lookups aren't followed, or that rows are only written into it; an
+        `ir.rowspace.Refusal` (`classify`).
+      rows_read: State input -> about how many rows' elements its lookups read, followed or not (`classify`).
       pulled: Leaves on hosts of which every step touches all rows, and what is pushed to all of them (`pull_whole`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
@@ -258,6 +261,8 @@ class Program:
     name: str = "step"
     tables: tuple[tuple[int, int], ...] = ()
     candidates: tuple[tuple[int, int], ...] = ()
+    unfollowed: Mapping[int, Any] = field(default_factory=dict)
+    rows_read: Mapping[int, int] = field(default_factory=dict)
     pulled: frozenset[Var] = frozenset()
     rows: Any = None
     batch: Mapping[Var, int] = field(default_factory=dict)

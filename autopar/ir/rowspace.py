@@ -106,8 +106,8 @@ class Refusal:
     """
 
     reason: str
-    source: Source | None = None
-    remedy: str = ""
+    source: Source | None
+    remedy: str
     kind: RefusalKind = "other"
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class RowSpace:
     """A family of leaves with `extent` rows.
 
     Attributes:
-      family: Its representative in `RowFacts`; -1 if it is refused.
+      family: Its representative in `RowFacts`; negative, and its own, if it is refused.
       leaves, tables: Its members, and those of them that are looked up, as indices of the program's inputs.
       axes: The row axis of each of `leaves`.
       accesses: All equations that read or write its rows by ids.
@@ -150,6 +150,7 @@ class RowSpace:
       depends_on: Families whose rows the ids of this one depend on.
       deferred: Whether a step moves rows that it doesn't touch, by a function of the row that can be replayed later.
       is_pulled: Whether every step touches all rows: dense leaves on hosts.
+      rows_read: Where nothing is followed (no `accesses`), about how many rows lookups read.
     """
 
     family: int
@@ -164,6 +165,7 @@ class RowSpace:
     depends_on: tuple[int, ...] = ()
     deferred: bool = False
     is_pulled: bool = False
+    rows_read: int = 0
 
     @property
     def row_axes(self) -> dict[int, int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from autopar.analysis.find_slots import find_ties
 from autopar.analysis.row_families import Families
 from autopar.analysis.row_flow import RowFlow
+from autopar.analysis.unfollowed import shards_remedy
 from autopar.ir.program import Equation, Program
 from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
 
@@ -38,8 +39,16 @@ def analyze_rows(
     for k, axis in program.tables:
         if k not in taken and not any(k in s.leaves for s in spaces):
             reason = search.dropped[k].refusal if k in search.dropped else _read_whole(flow, program, k)
-            reason = reason or Refusal("the step only reads it: there is no update to save")
-            refused.append(RowSpace(-1, program.block.inputs[k].shape[axis], (k,), (axis,), (k,), (), reason))
+            read = 0 if reason is None else program.rows_read.get(k, 0)
+            reason = reason or program.unfollowed.get(k) or _only_read(flow, program, k)
+            extent = program.block.inputs[k].shape[axis]
+            refused.append(RowSpace(-1, extent, (k,), (axis,), (k,), (), reason, rows_read=read))
+    taken = {k for space in (*spaces, *refused) for k in space.leaves}
+    for k, reason in program.unfollowed.items():
+        if k not in taken:
+            extent, read = program.block.inputs[k].shape[0], program.rows_read.get(k, 0)
+            refused.append(RowSpace(-1, extent, (k,), (0,), (k,), (), reason, rows_read=read))
+    refused = [dataclasses.replace(space, family=-1 - n) for n, space in enumerate(refused)]
     spaces = [
         dataclasses.replace(s, deferred=not lazy and families.moves(s), is_pulled=flow.is_pulled(s.family))
         for s in spaces
@@ -162,6 +171,14 @@ class _Search:
         slots = [r for k, r in causes.items() if k not in space.tables]
         earlier = [d.refusal for k, d in self.dropped.items() if set(d.tables) & set(space.tables)]
         return (slots or earlier or [causes[k] for k in space.tables if k in causes])[0]
+
+
+def _only_read(flow: RowFlow, program: Program, k: int) -> Refusal:
+    """Why a table that no step changes isn't lifted."""
+    family = flow.family_of(k) if k in flow.candidates else None
+    lookups = (a.equation.source for f, a in flow.accesses.values() if a.is_lookup and flow.find(f) == family)
+    reason = "the step only reads it: there is no update to save"
+    return Refusal(reason, next(filter(None, lookups), None), shards_remedy(program.inputs[k].path))
 
 
 def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:

@@ -175,14 +175,15 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
     """What a strategy says of each leaf. One method for the whole step means the tables that can be lifted (or by
     "tensor" all that can be divided), patterns mean every parameter."""
     states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
+    looked_up = {*(k for k, _ in program.tables), *program.unfollowed}
     if not isinstance(strategy, Mapping):
         method, where = split_method(strategy)
         if method == TENSOR:
-            auto = {k: ("auto", False) for k, _ in program.tables}
+            auto = {k: ("auto", False) for k in looked_up}
             return _Wanted(auto, {}, dict.fromkeys(states, TENSOR), frozenset(), frozenset())
         liftable = {k for space in program.rows.spaces if host_refusal(program, space) is None for k in space.tables}
         hosts = frozenset(liftable if where == "hosts" else ())
-        methods = {k: (method, False) for k, _ in program.tables}
+        methods = {k: (method, False) for k in looked_up}
         kept = frozenset(states if method == "allreduce" else ())
         return _Wanted(methods, {}, {}, hosts, kept)
     tables = {k for k, _ in program.tables}
@@ -217,6 +218,8 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             is_pulled = k in pulled  # perhaps by the name of one of its slots
             wanted.methods[k] = ("ps", True) if is_pulled else (method, pattern not in ("*", "**", None))
             hosts.update([k] if where == "hosts" or is_pulled else [])
+        elif k in looked_up:
+            wanted.methods[k] = (method, False)
         if pattern is not None and method == "ps" and where == "devices":
             wanted.shards[k] = pattern
         if method == "allreduce" and k not in wanted.tensors:

@@ -3,7 +3,8 @@
 Leaves are those of states, and Tables that are only read.
 
 A leaf is a *table* if a gather (or a slice of rows) along one of its axes reads it, directly or through row-parallel
-equations. A leaf with as many rows may be one of its optimizer slots: whether it is, `analyze_rows` finds.
+equations. A leaf with as many rows may be one of its optimizer slots: whether it is, `analyze_rows` finds. Of leaves
+whose rows are lost ahead of a lookup, and of those into which rows are only written, it is noted why they are no table.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.rules import ALIGNED
+from autopar.analysis.primitives import PRIMITIVES
+from autopar.analysis.rules import ALIGNED, RULES
+from autopar.analysis.unfollowed import why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
+from autopar.ir.strategy import ROW_METHODS, Strategy, asked_of
 
 #: Where a variable's rows come from: (state leaf, the leaf's axis, the variable's axis).
 Trace = tuple[int, int, int]
 
 
-def classify(program: Program) -> tuple[Program, str]:
-    """Mark tables and candidates, each with its row axis."""
+def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, str]:
+    """Mark tables and candidates, each with its row axis; leaves into which rows are only written are tables if the
+    strategy gives them to a method of rows."""
     states = [k for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")]
     walk = _Lookups()
     for k in states:
@@ -32,7 +39,10 @@ def classify(program: Program) -> tuple[Program, str]:
             walk.values[var] = _Rows(traces, pure=True)
     walk.run(program.block.equations)
     axes: dict[int, int] = {}
-    for leaf, axis in sorted(walk.found):
+    looked_up = {leaf for leaf, _ in walk.found}
+    written = {leaf: e for leaf, e in walk.written.items() if leaf not in looked_up}
+    named = {k for k in written if asked_of(strategy, program.inputs[k].path).method in ROW_METHODS}
+    for leaf, axis in sorted({*walk.found, *((leaf, 0) for leaf in named)}):
         layout = program.inputs[leaf].layout
         if layout is None or layout[1] == axis:  # a stored table's row axis is settled
             axes.setdefault(leaf, axis)
@@ -40,7 +50,17 @@ def classify(program: Program) -> tuple[Program, str]:
     candidates = tuple((k, axes.get(k, axis)) for k in states if (axis := _slot_axis(program, k, tables)) is not None)
     names = ", ".join(program.inputs[k].path for k, _ in tables)
     note = f"looked up by rows: {names}" if tables else "no parameter is looked up by rows"
-    return dataclasses.replace(program, tables=tables, candidates=candidates), note
+    unfollowed = {k: why_unfollowed(lost, access) for k, (lost, access) in walk.unfollowed.items() if k not in axes}
+    for k, write in written.items():
+        unfollowed.setdefault(k, why_only_written(write, program.inputs[k].path))
+    rows_read = {k: _rows_read(program.block.inputs[k].type, equations) for k, equations in walk.read_by.items()}
+    found = {"unfollowed": unfollowed, "rows_read": rows_read}
+    return dataclasses.replace(program, tables=tables, candidates=candidates, **found), note
+
+
+def _rows_read(table: ArrayType, reads: Iterable[Equation]) -> int:
+    """Returns how many rows of a table have as many elements as its lookups read."""
+    return -(-sum(v.type.size for e in reads for v in e.outputs) * table.shape[0] // table.size)
 
 
 def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> int | None:
@@ -65,18 +85,23 @@ class _Rows:
       traces: Where its rows come from.
       pure: Whether it is made of states alone.
       constant: Whether it is the same whatever the data, as far as its block shows.
+      lost: Of what is made of states alone, leaves all of whose elements it may have, though not row by row; and the
+        equations in which the rows were lost.
     """
 
     traces: frozenset[Trace] = frozenset()
     pure: bool = False
     constant: bool = False
+    lost: frozenset[tuple[int, Equation]] = frozenset()
 
 
 _NOTHING, _OF_LITERAL = _Rows(), _Rows(pure=True, constant=True)
 
 
 class _Lookups(Interpreter[_Rows]):
-    """Follows rows. `found`: (leaf, axis) that a lookup reads.
+    """Follows rows. `found`: (leaf, axis) that a lookup reads. `unfollowed`: leaf -> the equation in which its rows are
+    lost, and one that reads parts of what it makes. `read_by`: leaf -> what reads parts of it. `written`: leaf -> an
+    equation that writes into it by ids.
 
     Products are followed only where they are of states alone (`table @ w`), or every activation would carry a trace
     of every weight before it.
@@ -85,6 +110,10 @@ class _Lookups(Interpreter[_Rows]):
     def __init__(self) -> None:
         super().__init__()
         self.found: set[tuple[int, int]] = set()
+        self.unfollowed: dict[int, tuple[Equation, Equation]] = {}
+        self.read_by: dict[int, dict[Equation, None]] = {}
+        self.written: dict[int, Equation] = {}
+        self._loop: Equation | None = None
         #: Results of concatenations, of which an index may be made.
         self.joined: dict[Atom, Equation] = {}
 
@@ -92,10 +121,21 @@ class _Lookups(Interpreter[_Rows]):
         return _OF_LITERAL if isinstance(atom, Literal) else _NOTHING
 
     def join(self, values: Sequence[_Rows], atoms: Sequence[Atom]) -> _Rows:
-        return _Rows(_all(v.traces for v in values), all(v.pure for v in values), all(v.constant for v in values))
+        pure, constant = all(v.pure for v in values), all(v.constant for v in values)
+        lost = frozenset(entry for v in values for entry in v.lost) if pure else frozenset()
+        return _Rows(_all(v.traces for v in values), pure, constant, lost)
+
+    def nested(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
+        outer, self._loop = self._loop, equation
+        results = super().nested(equation, operands)
+        self._loop = outer
+        return results
 
     def inside(self, value: _Rows) -> _Rows:
-        return replace(value, traces=frozenset((leaf, of, axis - 1) for leaf, of, axis in value.traces if axis > 0))
+        kept = frozenset((leaf, of, axis - 1) for leaf, of, axis in value.traces if axis > 0)
+        gone = {leaf for leaf, _, axis in value.traces if axis == 0}
+        lost = {(leaf, self._loop) for leaf in gone if self._loop is not None} if value.pure else set()
+        return replace(value, traces=kept, lost=value.lost | lost)
 
     def outside(self, value: _Rows) -> _Rows:
         return replace(value, traces=frozenset((leaf, of, axis + 1) for leaf, of, axis in value.traces))
@@ -117,10 +157,13 @@ class _Lookups(Interpreter[_Rows]):
         pure = constant = True
         traced = False
         for value in operands:
-            pure, constant, traced = pure and value.pure, constant and value.constant, traced or bool(value.traces)
+            pure, constant = pure and value.pure, constant and value.constant
+            traced = traced or bool(value.traces or value.lost)
         if traced:
             results = super().equation(equation, operands)
-            return [_Rows(v.traces, pure, constant) for v in results] if pure or constant else results
+            if pure and not equation.bodies:
+                results = self._losing(equation, operands, results)
+            return [_Rows(v.traces, pure, constant, v.lost) for v in results] if pure or constant else results
         return [_Rows(pure=pure, constant=constant) if pure or constant else _NOTHING] * len(equation.outputs)
 
     def plain(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
@@ -129,6 +172,7 @@ class _Lookups(Interpreter[_Rows]):
             return nothing  # activations times weights: their columns are nobody's rows
         if equation.op in _SLICED:
             self._look_up(equation, operands)
+        self._note_unfollowed(equation, operands)
         if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
             return [operands[0]]
         if equation.op in ALIGNED or equation.op == "optimization_barrier":
@@ -149,7 +193,43 @@ class _Lookups(Interpreter[_Rows]):
         picked = {t for t in operands[0].traces if _picks_rows(equation, t[2])}
         chosen = {t for t in picked if not self._is_fixed(equation, t[2])}
         # Fixed columns are no lookup; fixed rows are, unless other axes are indexed by data (`t[arange(k), ids]`).
-        self.found |= {(leaf, of) for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}}
+        for leaf, of, _ in chosen or {t for t in picked if t[1] == 0}:
+            self.found.add((leaf, of))
+            self.read_by.setdefault(leaf, {})[equation] = None
+
+    def _losing(self, equation: Equation, operands: Sequence[_Rows], results: Sequence[_Rows]) -> Sequence[_Rows]:
+        """The results of an equation of states alone, with the leaves whose rows it loses, or that were lost before."""
+        pairs = zip(operands, equation.inputs, strict=True)
+        axes = {(leaf, of, a.type.size) for v, a in pairs for leaf, of, _ in v.traces}
+        lost = frozenset(entry for v in operands for entry in v.lost)
+        made = []
+        for value, out in zip(results, equation.outputs, strict=True):
+            kept = {(leaf, of) for leaf, of, _ in value.traces}
+            gone = {(k, equation) for k, of, size in axes if (k, of) not in kept and 2 * out.type.size >= size}
+            made.append(replace(value, lost=lost | gone))
+        return made
+
+    def _note_unfollowed(self, equation: Equation, operands: Sequence[_Rows]) -> None:
+        """Note what reads parts of leaves whose rows were lost, or may do so by a rule of its own, and what writes."""
+        first = _FIRST_INDEX.get("scatter" if equation.op.startswith("scatter") else equation.op)
+        if first is not None:
+            last = 2 if equation.op.startswith("scatter") else len(operands)
+            if all(v.constant for v in operands[first:last]):
+                return
+            if equation.op in _SLICED:
+                for leaf, lost in operands[0].lost:
+                    self._unfollowed(leaf, lost, equation)
+            else:
+                self.written |= {k: equation for k, _, _ in operands[0].traces if k not in self.written}
+        elif equation.op not in RULES and equation.op not in PRIMITIVES and equation.op not in _NO_LOOKUPS:
+            pairs = list(zip(equation.inputs, operands, strict=True))
+            if any(jnp.issubdtype(a.dtype, jnp.integer) and a.shape and not v.pure for a, v in pairs):
+                for leaf in {leaf for v in operands if v.pure for leaf, _, _ in v.traces}:
+                    self._unfollowed(leaf, equation, equation)
+
+    def _unfollowed(self, leaf: int, lost: Equation, access: Equation) -> None:
+        self.unfollowed.setdefault(leaf, (lost, access))
+        self.read_by.setdefault(leaf, {})[access] = None
 
     def _is_fixed(self, equation: Equation, axis: int) -> bool:
         """Whether a slice takes the same places along an axis whatever the data."""
@@ -174,6 +254,10 @@ def _all(traces: Iterable[frozenset[Trace]]) -> frozenset[Trace]:
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
+#: What reads or writes by ids -> the first operand that holds them.
+_FIRST_INDEX = {"gather": 1, "dynamic_slice": 1, "scatter": 1, "dynamic_update_slice": 2}
+#: What has no rule and takes integers, and is no lookup: they are sizes.
+_NO_LOOKUPS = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
 def _picks_rows(equation: Equation, axis: int) -> bool:

@@ -172,8 +172,9 @@ class _Lift:
             return False
         if any(f in self.spaces and f not in self.committed for f in self._read_after(equation)):
             return False
-        for family in self._families(equation):
-            self._route(family)
+        if self.facts.roles.get(equation) != "dense":  # which may be what the ids are made of
+            for family in self._families(equation):
+                self._route(family)
         rewrite(self.scope, equation)
         self.done.add(equation)
         self.known.update(equation.outputs)

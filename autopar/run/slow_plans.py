@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.strategy import ROW_METHODS, asked_of
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.entry import Entry
 
@@ -21,7 +22,7 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
       name: The step's.
       entry: Its plan, at the first call by it.
     """
-    for told in (*_dense_tables(entry), *_undivided_batch(entry)):
+    for told in (*_dense_tables(entry), *_whole_tables(entry), *_undivided_batch(entry)):
         warn(f"{name}: {told}", SlowPlanWarning)
 
 
@@ -41,18 +42,37 @@ def _dense_tables(entry: Entry) -> Iterator[str]:
     for space in program.rows.spaces:
         table = program.inputs[space.tables[0]].path if space.tables else ""
         refusal, ids = space.refusal, looked_up.get(table, 0)
-        if refusal is None or refusal.kind in ("softmax", "replayed") or not ids:
+        asked = asked_of(entry.options.strategy, table)
+        is_named = asked.method in ROW_METHODS and asked.pattern is not None and "*" not in asked.pattern
+        if refusal is None or (refusal.kind in ("softmax", "replayed") and not is_named) or not ids:
             continue
         family = sum(program.block.inputs[k].type.nbytes for k in space.leaves)
         dense = touched_bytes(table_bytes=program.block.inputs[space.tables[0]].type.nbytes, family_bytes=family)
         touched = dense * ids // space.extent
         if dense < max(_BYTES, _TIMES * touched):
             continue
-        remedy = f"To change that: {refusal.remedy}." if refusal.remedy else "autopar.explain says more."
         yield (
             f"every step updates all {space.extent} rows of {table}, which moves {format_bytes(dense)} of memory, "
-            f"{format_bytes(touched)} for the at most {ids} rows that it looks up: {refusal}. {remedy}"
+            f"{format_bytes(touched)} for the at most {ids} rows that it looks up: {refusal}. To change that: "
+            f"{refusal.remedy}"
         )
+
+
+def _whole_tables(entry: Entry) -> Iterator[str]:
+    """Tells of tables that the strategy gives to a method of rows, and that are whole on every device all the same, for
+    there is no update of theirs to save."""
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    for space in program.rows.spaces:
+        if space.refusal is None or space.accesses or space.rows_read or plan.devices == 1:
+            continue
+        table = plan.table(program.inputs[space.tables[0]].path)
+        size = program.block.inputs[space.tables[0]].type.nbytes
+        asked = asked_of(entry.options.strategy, table.path).method
+        if asked in ROW_METHODS and table.method != "ps" and size >= _BYTES:
+            yield (
+                f"strategy {asked!r} leaves {table.path}, {format_bytes(size)}, whole on each of {plan.devices} "
+                f"devices: {space.refusal}. To change that: {space.refusal.remedy}"
+            )
 
 
 def _undivided_batch(entry: Entry) -> Iterator[str]:

@@ -67,6 +67,38 @@ def test_small_tables_are_dense_without_a_word() -> None:
     assert _told(jnp.linalg.norm, 8) == []
 
 
+def _frozen(state: Any, ids: Any) -> Any:
+    return (state[0], state[1] + 1.0), state[0][ids].sum()
+
+
+def _written(state: Any, ids: Any) -> Any:
+    return (state[0].at[ids].set(state[1]), state[1] + 1.0), ids.sum()
+
+
+@pytest.mark.usefixtures("every_byte_counts")
+@pytest.mark.parametrize("step", [_frozen, _written])
+def test_a_table_without_an_update_is_spread_where_it_is_named(step: Any) -> None:
+    ids = np.arange(8, dtype=np.int32) * 3
+
+    def run(strategy: Any) -> tuple[Any, list[str], str]:
+        planned = autopar.parallelize(step, strategy=strategy, state_argnums=0, mesh=mesh_of(4))
+        state = (jnp.arange(4.0 * ROWS).reshape(ROWS, WIDTH), jnp.ones(()))
+        text = planned.lower(state, ids).compile().as_text()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", autopar.SlowPlanWarning)
+            (table, _), loss = planned(state, ids)
+        (wanted, _), other = jax.jit(step)((jnp.arange(4.0 * ROWS).reshape(ROWS, WIDTH), jnp.ones(())), ids)
+        np.testing.assert_array_equal(autopar.materialize(table), wanted)
+        np.testing.assert_allclose(loss, other)
+        return table, [str(w.message) for w in caught], text
+
+    table, told, text = run({"0": "ps", "**": "auto"})
+    assert {shard.data.shape for shard in table.addressable_shards} == {(ROWS // 4, WIDTH)}
+    assert told == [] and f"f32[{ROWS},{WIDTH}]" not in text
+    _, told, _ = run("ps")
+    assert (step is _frozen) == any("leaves 0," in text and "{'0': 'ps', '**': 'auto'}" in text for text in told)
+
+
 @pytest.mark.parametrize(
     ("examples", "emit", "warns"), [(66, "pmap", True), (64, "pmap", False), (6, "pmap", False), (66, "pjit", False)]
 )

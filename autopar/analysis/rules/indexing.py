@@ -18,11 +18,16 @@ from autopar.analysis.rules.table import RESIZE, RULES, Analysis, Mixes, resized
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 
+#: What to write instead.
+_IDS_FIRST = "look up the rows of ids that are needed first: t[numbers[ids]] in place of t[numbers][ids]"
+_EACH = "look up each of them: t[starts[:, None] + jnp.arange(n)]"
+_WRITE_ROWS = "write whole rows, made of looked-up ones: t.at[ids].set(f(t[ids]))"
+
 
 def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     row, numbers = values[0], equation.params["dimension_numbers"]
     if isinstance(values[1], Row):
-        raise Mixes("the ids are themselves rows of a table")
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
     if not isinstance(row, Row):
         return [None]
     if row.axis in numbers.operand_batching_dims:
@@ -32,7 +37,7 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         off = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.off)
         return [Row(axis, row.family, off)]
     if equation.params["slice_sizes"][row.axis] != 1:
-        raise Mixes("a gather of several adjacent rows at a time")
+        raise Mixes("a gather of several adjacent rows at a time", _EACH)
     analysis.access(row.family, equation, row.axis)
     analysis.role(equation, "lookup")
     return [None]
@@ -43,12 +48,12 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     if isinstance(values[2], Row) and not isinstance(values[1], Row):
         return _scatter_columns(equation, values, analysis)
     if isinstance(values[1], Row):
-        raise Mixes("the ids are themselves rows of a table")
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
     single = _single_rows(equation)
     rows = [d for d in numbers.scatter_dims_to_operand_dims if d in single]
     if isinstance(operand, Row):
         if operand.axis not in rows or not is_known_scatter(equation):
-            raise Mixes(f"a {equation.op} that is not by rows", kind="scatter")
+            raise Mixes(f"a {equation.op} that is not by rows", _WRITE_ROWS, "scatter")
         family, axis, off = operand.family, operand.axis, operand.off
     elif isinstance(operand, Free) and is_known_scatter(equation):
         free = [d for d in rows if d in operand.axes]
@@ -117,7 +122,7 @@ def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
     """Of some rows, or of all of them."""
     row = values[0]
     if any(isinstance(v, Row) for v in values[1:]):
-        raise Mixes("the ids are themselves rows of a table")
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
     if not isinstance(row, Row):
         return [None]
     if place_axes(equation, 0, row.axis) is not None:
@@ -135,7 +140,7 @@ def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: 
     short = [d for d in range(len(operand.shape)) if update.shape[d] != operand.shape[d]]
     if isinstance(value, Row):
         if short != [value.axis]:
-            raise Mixes("a dynamic_update_slice that is not by rows")
+            raise Mixes("a dynamic_update_slice that is not by rows", _WRITE_ROWS)
         family, axis, off = value.family, value.axis, value.off
     elif isinstance(value, Free) and isinstance(value.off, Const) and len(short) == 1 and short[0] in value.axes:
         axis, off = short[0], value.off

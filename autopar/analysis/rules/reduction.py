@@ -17,10 +17,6 @@ from autopar.ir.program import Equation
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Off, Row, Value
 
-#: What would change a sum over all rows.
-SUM_REMEDY = (
-    "compute it apart from the step (a metric), or of looked-up rows alone, or accept that the table stays dense"
-)
 _ARG = frozenset({"argmax", "argmin"})
 
 
@@ -33,7 +29,7 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
         if not isinstance(row.off, Const):
-            raise Mixes(f"{equation.op} over all rows of the table", SUM_REMEDY, "sum")
+            raise Mixes(f"{equation.op} over all rows of the table", kind="sum")
         analysis.role(equation, "reduce")
         return [None]
     assert axis is not None, "axes stay or are reduced"

@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.rules.elementwise import is_zero, off_of
-from autopar.analysis.rules.reduction import SUM_REMEDY
 from autopar.analysis.rules.table import ALIGNED, RESIZE, RULES, Analysis, Mixes, resized, row_operand
+from autopar.analysis.unfollowed import LOST
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Row, Value
 
@@ -49,9 +49,14 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     for axis, size in enumerate(new):
         if size == old[value.axis] and math.prod(new[:axis]) == before:
             return [Row(axis, value.family, constant_or_unknown(value.off))]
-    raise Mixes("reshapes the table so that its rows run into each other", "keep the table's first axis as it is")
+    raise Mixes(*LOST["reshape"])
 
 
+#: What to do in place of one table made of several.
+_APART_ROWS = (
+    "look up rows of each by itself, and select: jnp.where(ids < len(a), a[jnp.minimum(ids, len(a) - 1)], "
+    "b[jnp.maximum(ids - len(a), 0)])"
+)
 #: Why rows aren't followed along their own axis.
 _REFUSED = {
     "squeeze": "squeezes away the row axis",
@@ -90,7 +95,7 @@ def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis)
         return [None]
     axis = rows[0].axis
     if axis == equation.params["dimension"] or any(r.axis != axis for r in rows):
-        raise Mixes("concatenates rows", "keep tables that are looked up separately in separate parameters")
+        raise Mixes("concatenates rows", _APART_ROWS)
     offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
     same = all(isinstance(o, Const) and o == offs[0] for o in offs)
     return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
@@ -146,7 +151,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         return [None]
     side, row = row_operand(values)
     if row.axis in contract[side]:
-        raise Mixes("a matrix product sums over all rows of the table", SUM_REMEDY, "sum")
+        raise Mixes("a matrix product sums over all rows of the table", kind="sum")
     if row.axis in batch[side]:
         raise Mixes("a matrix product is batched over the rows", kind="product")
     axis = place_axes(equation, side, row.axis)
@@ -158,7 +163,7 @@ def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Valu
     """A pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
     _, row = row_operand(values)
     if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
-        raise Mixes("pads the table by rows")
+        raise Mixes(*LOST["pad"])
     filled = off_of(equation.inputs[1], values[1], 0)
     same = isinstance(row.off, Const) and filled == row.off
     return [Row(row.axis, row.family, row.off if same else UNKNOWN)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from autopar.analysis.unfollowed import APART
 from autopar.ir.program import Equation
 from autopar.ir.rowspace import RefusalKind, Row, Value
 
@@ -18,7 +19,7 @@ from autopar.ir.rowspace import RefusalKind, Row, Value
 class Mixes(Exception):
     """A rule's refusal: the reason, what would change it, and of which kind it is (`ir.rowspace.Refusal`)."""
 
-    def __init__(self, reason: str, remedy: str = "", kind: RefusalKind = "other") -> None:
+    def __init__(self, reason: str, remedy: str = APART, kind: RefusalKind = "other") -> None:
         super().__init__(reason)
         self.reason = reason
         self.remedy = remedy

@@ -182,7 +182,7 @@ def _method(requested: Sequence[tuple[str, bool]]) -> str:
 def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | None:
     """Why a family can't be lifted; beside tables on hosts it would be there, too."""
     if space.refusal is None and space.extent >= _MOST_ROWS:
-        return Refusal(f"it has {space.extent} rows; numbers of rows are int32")
+        return Refusal(f"it has {space.extent} rows; numbers of rows are int32", None, "divide it into several tables")
     return host_refusal(program, space) if choices.hosts else space.refusal
 
 
@@ -242,7 +242,7 @@ def _lifted(
 
 def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
     """The plans of a family's tables, of which the same is decided."""
-    ids = program.ids[space.family].count if space.accesses else 0
+    ids = program.ids[space.family].count if space.accesses else space.rows_read
     return [
         TablePlan(
             path=program.inputs[table].path,
@@ -349,5 +349,6 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 def _line(space: RowSpace) -> str:
     """Where the table is looked up."""
-    sources = (a.equation.source for a in space.accesses if a.is_lookup)
+    lookups = sorted(space.accesses, key=lambda access: not access.is_lookup)  # of a table that is only written: writes
+    sources = (access.equation.source for access in lookups)
     return str(next(filter(None, sources), ""))

@@ -18,6 +18,7 @@ from autopar import jax_compat
 from autopar.analysis.fading import find_fading
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.scale_only import find_scale_only
+from autopar.analysis.unfollowed import LAZY
 from autopar.cost.model import replay_pays
 from autopar.ir.deferred import Replay, flushes
 from autopar.ir.operations import plain_name
@@ -67,7 +68,7 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
         is_in_vain = zero is None or not zero.isdisjoint(tables)
         if is_in_vain and not is_asked and not replay_pays(family_bytes=size):
             reason = "what each step does to all of its rows would have to be replayed: the dense update is faster"
-            found |= dict.fromkeys(replay.leaves, Refusal(reason, remedy="strategy='ps'", kind="replayed"))
+            found |= dict.fromkeys(replay.leaves, Refusal(reason, None, "strategy='ps'", "replayed"))
     return found
 
 
@@ -117,7 +118,7 @@ def read_untouched_update(
         if chunk in equation.inputs:
             number = equation.op == "ap.row_iota"
             what = "the number of the row" if number else f"rows of another array ({plain_name(equation.op)})"
-            raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}"))
+            raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}", None, LAZY))
         inputs = tuple(renamed.get(a, a) for a in equation.inputs)
         equation = dataclasses.replace(equation, inputs=inputs)
         if dependent.intersection(inputs):
@@ -148,7 +149,7 @@ def read_untouched_update(
     )
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"
-        raise NotDeferrable(space.leaves, Refusal(reason))
+        raise NotDeferrable(space.leaves, Refusal(reason, None, LAZY))
     return UntouchedUpdate(replay, body, read, tuple(values))
 
 

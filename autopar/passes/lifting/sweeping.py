@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.analysis.fates import Fate, Fates
 from autopar.analysis.local import NotLocal
+from autopar.analysis.unfollowed import LAZY
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
 from autopar.ir.rowspace import Const, Off, Refusal, Row
 from autopar.ir.slicing import eliminate_dead
@@ -286,4 +287,4 @@ _HIDES = "what a row holds, or its number, hides what isn't finite in others"
 
 def _of_rows_that_wait(value: RowValue) -> Refusal:
     source = None if value.equation is None else value.equation.source
-    return Refusal(f"all of its rows move in every step, and {value.op} is over all of them; {_HIDES}", source)
+    return Refusal(f"all of its rows move in every step, and {value.op} is over all of them; {_HIDES}", source, LAZY)
