@@ -78,7 +78,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, input_ in enumerate(program.inputs) if input_.role == "state")
-    shards, plans = shard_dense(program, wanted.shards, states - rows, options.devices)
+    shards, plans = shard_dense(program, wanted.shards, states - rows, options.devices, options.spread_axes)
     tables = sorted(_with_shards([t for _, plans in decided for t in plans], plans), key=lambda t: order[t.path])
     members = {leaf for space in program.rows.spaces for leaf in space.leaves}
     named = {leaf.path: leaf for leaf in plans}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -49,6 +50,7 @@ from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
+from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
 from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
 from autopar.run.positions import NamedArguments
@@ -134,7 +136,7 @@ class Planner:
         ranks = everyone().size if any(isinstance(x, HostTable) for x in leaves) else self.options.devices
         program = self._program(call, states, traced.out_info, block, ranks)
         if self.processes is not None:
-            check_same_call(self.processes, program, self.choices, leaves)
+            check_same_call(self.processes, program, {**self.choices, **shards_given(program.inputs, leaves)}, leaves)
         example = leaves
         if self.clients is not None and self.clients.processes.several and is_first:
             shared = [x if input_.role == "state" else None for input_, x in zip(program.inputs, leaves, strict=True)]
@@ -144,6 +146,10 @@ class Planner:
         tell("planning")
         options = self._options_of(program.inputs, leaves)
         compiled = self._compile(program, options, example)
+        shards = in_shards(options, made_whole(compiled, self.devices, leaves))
+        if shards is not options:
+            with contextlib.suppress(StrategyError):  # a warning says then that they are whole
+                compiled, options = self._compile(program, shards, example), shards
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
@@ -160,6 +166,8 @@ class Planner:
             if planned is not None:
                 return planned
             notes = [*notes, note]
+        warn_of_whole_leaves(compiled, self.devices, options, leaves)
+        notes = [*notes, *shard_notes(options)]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
         rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, donate, options, self.machine)

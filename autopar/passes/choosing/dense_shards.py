@@ -18,7 +18,7 @@ from autopar.ir.program import Atom, Program, Var
 
 
 def shard_dense(
-    program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int
+    program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int, first: Mapping[str, int]
 ) -> tuple[dict[int, int], list[DensePlan]]:
     """Leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern names.
 
@@ -27,6 +27,7 @@ def shard_dense(
       patterns: Leaf -> the pattern that gives it to "ps".
       dense: Leaves that no lifted family has.
       devices: N.
+      first: Path of a leaf -> the axis along which it is spread if they divide that; else the first one.
 
     Raises:
       StrategyError: a pattern names one leaf that can't be spread.
@@ -38,7 +39,7 @@ def shard_dense(
         if leaf not in dense or leaf in axes or devices == 1:
             continue
         type_, path = program.block.inputs[leaf].type, program.inputs[leaf].path
-        axis = even_axis(getattr(type_, "shape", ()), 0, devices)
+        axis = even_axis(getattr(type_, "shape", ()), first.get(path, 0), devices)
         if axis is None:
             if pattern == path:
                 raise StrategyError(
