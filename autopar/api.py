@@ -167,7 +167,7 @@ def parallelize(
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
     if isinstance(sync, Async) and sync.is_joined:
-        return _joined(step, sync, arguments)
+        return _joined(step, sync, arguments).made_by(parallelize, arguments)
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
     check_choices(strategy, sparse, emit, donate)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
@@ -187,7 +187,7 @@ def parallelize(
     if microbatches > 1 and emit == "pmap":
         raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     if mesh is None and sync is None and not jax_compat.backend_is_up():
-        return LateStep(step, lambda: parallelize(step, **arguments))
+        return LateStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
@@ -229,7 +229,7 @@ def parallelize(
     )
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     unwatched = replan == "off" or devices.processes.several or sync is not None
-    return ParallelStep(planner, None if unwatched else AlphaWatch(replan))
+    return ParallelStep(planner, None if unwatched else AlphaWatch(replan)).made_by(parallelize, arguments)
 
 
 def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:

@@ -20,12 +20,14 @@ from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
+from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import source_info_util as _source_info
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.array import ArrayImpl as ConcreteArray
 from jax._src.interpreters import batching as _batching
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
 from jax.extend import core as jex_core
@@ -288,6 +290,17 @@ def weak(value: Any) -> Any:
 def strong(value: Any) -> Any:
     """The value with a dtype that doesn't yield to others."""
     return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value
+
+
+def register_array_like(kind: type, array_of: Callable[[Any], Any]) -> None:
+    """Have JAX's functions take objects of a class, which have `shape` and `dtype`, in place of arrays.
+
+    Args:
+      array_of: Makes an array of one, when a program is to run on it.
+    """
+    _core.pytype_aval_mappings[kind] = lambda x: _core.ShapedArray(x.shape, x.dtype, bool(getattr(x, "is_weak", False)))
+    _dtypes.register_canonicalize_value_handler(kind, array_of)
+    _pxla.shard_arg_handlers[kind] = lambda xs, *rest: _pxla.shard_args(*rest, [array_of(x) for x in xs])
 
 
 def backend_is_up() -> bool:

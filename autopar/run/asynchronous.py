@@ -211,6 +211,11 @@ class AsynchronousFlight:
         number = self.calls - 1 - self._asynchronous.calls.last
         return number if number >= 0 else None
 
+    @property
+    def is_of_several(self) -> bool:
+        """Whether its stages are on several processes."""
+        return self._runner.messages is not None
+
     def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> bool:
         """Whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
         same = all(leaves[k] is leaf for k, leaf in self._constants)

@@ -41,6 +41,9 @@ class BoundStep:
 
         return all_of
 
+    def __reduce__(self) -> Any:
+        return BoundStep, (self.step, self.instance)
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, BoundStep) and self.step is other.step and self.instance is other.instance
 

@@ -29,6 +29,7 @@ from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry
 from autopar.run.growth import Growth
 from autopar.run.lost_state import noting_lost_state
+from autopar.run.pickled import PickledByOptions
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
@@ -42,7 +43,7 @@ MAX_PLANS = 16
 
 
 @dataclass(eq=False)
-class ParallelStep:
+class ParallelStep(PickledByOptions):
     """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
 
     Attributes:

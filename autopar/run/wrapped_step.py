@@ -12,11 +12,12 @@ from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
 from autopar.run.bound_step import BoundStep
 from autopar.run.entry import Entry
+from autopar.run.pickled import PickledByOptions
 from autopar.run.step import MAX_PLANS, ParallelStep
 
 
 @dataclass(eq=False)
-class WrappedStep(abc.ABC):
+class WrappedStep(PickledByOptions, abc.ABC):
     """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays.
 
     Attributes:
@@ -32,6 +33,7 @@ class WrappedStep(abc.ABC):
 
     def __post_init__(self) -> None:
         functools.update_wrapper(self, self.fun)
+        self.made_by(functools.partial(_wrapped, type(self)), self.options)
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +90,10 @@ class WrappedStep(abc.ABC):
             step = self.steps[fixed] = make()
         self._latest = step
         return step
+
+
+def _wrapped(kind: type[WrappedStep], fun: Callable[..., Any], **options: Any) -> WrappedStep:
+    return kind(fun, options)
 
 
 #: What functions take that ask about a step.

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import local
+from autopar.backends.across import is_global, local
 from autopar.backends.background import Compilation, beside
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
@@ -321,8 +321,8 @@ class DeferredTable(StandingLeaf):
     """Rows that move in every step, of which those that no batch touched are moved when they are read.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
-    Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
-    `autopar.materialize(state)` makes ordinary arrays.
+    Reading it (`np.asarray`, functions of JAX, indexing) gives the true rows. `autopar.materialize(state)` makes
+    ordinary arrays.
 
     Attributes:
       log: Shared by the table and its slots.
@@ -349,6 +349,10 @@ class DeferredTable(StandingLeaf):
     @property
     def dtype(self) -> Any:
         return self.log.leaves[self.place].dtype
+
+    @property
+    def is_whole_here(self) -> bool:
+        return not is_global(self.log.leaves[self.place])
 
     def is_deleted(self) -> bool:
         return self.log.is_deleted()

@@ -42,9 +42,8 @@ class HostTable(PlacedLeaf):
     """Rows in host memory, distributed cyclically over the ranks.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
-    Reading it (`np.asarray`, `jnp.asarray`, indexing by rows) gives the true rows; with several ranks that is
-    collective: every rank must read, and gets the same. Other JAX functions refuse it: `autopar.materialize(state)`
-    makes ordinary arrays.
+    Reading it (`np.asarray`, functions of JAX, indexing by rows) gives the true rows; with several ranks that is
+    collective: every rank must read, and gets the same. `autopar.materialize(state)` makes ordinary arrays.
     """
 
     def __init__(self, storage: HostRows) -> None:
@@ -95,6 +94,13 @@ class HostTable(PlacedLeaf):
     def shards(self) -> Shards:
         storage = self.storage  # up to date before threads that write files ask for it: leaves share an update log
         return Shards(self.layout, self.axis, lambda: iter([(storage.rank, storage.rows)]))
+
+    @property
+    def is_whole_here(self) -> bool:
+        return self.layout.devices == 1
+
+    def duplicate(self) -> HostTable:
+        return HostTable(self.waiting.copy())
 
     def is_deleted(self) -> bool:
         return self._generation != self._storage.generation

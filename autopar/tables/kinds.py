@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
@@ -15,7 +13,7 @@ from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import ArrayHome, Home, NumpyHome
-from autopar.tables.leaf import PlacedLeaf, StandingLeaf, TableLeaf
+from autopar.tables.leaf import PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
 
 
@@ -43,13 +41,6 @@ def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
     return RowLayout(leaf.shape[spread[0]], counts[spread[0]], cyclic=False), spread[0]
 
 
-def current(leaf: Any) -> Any:
-    """A leaf to which nothing is left to be done: a table brings its rows up to date, or ends what is on its way."""
-    while isinstance(leaf, StandingLeaf):
-        leaf = leaf.current()
-    return leaf
-
-
 def home_of(leaf: Any) -> Home:
     """Where a leaf of a template is: a table, an array, or a shape with a sharding."""
     leaf = current(leaf)
@@ -61,7 +52,7 @@ def home_of(leaf: Any) -> Home:
 
 
 def materialize(tree: Any, *, copy: bool = True) -> Any:
-    """The same tree with ordinary arrays in place of tables: for other JAX functions, for evaluation, for saving.
+    """The same tree with ordinary arrays in place of tables: for evaluation, for saving, for other processes.
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
     `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices; but for those
@@ -109,18 +100,3 @@ def _is_placed(leaf: Any) -> bool:
     """Whether an array is on devices that the user or a step has chosen, all of this process."""
     is_array = isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and not leaf.is_deleted()
     return is_array and leaf.committed and leaf.is_fully_addressable
-
-
-def copied(leaf: Any) -> Any:
-    """A copy of an array, where that one is; anything else, and a value that is being traced, as it is."""
-    if isinstance(leaf, np.ndarray):
-        return leaf.copy()
-    if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf):
-        return leaf
-    with jax_compat.outside_traces():
-        if jax_compat.is_key(leaf.dtype):
-            return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
-        duplicate = jnp.copy(leaf)
-        if duplicate.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
-            return duplicate
-        return jax.device_put(leaf, leaf.sharding, may_alias=False)  # in another kind of memory, say

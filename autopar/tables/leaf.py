@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import abc
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
+from autopar.errors import CheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import Home
 
@@ -34,11 +38,23 @@ class Shards:
 class TableLeaf(abc.ABC):
     """A leaf of the state that stands for an array [..., V, ...] of the rows' dtype.
 
-    Python's operators read it whole, and make ordinary arrays, as `0.9 * average + 0.1 * table` of a moving average.
+    Python's operators, methods of arrays and functions of JAX read it whole, and make ordinary arrays, as
+    `0.9 * average + 0.1 * table` of a moving average. `copy.deepcopy` makes a leaf with buffers of its own; `pickle`
+    and Flax's `to_bytes` write an ordinary array, if this process has all of it. docs/leaves.md lists it all.
     """
 
     #: NumPy's operators leave the work to those of this class, as they do for arrays of JAX.
     __array_priority__ = 100
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        jax_compat.register_array_like(cls, TableLeaf.__jax_array__)
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        flax = sys.modules.get("flax.serialization")  # it looks for the very class, and has no other way to ask it
+        if flax is not None and not flax.is_serializable(cls):
+            flax.register_serialization_state(cls, TableLeaf.ordinary, lambda leaf, state: state)
+        return super().__new__(cls)
 
     @property
     @abc.abstractmethod
@@ -71,9 +87,50 @@ class TableLeaf(abc.ABC):
         """Layout and row axis of rows that are stored in one; None of others."""
         return None
 
+    @property
+    @abc.abstractmethod
+    def is_whole_here(self) -> bool:
+        """Whether this process alone has all of it, and no other has a replica."""
+
+    def ordinary(self) -> Any:
+        """Returns an ordinary array for a file that this process writes by itself.
+
+        Raises:
+          CheckpointError: others have a part of it.
+        """
+        if not self.is_whole_here:
+            raise CheckpointError(
+                f"an {self!r} can't be pickled or made bytes of: this process has only a part of it, or a replica of "
+                "its own. autopar.save(path, state), which all processes call, writes the state; "
+                "autopar.materialize(state), or autopar.average(state) of replicas, collective as well, makes ordinary "
+                "arrays, which one process may pickle"
+            )
+        return self.materialize()
+
+    def __jax_array__(self) -> Any:
+        with jax_compat.outside_traces():
+            array = self.materialize()
+            devices = array.devices()
+            if len(devices) > 1 and next(iter(devices)).platform == "cpu":
+                array.block_until_ready()  # independent programs with collectives starve each other of CPUs' threads
+            return array
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ordinary().__reduce_ex__(protocol)
+
+    def __copy__(self) -> Any:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        """A copy on buffers of its own, all rows up to date."""
+        leaf = current(self)
+        return leaf.duplicate() if isinstance(leaf, PlacedLeaf) else copied(leaf)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
+            if name in _READING:
+                return getattr(self.__jax_array__(), name)
             raise AttributeError(
                 f"an autopar.{type(self).__name__} has no attribute {name!r}: table[...] is an ordinary array, and "
                 "autopar.materialize(state) makes a state of such"
@@ -86,8 +143,7 @@ class TableLeaf(abc.ABC):
 
     def __repr__(self) -> str:
         kind, shape = type(self).__name__, ",".join(map(str, self.shape))
-        remedy = "for other JAX functions: autopar.materialize(state)"
-        return f"autopar.{kind}({self.dtype}[{shape}]{self._where}; {remedy})"
+        return f"autopar.{kind}({self.dtype}[{shape}]{self._where}; an ordinary array: autopar.materialize)"
 
     @property
     def ndim(self) -> int:
@@ -141,6 +197,10 @@ class PlacedLeaf(TableLeaf):
     def shards(self) -> Shards:
         """How it is saved."""
 
+    @abc.abstractmethod
+    def duplicate(self) -> PlacedLeaf:
+        """Returns a copy, in the same place. Nothing is exchanged."""
+
 
 class StandingLeaf(TableLeaf):
     """A leaf that stands for another one, or for an array, to which something is still to be done."""
@@ -154,7 +214,7 @@ class StandingLeaf(TableLeaf):
 
     def materialize(self) -> Any:
         leaf = self.current()
-        return leaf.materialize() if isinstance(leaf, TableLeaf) else jnp.copy(leaf)
+        return leaf.materialize() if isinstance(leaf, TableLeaf) else copied(leaf)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         array = np.asarray(self.current())
@@ -166,10 +226,40 @@ class StandingLeaf(TableLeaf):
         return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
 
+def current(leaf: Any) -> Any:
+    """A leaf to which nothing is left to be done: a table brings its rows up to date, or ends what is on its way."""
+    while isinstance(leaf, StandingLeaf):
+        leaf = leaf.current()
+    return leaf
+
+
+def copied(leaf: Any) -> Any:
+    """A copy of an array, where that one is; anything else, and a value that is being traced, as it is."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf):
+        return leaf
+    with jax_compat.outside_traces():
+        if jax_compat.is_key(leaf.dtype):
+            return jax.random.wrap_key_data(copied(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+        duplicate = jnp.copy(leaf)
+        if duplicate.sharding.is_equivalent_to(leaf.sharding, leaf.ndim):
+            return duplicate
+        return jax.device_put(leaf, leaf.sharding, may_alias=False)  # in another kind of memory, say
+
+
+#: What arrays of JAX have that is read, or computed, of their elements alone.
+_READING = frozenset(
+    "T mT at real imag all any argmax argmin argpartition argsort astype choose clip compress conj conjugate "
+    "cumprod cumsum diagonal dot flatten item max mean min nonzero prod ptp ravel repeat reshape round searchsorted "
+    "sort squeeze std sum swapaxes take tolist trace transpose var".split()
+)
+
+
 def _operator(name: str) -> Callable[..., Any]:
     def apply(self: TableLeaf, *others: Any) -> Any:
-        arrays = [x.materialize() if isinstance(x, TableLeaf) else x for x in others]
-        return getattr(self.materialize(), name)(*arrays)
+        arrays = [x.__jax_array__() if isinstance(x, TableLeaf) else x for x in others]
+        return getattr(self.__jax_array__(), name)(*arrays)
 
     apply.__name__ = name
     apply.__doc__ = "As of an array: the result is an ordinary one, of all rows."

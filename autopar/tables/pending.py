@@ -25,6 +25,11 @@ class Flight(Protocol):
         """Number of the minibatch whose results the last call returned."""
         ...
 
+    @property
+    def is_of_several(self) -> bool:
+        """Whether its stages are on several processes."""
+        ...
+
     def drained(self) -> list[Any]:
         """The leaves, once all minibatches have gone through. Collective over the ranks of the stages."""
         ...
@@ -42,9 +47,9 @@ class PendingArray(StandingLeaf):
     """A weight or slot that minibatches are still to update.
 
     A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
-    Reading it (`np.asarray`, `jnp.asarray`, indexing, saving) finishes these minibatches first, all leaves at once; so
-    does `autopar.drain(state)`, which makes leaves that other steps and JAX functions take. With stages on several
-    ranks every rank must read.
+    Reading it (`np.asarray`, functions of JAX, indexing, saving) finishes these minibatches first, all leaves at once;
+    so does `autopar.drain(state)`, which makes leaves that other steps take. With stages on several ranks every rank
+    must read.
     """
 
     def __init__(self, flight: Flight, place: int, shape: tuple[int, ...], dtype: Any) -> None:
@@ -69,6 +74,10 @@ class PendingArray(StandingLeaf):
     @property
     def dtype(self) -> Any:
         return self._dtype
+
+    @property
+    def is_whole_here(self) -> bool:
+        return not self._flight.is_of_several
 
     def is_deleted(self) -> bool:
         return self._call != self._flight.call

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import is_global
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
 from autopar.servers.elastic import CenterSession
@@ -161,6 +162,12 @@ class Replica(StandingLeaf):
     @property
     def dtype(self) -> Any:
         return self._leaf.dtype
+
+    @property
+    def is_whole_here(self) -> bool:
+        leaf = self._leaf
+        is_here = leaf.is_whole_here if isinstance(leaf, TableLeaf) else not is_global(leaf)
+        return is_here and self._replicas.clients.count == 1
 
     def is_deleted(self) -> bool:
         return isinstance(self._leaf, (jax.Array, TableLeaf)) and self._leaf.is_deleted()

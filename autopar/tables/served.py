@@ -17,9 +17,9 @@ class ServedLeaf(StandingLeaf):
     """A leaf of the state behind a worker's step.
 
     A leaf like an array: `jax.tree` maps over it, and the step takes and returns it. Reading it (`np.asarray`,
-    indexing) asks its server for what it is now, pushes of other workers included; no other worker takes part. Other
-    JAX functions refuse it: `autopar.materialize(state)` makes ordinary arrays of what it is now, and
-    `autopar.average(state)`, collective, the same ones on all processes.
+    functions of JAX, indexing) asks its server for what it is now, pushes of other workers included; no other worker
+    takes part. `autopar.materialize(state)` makes ordinary arrays of what it is now, and `autopar.average(state)`,
+    collective, the same ones on all processes.
     """
 
     def __init__(self, session: Session, place: int, aval: Any) -> None:
@@ -48,6 +48,10 @@ class ServedLeaf(StandingLeaf):
     def is_weak(self) -> bool:
         """Says whether its type is a weak one."""
         return bool(getattr(self._aval, "weak_type", False))
+
+    @property
+    def is_whole_here(self) -> bool:
+        return True  # servers answer one worker by itself
 
     def is_deleted(self) -> bool:
         return self._step != self._session.steps

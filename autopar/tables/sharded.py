@@ -17,7 +17,7 @@ from autopar.backends.layouts import on_host, ordinary
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import Described, Home, Source
-from autopar.tables.leaf import PlacedLeaf, Shards
+from autopar.tables.leaf import PlacedLeaf, Shards, copied
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Table(PlacedLeaf):
     """Rows that are spread over devices, padded or in an order of their own.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
-    Reading it (`np.asarray`, `jnp.asarray`, indexing) gives the true rows. Other JAX functions refuse it:
-    `autopar.materialize(state)` makes ordinary arrays.
+    Reading it (`np.asarray`, functions of JAX, indexing) gives the true rows. `autopar.materialize(state)` makes
+    ordinary arrays.
 
     Where its devices are of several processes, all of them have to read it together, and each gets what is read.
 
@@ -79,6 +79,13 @@ class Table(PlacedLeaf):
     @property
     def shards(self) -> Shards:
         return shards_of(self.stored, self.layout, self.axis)
+
+    @property
+    def is_whole_here(self) -> bool:
+        return not is_global(self.stored)
+
+    def duplicate(self) -> Table:
+        return Table(copied(self._live()), self.layout, self.axis)
 
     def is_deleted(self) -> bool:
         return self.stored.is_deleted()

@@ -18,7 +18,7 @@ from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.launch.group import everyone
 from autopar.tables.home import Described, Home, Source, require_dtype
-from autopar.tables.leaf import PlacedLeaf, Shards
+from autopar.tables.leaf import PlacedLeaf, Shards, copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +103,8 @@ class StageArray(PlacedLeaf):
     the other ranks have none of it.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step in stages takes and returns it. Reading it
-    (`np.asarray`, `jnp.asarray`, indexing) is collective: every rank must read, and gets the same. Other JAX functions
-    refuse it: `autopar.materialize(state)` makes ordinary arrays.
+    (`np.asarray`, functions of JAX, indexing) is collective: every rank must read, and gets the same.
+    `autopar.materialize(state)` makes ordinary arrays.
     """
 
     def __init__(
@@ -164,6 +164,14 @@ class StageArray(PlacedLeaf):
         if self.is_deleted():
             raise donated("this array")
         return self._values
+
+    @property
+    def is_whole_here(self) -> bool:
+        return not self.ranks
+
+    def duplicate(self) -> StageArray:
+        values = [None if value is None else copied(value) for value in self.values]
+        return StageArray(self._shape, self._dtype, self._places, values, is_weak=self.is_weak)
 
     def is_deleted(self) -> bool:
         return self._is_gone or any(value is not None and value.is_deleted() for value in self._values)

@@ -19,6 +19,7 @@ from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops, probe
 from tests.support import dense_steps
 from tests.support.explained import explained
+from tests.support.pickled import check_no_part_is_pickled
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
 from tests.zoo import MODELS, OPTIMIZERS
@@ -166,6 +167,8 @@ def check_a_copy_of_the_state_is_whole_everywhere() -> None:
         agree(None, jax.tree.map(np.asarray, read), wanted)
         spread = autopar.materialize(state, copy=False)["params"]["emb"]
         assert spread.is_fully_replicated == (rows == ROWS)  # which nothing divides
+        if rows == ROWS:
+            check_no_part_is_pickled(state["params"]["emb"], RANK)
         before = jax.tree.map(np.array, read)
         planned(state, ids_of(rows))
         jax.tree.map(np.testing.assert_array_equal, read, before)

@@ -32,6 +32,7 @@ from tests.support.mpi.lookup_cases import check_whole_reads as check_whole_read
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases
 from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # another one
 from tests.support.pairs import pairwise
+from tests.support.pickled import check_no_part_is_pickled
 from tests.support.settings import set_options
 from tests.zoo import MODELS, OPTIMIZERS
 from tests.zoo.case import Case, concrete, initial_variables, zipf_ids
@@ -189,6 +190,7 @@ def check_results() -> None:
     ids = case.batches(7)["ids"]
     found = float(evaluate(state.params, ids))
     assert abs(found - np.asarray(table)[ids].sum()) < 1e-3
+    check_no_part_is_pickled(table, RANK)
     ordinary = autopar.materialize(state)
     assert isinstance(ordinary.params["emb"]["embedding"], jax.Array)
 
