@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
+from autopar.backends.watched import jit_on
+from autopar.launch.progress import PROGRESS
 
 Array = Any
 
@@ -30,7 +32,10 @@ def is_global(value: Any) -> bool:
 def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
     """`jax.device_put` to where a process may have some of the devices only. `own`: the result shares no memory with a
     plain value."""
-    if sharding.is_fully_addressable or is_global(value):
+    if is_global(value):
+        with PROGRESS.during("moving an array", "waits"):
+            return jax.device_put(value, sharding)
+    if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
         data = place_array(jax.random.key_data(value), sharding, own=own)
@@ -67,11 +72,12 @@ def whole_everywhere(value: Any) -> Any:
             data = whole_everywhere(jax.random.key_data(value))
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         if not isinstance(value.sharding, NamedSharding):
-            return multihost_utils.process_allgather(value, tiled=True)
+            with PROGRESS.during("gathering an array", "waits"):
+                return multihost_utils.process_allgather(value, tiled=True)
         return _replicate(NamedSharding(value.sharding.mesh, P()))(value)
 
 
 @functools.cache
 def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
     """A program that brings an array to where it is whole on every device."""
-    return jax.jit(lambda x: x, out_shardings=sharding)
+    return jit_on(cast(Mesh, sharding.mesh), lambda x: x, out_shardings=sharding)

@@ -24,13 +24,13 @@ from jax.sharding import PartitionSpec as P
 from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
+from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError, LaunchError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring, check_even
 from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
-from autopar.launch.progress import PROGRESS
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE, job
 from autopar.sync import Replicated, Sync
@@ -171,12 +171,11 @@ class Clients:
         specs = tuple(_spec(x) for x in arrays)
         run = _program(self._mesh, specs, join, self.count, turn)
         whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
-        with PROGRESS.during("averaging replicas", "waits"):
-            if self._is_alone:
-                jax.block_until_ready(whole)
-            joined = _dispatched(run, whole) if self.grid.flat[0].platform == "cpu" else run(*whole)
-            if self._is_alone:
-                jax.block_until_ready(joined)
+        if self._is_alone:
+            jax.block_until_ready(whole)
+        joined = _dispatched(run, whole) if self.grid.flat[0].platform == "cpu" else run(*whole)
+        if self._is_alone:
+            jax.block_until_ready(joined)
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
 
     def placed(self, array: jax.Array) -> jax.Array:
@@ -389,4 +388,5 @@ def _program(
                 start += arrays[k].size
         return joined
 
-    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=list(specs), check_vma=False)
+    return jit_on(mesh, mapped, what="averaging replicas")

@@ -21,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global
+from autopar.backends.across import is_global, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.watched import jit_on
 from autopar.ir.layout import RowLayout, even_axis
 
 Array = Any
@@ -133,14 +134,14 @@ def _to_ordinary(layout: RowLayout, axis: int, devices: Devices, shape: tuple[in
             rows = jax.lax.all_to_all(rows, devices.axis, to, axis, tiled=True)
         return _restored(rows, layout, axis)
 
-    return jax.jit(run, out_shardings=devices.sharding(to))
+    return jit_on(devices.mesh, run, out_shardings=devices.sharding(to))
 
 
 @functools.cache
 def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
     """`arrange` as a program of its own, in place."""
     run = functools.partial(arrange, layout=layout, axis=axis, devices=devices)
-    return jax.jit(run, out_shardings=devices.sharding(axis), donate_argnums=0)
+    return jit_on(devices.mesh, run, out_shardings=devices.sharding(axis), donate_argnums=0)
 
 
 def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
@@ -154,7 +155,8 @@ def _to_extent(old: int, new: int, axis: int, devices: Devices) -> Callable[[Arr
         widths = [(0, (new - old) * (d == axis), 0) for d in range(shard.ndim)]
         return jax.lax.pad(shard, jnp.zeros((), shard.dtype), widths)
 
-    return jax.jit(lambda stored: devices.local(run, (axis,), axis, stored), out_shardings=devices.sharding(axis))
+    on_shards = functools.partial(devices.local, run, (axis,), axis)
+    return jit_on(devices.mesh, on_shards, out_shardings=devices.sharding(axis))
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:
@@ -164,7 +166,7 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
     all processes each takes its own shards.
     """
     if is_global(rows):
-        rows = jax.device_put(rows, devices.sharding(even_axis(rows.shape, axis, devices.count)))
+        rows = place_array(rows, devices.sharding(even_axis(rows.shape, axis, devices.count)))
     if isinstance(rows, jax.Array):
         for along in (axis, *(d for d in range(rows.ndim) if d != axis), None):
             if rows.sharding.is_equivalent_to(devices.sharding(along), rows.ndim):
@@ -196,7 +198,7 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
     def turn(rows: Array) -> Array:
         return jax.lax.all_to_all(_arranged(rows, layout, axis), devices.axis, axis, along, tiled=True)
 
-    return jax.jit(run, out_shardings=devices.sharding(axis))
+    return jit_on(devices.mesh, run, out_shardings=devices.sharding(axis))
 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
@@ -236,7 +238,7 @@ def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, in
             jax.lax.dynamic_slice_in_dim(rows, start, size, axis), devices.axis, axis=axis, tiled=True
         )
 
-    return jax.jit(lambda stored, start: devices.local(some, (axis, None), None, stored, start))
+    return jit_on(devices.mesh, functools.partial(devices.local, some, (axis, None), None))
 
 
 # --- all rows on one device, of some of the columns ---

@@ -14,6 +14,7 @@ from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
+from autopar.backends.watched import jit_on
 from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program
 from autopar.ir.served import ServedStep, ServerPart
@@ -60,11 +61,13 @@ class ServedPrograms:
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
         types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
         self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
-        # All results are whole on each device: they are pushed, or the user's.
-        whole: dict[str, Any] = {} if devices is None else {"out_shardings": devices.sharding(None)}
+        # On several devices all results are whole on each: they are pushed, or the user's.
         worker = served.worker if devices is None else served.divided_worker
         assert worker is not None, "it was planned for several devices"
-        self._work = jax.jit(_typed(worker, types, devices), **whole)
+        work = _typed(worker, types, devices)
+        self._work = (
+            jax.jit(work) if devices is None else jit_on(devices.mesh, work, out_shardings=devices.sharding(None))
+        )
 
     def exported(self, server: int, leaves: Sequence[Array]) -> ExportedPrograms:
         """Returns a server's programs as another process can be sent them. `leaves`: the step's flat arguments."""

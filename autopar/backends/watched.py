@@ -1,31 +1,68 @@
-"""`watched`: a program that all ranks run together, with marks by which the watchdog knows who waits for whom."""
+"""`jit_on`: programs for the devices of a mesh, those of several processes with marks by which the watchdog knows who
+waits for whom.
+
+Whoever makes a program for the devices of a mesh makes it here (`tests/unit/backends/test_watched.py` checks that), for
+a process may wait in it: JAX dispatches programs, runs them while Python goes on, and blocks the caller wherever it
+reads a result, in code that nobody can mark.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from autopar import jax_compat
 from autopar.launch.progress import PROGRESS
 
 
-def watched(program: Any) -> Callable[..., Sequence[Any]]:
-    """A jitted function of arrays as a function that marks what it does.
+def jit_on(mesh: Mesh, run: Callable[..., Any], *, what: str = "on the devices", **options: Any) -> Any:
+    """Returns `jax.jit(run, **options)`, a function with `lower`, for the devices of a mesh.
 
-    It is compiled by itself first, which waits for nobody and may take its time. A call is a wait for the other ranks:
-    some programs run within it, others go on after it, until their results are ready.
+    Args:
+      mesh: They may be of several processes, which then call it together.
+      run: A function of arrays.
+      what: What messages call a wait in it.
+      options: As for `jax.jit`.
     """
-    compiled = False
+    members = {device.process_index for device in mesh.devices.flat}
+    return jax.jit(run, **options) if len(members) == 1 else Watched(run, members, what, options)
 
-    def run(*operands: Any) -> Sequence[Any]:
-        nonlocal compiled
-        if not compiled:
+
+class Watched:
+    """A program that several processes run together.
+
+    It is compiled by itself first, which waits for nobody and may take its time. A call is a wait for the others: some
+    programs run within it, others go on after it. They have one more result, which stays here: results of the user's
+    may be gone, as others' memory or unread, while the program is under way.
+    """
+
+    def __init__(self, run: Callable[..., Any], members: set[int], what: str, options: dict[str, Any]) -> None:
+        @functools.wraps(run)
+        def run_with_token(*operands: Any) -> tuple[Any, Any]:
+            return run(*operands), jnp.zeros((), bool)
+
+        if "out_shardings" in options:
+            options = {**options, "out_shardings": (options["out_shardings"], None)}
+        self._program = jax.jit(run_with_token, **options)
+        self._needs = range(min(members), max(members) + 1)
+        self._what, self._is_compiled = what, False
+
+    def lower(self, *operands: Any) -> Any:
+        """`jax.jit(...).lower`: what is compiled of it is called."""
+        return self._program.lower(*operands)
+
+    def __call__(self, *operands: Any) -> Any:
+        if not self._is_compiled:
             with PROGRESS.during("compiling", "compiles"):
-                program.lower(*operands).compile()
-            compiled = True
-        with PROGRESS.during("on the devices", "waits"):
-            results = program(*operands)
-        if results:
-            PROGRESS.dispatched(results[-1])
+                self.lower(*operands).compile()
+            self._is_compiled = True
+        with PROGRESS.during(self._what, "waits", self._needs):
+            results, token = self._program(*operands)
+        if not jax_compat.is_tracer(token):
+            PROGRESS.dispatched(token, self._needs)
         return results
-
-    return run

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.launch.progress import MarkKind, describe_mark
+from autopar.launch.progress import ANYBODY, MarkKind, describe_mark
 
 #: For this long a rank waits in a later step for one that has left before that is a fault.
 LATE_S = 1.0
@@ -33,6 +33,7 @@ class Seen:
       allowance_s: How long it may hang; None: for ever.
       left: Whether it waits for the others at its exit.
       code: Its exit code, where known.
+      needs: The ranks that it waits for, if it waits.
     """
 
     rank: int
@@ -45,6 +46,7 @@ class Seen:
     allowance_s: float | None
     left: bool = False
     code: int | None = None
+    needs: range = ANYBODY
 
     def exceeds(self, seconds: float) -> bool:
         return self.allowance_s is not None and seconds > self.allowance_s
@@ -52,6 +54,10 @@ class Seen:
     @property
     def waits(self) -> bool:
         return self.kind in ("waits", "pulls") and not self.left
+
+    def waits_for(self, other: Seen) -> bool:
+        """Whether it can't go on if the other one has left: servers answer all the same."""
+        return self.kind == "waits" and not self.left and other.rank in self.needs
 
     @property
     def where(self) -> str:
@@ -91,8 +97,9 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
         return _verdict(stuck, lines) if stuck else None
     if len(waiting) < len(running):
         return None
-    if left:
-        return _left(left, waiting)
+    needed = [r for r in left if any(w.waits_for(r) for w in waiting)]
+    if needed:
+        return _left(needed, waiting)
     first = min(r.step for r in waiting)
     behind = [r for r in waiting if r.step == first]
     lines = [f"{r.name} has waited for {r.age_s:.0f} s, {r.where}." for r in waiting]
@@ -110,11 +117,13 @@ def unawaited(ranks: Sequence[Seen]) -> list[Seen]:
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
     """Ranks that have left, others being at a wait where they can't be met any more."""
     for r in left:
-        waiting = [w for w in running if w.waits and w.kind != "pulls" and w.step > r.step and w.age_s > LATE_S]
+        waiting = [w for w in running if w.waits_for(r) and w.step > r.step and w.age_s > LATE_S]
         if waiting:
             return _left([r], waiting)
-    if left and running and all(w.waits and w.kind != "pulls" and w.age_s > LAST_S for w in running):
-        return _left(left, running)
+    if running and all(w.age_s > LAST_S for w in running):
+        needed = [r for r in left if all(w.waits_for(r) for w in running)]
+        if needed:
+            return _left(needed, running)
     return None
 
 

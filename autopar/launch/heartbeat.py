@@ -60,6 +60,7 @@ _STATE = np.dtype(
         ("kind", "i1"),
         ("left", "i1"),
         ("code", "<i2"),
+        ("needs", "<i8", 2),
         ("what", f"S{TEXT_BYTES}"),
     ]
 )
@@ -170,7 +171,7 @@ class Heartbeat:
         kind, what = KINDS.index(mark.kind), mark.what.encode()[:TEXT_BYTES]
         self._states[self._world.rank] = (
             *(beat + 1, mark.step, now_s - mark.time_s, self.allowance_s),
-            *(kind, self._left, code, what),
+            *(kind, self._left, code, (mark.needs.start, mark.needs.stop), what),
         )
         self._heard_s[self._world.rank] = now_s
 
@@ -239,6 +240,7 @@ class Heartbeat:
                 allowance_s=None if math.isinf(s["allowance_s"]) else float(s["allowance_s"]),
                 left=bool(s["left"]),
                 code=None if s["code"] == _UNKNOWN_CODE else int(s["code"]),
+                needs=range(*map(int, s["needs"])),
             )
             for r, (s, heard_s) in enumerate(zip(self._states, self._heard_s, strict=True))
         ]

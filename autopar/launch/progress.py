@@ -4,8 +4,9 @@ The step's runner marks each step, and each wait for other ranks before it begin
 few bytes (half a microsecond); it is read by the hooks that report a fault, by the watchdog's thread, and, from a
 page of memory that outlives a killed process, by its supervisor (`supervise.py`).
 
-A program with collectives runs on while Python does other things, or waits for its result inside JAX, unmarked. So the
-runner also leaves one of the program's results here (`dispatched`): as long as it isn't ready, the process waits.
+A program with collectives runs on while Python does other things, or waits for its result inside JAX, unmarked. So
+whoever dispatches one (`backends/watched.py`) also leaves a result of it here: as long as that isn't ready, the process
+waits.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ import mmap
 import os
 import struct
 import time
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -36,8 +36,8 @@ PAGE_BYTES = 4096
 #: is a dedicated server.
 STARTED, REPORTED, LEFT, SERVES = 1, 2, 4, 8
 
-#: Results up to this size are kept until the next step's; larger ones are only looked at while somebody has them.
-KEPT_BYTES = 1 << 16
+#: Whom a wait needs where that isn't said: any rank.
+ANYBODY = range(1 << 31)
 
 #: Longer texts are cut.
 TEXT_BYTES = 64
@@ -45,13 +45,14 @@ TEXT_BYTES = 64
 
 @dataclass(frozen=True)
 class Mark:
-    """One mark: the step (-1 before the first one), what is done, which kind of work that is, and since when, by
-    `time.monotonic()`."""
+    """One mark: the step (-1 before the first one), what is done, which kind of work that is, since when, by
+    `time.monotonic()`, and of a wait for which ranks."""
 
     step: int
     what: str
     kind: MarkKind
     time_s: float
+    needs: range = ANYBODY
 
     def __str__(self) -> str:
         return describe_mark(self.step, self.what)
@@ -69,14 +70,15 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[int, str, MarkKind, float] = (-1, "before the first step", "computes", time.monotonic())
+        self._last = Mark(-1, "before the first step", "computes", time.monotonic())
         self._page: mmap.mmap | None = None
         self._flags = 0
-        self._result: Callable[[], Any] | None = None
+        #: Of programs that were dispatched and may be under way: a result, and the ranks that they need.
+        self._under_way: tuple[tuple[Any, range], ...] = ()
         #: Whether there is a watchdog, which asks what is `seen`.
         self.watched = False
 
-    def mark(self, step: int, what: str, kind: MarkKind = "computes") -> None:
+    def mark(self, step: int, what: str, kind: MarkKind = "computes", needs: range = ANYBODY) -> None:
         """Say where this process is.
 
         Args:
@@ -84,15 +86,16 @@ class Progress:
           what: A few words, from a small number of texts: "row exchange".
           kind: "waits" before a wait for other ranks (who only waits is not blamed for standing still), "compiles"
             before a compilation, else "computes".
+          needs: The ranks that a wait is for.
         """
-        self._last = (step, what, kind, time.monotonic())
+        self._last = Mark(step, what, kind, time.monotonic(), needs)
         if self._page is not None:
             text = what.encode()[:TEXT_BYTES]
             PAGE.pack_into(self._page, 0, self._flags, step, len(text))
             self._page[PAGE.size : PAGE.size + len(text)] = text
 
     @contextlib.contextmanager
-    def during(self, what: str, kind: MarkKind = "computes") -> Iterator[None]:
+    def during(self, what: str, kind: MarkKind = "computes", needs: range = ANYBODY) -> Iterator[None]:
         """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`. In
         profiles it has its name.
 
@@ -100,32 +103,36 @@ class Progress:
         """
         from jax.profiler import TraceAnnotation  # supervisors import this module, and no JAX
 
-        step, what_before, kind_before, _ = self._last
-        self.mark(step, what, kind)
+        before = self._last
+        self.mark(before.step, what, kind, needs)
         with TraceAnnotation(f"autopar: {what}"):
             yield
-        self.mark(step, what_before, kind_before)
+        self.mark(before.step, before.what, before.kind, before.needs)
 
     @property
     def last(self) -> Mark:
-        return Mark(*self._last)
+        return self._last
 
-    def dispatched(self, result: Any) -> None:
-        """Say that a program is under way that needs all ranks; `result`: a `jax.Array` that it makes, a small one."""
+    def dispatched(self, result: Any, needs: range = ANYBODY) -> None:
+        """Say that a program is under way. `result`: a `jax.Array` that it makes, and nobody else has: a small one."""
         if self.watched:
-            self._result = (lambda: result) if result.nbytes <= KEPT_BYTES else weakref.ref(result)
+            self._under_way = (*self._unfinished(), (result, needs))
+
+    def _unfinished(self) -> list[tuple[Any, range]]:
+        return [(result, needs) for result, needs in self._under_way if not _is_ready(result)]
 
     @property
     def seen(self) -> Mark:
         """The last mark; a wait, as long as a dispatched program is under way."""
         last = self.last
-        if last.kind != "computes" or self._result is None or _is_ready(self._result()):
+        if last.kind != "computes" or not (found := [needs for _, needs in self._unfinished()]):
             return last
-        return replace(last, what=f"{last.what}, on the devices", kind="waits")
+        needs = range(min(some.start for some in found), max(some.stop for some in found))
+        return replace(last, what=f"{last.what}, on the devices", kind="waits", needs=needs)
 
     def settle(self) -> None:
-        """Wait until the program that was dispatched last has ended, if this process knows its result."""
-        while self._result is not None and not _is_ready(self._result()):
+        """Wait until all programs that were dispatched have ended."""
+        while self._unfinished():
             time.sleep(0.02)
 
     def share(self, descriptor: int) -> None:
@@ -133,8 +140,7 @@ class Progress:
         os.set_inheritable(descriptor, False)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         self.flag(STARTED)
-        step, what, kind, _ = self._last
-        self.mark(step, what, kind)
+        self.mark(self._last.step, self._last.what, self._last.kind)
 
     def flag(self, flag: int) -> None:
         """Tell the supervisor something, if there is one."""
@@ -144,9 +150,9 @@ class Progress:
 
 
 def _is_ready(result: Any) -> bool:
-    """Whether an array is there. One that is gone counts: a later program has taken it."""
+    """Whether an array is there. One that is gone counts: its backend is."""
     try:
-        return result is None or result.is_ready()
+        return result.is_ready()
     except RuntimeError:
         return True
 

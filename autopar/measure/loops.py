@@ -3,6 +3,7 @@ in it. All devices work at once."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
+from autopar.backends.watched import jit_on
 
 Array = Any
 
@@ -85,7 +87,7 @@ def loop_seconds(
         return jax.lax.fori_loop(0, turns, lambda _, x: step(x, *constant), x)
 
     axes = (None, 0, *(0 for _ in constant))
-    run = jax.jit(lambda turns, x, *constant: devices.local(looped, axes, 0, turns, x, *constant))
+    run = jit_on(devices.mesh, functools.partial(devices.local, looped, axes, 0))
     operands = [place_array(x, devices.sharding(0)) for x in (start, *constant)]
 
     def seconds(turns: int) -> float:

@@ -17,7 +17,7 @@ from autopar.backends.across import is_global, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.donation import donation_order
 from autopar.backends.layouts import placed
-from autopar.backends.watched import watched
+from autopar.backends.watched import jit_on
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import update_logs
@@ -111,7 +111,8 @@ class DevicesRunner:
                 results = run(*leaves)
                 return tuple(results[k] for k in (*order, *further))
 
-            return jax.jit(
+            return jit_on(
+                devices.mesh,
                 run_in_order,
                 in_shardings=self._places,
                 out_shardings=(*(places[k] for k in order), *[devices.sharding(None)] * len(further)),
@@ -120,12 +121,11 @@ class DevicesRunner:
             )
 
         self._run = jitted(run)
-        self._call = self._whole = watched(self._run) if self._across else self._run
+        self._call = self._run
         if first is not None:
             kept = {k: order.index(out) for k, out in compiled.program.new_states.items()}
             alone = jitted(first, len(order))
-            alone = watched(alone) if self._across else alone
-            self._call = LateFallback(alone, self._whole, kept, self._lowered, self._across)
+            self._call = LateFallback(alone, self._run, kept, self._lowered, self._across)
 
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
@@ -154,7 +154,7 @@ class DevicesRunner:
 
     def begin_whole(self) -> None:
         """Have the next calls run the step together with its fallback. On all processes, if on any."""
-        self._call = self._whole
+        self._call = self._run
 
     def prepare(self) -> None:
         """Compile, beside the steps, what a batch needs that exceeds a capacity."""

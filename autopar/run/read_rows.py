@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
-import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from autopar.analysis.row_ids import collect_ids
 from autopar.backends.across import is_global, place_array
 from autopar.backends.deferred_tables import NEVER
 from autopar.backends.emit import emit
+from autopar.backends.watched import jit_on
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.measure.alpha import id_program, is_exact
@@ -101,7 +101,7 @@ class ReadRows:
             flat = {table: jnp.concatenate(some) for table, some in rows.items() if some}
             return [flat] if sizes is None else _cut(flat, sizes)
 
-        return jax.jit(run, out_shardings=everywhere)
+        return jit_on(cast(Mesh, everywhere.mesh), run, out_shardings=everywhere)
 
     def _ids(self, k: int, axis: int) -> _Ids | None:
         """The rows that are looked up in a leaf; None if it is read otherwise."""

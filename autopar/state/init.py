@@ -17,6 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import arranger, even_shards, placed
+from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
@@ -153,7 +154,7 @@ class Maker:
             pairs = zip(self.make(*flat), self.layouts, strict=True)
             return [x if layout is None else even_shards(x, *layout, devices) for x, layout in pairs]
 
-        return jax.jit(make, out_shardings=self.shardings)
+        return jit_on(devices.mesh, make, out_shardings=self.shardings)
 
     def everywhere(self, leaf: Any) -> Any:
         """An argument on all devices; on one of this process where all is made there."""

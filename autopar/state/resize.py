@@ -198,7 +198,7 @@ def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
         devices, extent = Devices.of_array(old.stored, axis), new.shape[axis]
         rows = with_extent(old.stored, old.layout, extent, axis, devices)
         rows = ordinary(rows, dataclasses.replace(old.layout, extent=extent), axis, devices)
-        return _overwritten(jax.device_put(rows, new.sharding), new, axis, kept)
+        return _overwritten(place_array(rows, new.sharding), new, axis, kept)
     if isinstance(new, jax.Array) and jax_compat.is_key(new.dtype):
         data = _overwritten(*map(jax.random.key_data, (old, new)), axis, kept)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(new))

@@ -23,6 +23,7 @@ from autopar.backends.background import Compilation, beside
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
 from autopar.backends.segments import Entries
+from autopar.backends.watched import jit_on
 from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
@@ -94,15 +95,17 @@ class UpdateLogSpec:
         self._blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         self._block_compilation: Compilation[None] | None = None
         kept = self.kept(count)
-        self.flush = jax.jit(
+        self.flush = jit_on(
+            devices.mesh,
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
             out_shardings=places,
             donate_argnums=(*kept, k + count, k + count + 1),
         )
-        self._begin = jax.jit(begin, out_shardings=self.shardings)
-        self.turn = jax.jit(turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
+        self._begin = jit_on(devices.mesh, begin, out_shardings=self.shardings)
+        self.turn = jit_on(devices.mesh, turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
         some_axes = (*operand_axes[: k + count], *[None] * (2 + len(replay.segments) + len(replay.records)))
-        self.catch_up_some = jax.jit(
+        self.catch_up_some = jit_on(
+            devices.mesh,
             lambda *operands: devices.local(some, some_axes, tuple(returned[:-2]), *operands),
             out_shardings=places[:-2],
             donate_argnums=kept,
@@ -146,7 +149,8 @@ class UpdateLogSpec:
             entries = Entries.of(replay, operands[k + count : -count])
             return self._deferred.catch_up_in_place(leaves, stamps, entries, ids)
 
-        return jax.jit(
+        return jit_on(
+            devices.mesh,
             lambda *operands: devices.local(run, (*operand_axes, *[None] * count), tuple(returned[:-2]), *operands),
             out_shardings=tuple(map(devices.sharding, returned[:-2])),
             donate_argnums=self.kept(count),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global
+from autopar.backends.across import is_global, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.errors import donated
@@ -133,7 +133,7 @@ class Table(PlacedLeaf):
         """What was read, on every process."""
         if not is_global(read) or read.is_fully_replicated:
             return read
-        return jax.device_put(read, Devices.of_array(self.stored, self.axis).sharding(None))
+        return place_array(read, Devices.of_array(self.stored, self.axis).sharding(None))
 
     def _places(self, rows: Any, simple: bool) -> Any:
         """Where picked rows are stored; None if they are to be picked from the whole table."""

@@ -24,7 +24,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.host.view import AllRanks, RankView
 from autopar.backends.protocol import RowBackend
 from autopar.backends.spread import backends
-from autopar.backends.watched import watched
+from autopar.backends.watched import jit_on
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.stages import Side
 from autopar.launch.progress import mark
@@ -106,9 +106,9 @@ class Ranks:
             options["out_shardings"] = tuple(
                 None if k else self.sharding(a) for a, k in zip(along, is_left, strict=True)
             )
-        program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
         if side == "device":
-            return watched(program) if self.is_global and self.exchange.size > 1 else program
+            return jit_on(self.mesh, lambda *xs: tuple(run(*xs)), **options)
+        program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
 
         def on_host(*operands: Array) -> Sequence[Array]:
             with jax.default_device(self.host):

@@ -18,6 +18,8 @@ def ranks(**changes: dict) -> list[Seen]:
 
 
 WAITS = {"kind": "waits", "what": "row exchange", "age_s": 11.0}
+OWN = {**WAITS, "needs": range(2, 4)}
+PATIENT = {**OWN, "allowance_s": 99.0}
 PULLS = {"kind": "pulls", "what": "waiting for servers", "age_s": 11.0}
 STUCK = {"age_s": 11.0}
 SERVES = {"kind": "serves", "what": "serving", "step": -1, "age_s": 99.0}
@@ -53,6 +55,12 @@ SERVES = {"kind": "serves", "what": "serving", "step": -1, "age_s": 99.0}
         # Ranks that wait for servers: one that has left still answers.
         (ranks(r1={"left": True, "step": 6}, r0={**PULLS, "age_s": 5.0}), None, ""),
         (ranks(r1={"left": True, "step": 6}, r0=PULLS, r2=STUCK, r3={"age_s": 1.0}), (2,), "rank 0 waits for it"),
+        # Ranks that wait for some of the others, as those of one client do:
+        (ranks(r0={"left": True, "step": 6}, r2={**OWN, "age_s": 5.0}, r3={**OWN, "age_s": 5.0}), None, ""),
+        (ranks(r0={"left": True}, r1={"left": True}, r2=PATIENT, r3=PATIENT), None, ""),
+        (ranks(r0={"left": True}, r1={"left": True}, r2=OWN, r3=OWN), (2, 3), "All ranks wait for each other"),
+        (ranks(r0={"left": True}, r1={"left": True}, r2={"left": True}, r3=OWN), (2,), "rank 3 waits for it"),
+        (ranks(r2={"left": True, "step": 6}, r3={**OWN, "age_s": 2.0}), (2,), "rank 3 waits for it in step 7"),
         # Dedicated servers:
         (ranks(r1=STUCK, r2=STUCK, r3=SERVES), None, ""),
         (ranks(r0=WAITS, r1=WAITS, r2=WAITS, r3=SERVES), (0, 1, 2), "All ranks wait for each other"),

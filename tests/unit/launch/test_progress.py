@@ -36,7 +36,6 @@ def test_a_fault_is_told_where_it_was() -> None:
 class Result:
     """A result of a program that is under way."""
 
-    nbytes = 4
     ready = False
 
     def is_ready(self) -> bool:
@@ -55,11 +54,20 @@ def test_a_program_under_way_is_a_wait() -> None:
         assert here.seen.kind == "compiles"
     result.ready = True
     assert here.seen == here.last and here.last.kind == "computes"
-    large = Result()
-    large.nbytes = 1 << 30
-    here.dispatched(large)
-    assert here.seen.kind == "waits"
-    del large
+
+
+def test_a_program_under_way_is_a_wait_until_it_ends_whatever_else_does() -> None:
+    """A mean of all ranks is under way while some of them compute together: a wait for all, then for these."""
+    here, mean, step = Progress(), Result(), Result()
+    here.watched = True
+    here.dispatched(mean, range(4))
+    here.dispatched(step, range(2, 4))
+    assert (here.seen.kind, here.seen.needs) == ("waits", range(4))
+    mean.ready = True
+    assert (here.seen.kind, here.seen.needs) == ("waits", range(2, 4))
+    step.ready, mean.ready = True, False
+    assert here.seen.needs == range(4)
+    mean.ready = True
     assert here.seen.kind == "computes"
 
 
