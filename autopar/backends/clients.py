@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import pickle
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -124,7 +123,7 @@ class Clients:
         """Gives what each process of this client says, on all of them. Collective within the client."""
         if self.members is None:
             return [value]
-        return [pickle.loads(x) for x in self.members.gather(pickle.dumps(value), "a worker's messages")]
+        return self.members.objects(value, "a worker's messages")
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
@@ -159,7 +158,9 @@ class Clients:
 
     def stacked(self, arrays: Sequence[Any], about: str) -> list[np.ndarray]:
         """[C, ...]: all clients' arrays, of which a process has a client's whole, in host memory. Collective."""
-        each = self.processes.together(AutoparError, lambda: [np.asarray(x) for x in arrays], about)
+        own: list[np.ndarray] = []
+        self.processes.together(AutoparError, lambda: own.extend(np.asarray(x) for x in arrays), about)
+        each = self.processes.arrays(own, about)
         return [np.stack(xs) for xs in zip(*each[:: len(each) // self.count], strict=True)]
 
     def _joined(

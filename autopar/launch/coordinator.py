@@ -38,7 +38,7 @@ def choose_coordinator(world: World) -> str:
         for address in addresses:
             reached = world.comm.allgather(world.rank == 0 or _answers(address, port, word))
             if all(reached):
-                return f"{address}:{_free_port(world)}"
+                return f"{address}:{_free_port(world, address)}"
             far = ", ".join(str(rank) for rank, reaches in enumerate(reached) if not reaches)
             failed.append(f"{address} not from rank {far}")
     raise LaunchError(
@@ -49,11 +49,11 @@ def choose_coordinator(world: World) -> str:
     )
 
 
-def _free_port(world: World) -> int:
-    """A port of rank 0 that is free now. Not the one that was tried, whose connections linger."""
+def _free_port(world: World, address: str) -> int:
+    """A port of rank 0 that is free now at an address. Not the one that was tried, whose connections linger."""
     port = 0
     if world.rank == 0:
-        with socket.create_server(("", 0)) as free:
+        with socket.create_server((address, 0)) as free:
             port = free.getsockname()[1]
     return world.comm.bcast(port)
 

@@ -7,6 +7,7 @@ order.
 
 A process that fails alone leaves the others waiting for it, in the next exchange or for ever. So where work may fail
 each says how it went (`together`, `led`), and what went wrong anywhere is raised everywhere, with the process's number.
+What is read of the store is data (`messages`): only ranks, which MPI connects, pickle objects (`MpiGroup.objects`).
 """
 
 from __future__ import annotations
@@ -23,18 +24,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from autopar import jax_compat
-from autopar.errors import ArgumentsError, AutoparError
+from autopar.errors import ArgumentsError, AutoparError, LaunchError
+from autopar.launch.messages import Failure, read_arrays, read_json, read_outcome, text_of
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import World, world
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 _logger = logging.getLogger("autopar")
@@ -46,7 +49,6 @@ _PAUSE_S = 5e-4
 #: Exchanges so far between some processes: each has a name of its own in the store. Unavoidably global, as those are.
 _exchanges: Counter[tuple[int, ...]] = Counter()
 
-
 #: Called before a process waits for others in a group. Unavoidably global, as whom others wait for is.
 _before_waiting: list[Callable[[Group], None]] = []
 
@@ -55,6 +57,10 @@ def before_waiting(call: Callable[[Group], None]) -> None:
     """Have something called with a group before this process waits for its others."""
     if call not in _before_waiting:
         _before_waiting.append(call)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
 
 
 class Group(abc.ABC):
@@ -114,19 +120,28 @@ class Group(abc.ABC):
 
     def values(self, value: Any, about: str) -> list[Any]:
         """Asks each process for a value that JSON holds; gives them in their order. Collective."""
-        return [json.loads(data) for data in self.gather(json.dumps(value).encode(), about)]
+        sent = self.gather(json.dumps(value).encode(), about)
+        return self._read(sent, about, lambda data: read_json(data, value))
+
+    def arrays(self, own: Sequence[np.ndarray], about: str) -> list[list[np.ndarray]]:
+        """Gives each process's arrays, in their order; all have the shapes and dtypes of this one's. Collective."""
+        sent = self.gather(b"".join(x.tobytes() for x in own), about)
+        return self._read(sent, about, lambda data: read_arrays(data, own))
 
     def first(self, value: Any, about: str) -> Any:
         """Takes the first process's value, which JSON holds: all must choose by the same figures. Collective."""
         return self.values(value, about)[0]
 
-    def together(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> list[T]:
+    def together(
+        self, kind: type[AutoparError], work: Callable[[], Any], about: str, read: Callable[[Any], T] = _as_it_is
+    ) -> list[T]:
         """Runs `work()`, which exchanges nothing, on each process; gives what it returns, in their order. Collective.
 
         Args:
           kind: What an error that isn't autopar's own is raised as.
-          work: What this process does. What it returns is sent to all of them.
+          work: What this process does. What it returns is sent to all of them as JSON.
           about: What it is.
+          read: Makes what the work found of the JSON; a ValueError, TypeError or LookupError if it can't be that.
 
         Raises:
           AutoparError: on every process, if any failed: of the class of the first failing one's error where that is
@@ -140,43 +155,62 @@ class Group(abc.ABC):
             own = error
         if not self.several:
             if own is None:
-                return [result]
-            raise own if isinstance(own, AutoparError) else kind(_text(own)) from own
-        failure = None
-        if own is not None:
-            failure = (type(own) if isinstance(own, AutoparError) else kind, _text(own), machine_name())
-        outcomes = [pickle.loads(data) for data in self.gather(pickle.dumps((failure, result)), about)]
-        failed = [(member, *failure) for member, (failure, _) in zip(self.members, outcomes, strict=True) if failure]
+                return [read(result)]
+            raise own if isinstance(own, AutoparError) else kind(text_of(own)) from own
+        failure = None if own is None else Failure.of(own, kind).told()
+        outcomes = self._read(self.values([failure, result], about), about, read_outcome)
+        failed = [(member, failure) for member, (failure, _) in zip(self.members, outcomes, strict=True) if failure]
         if not failed:
-            return [value for _, value in outcomes]
-        first, raised, text, machine = failed[0]
-        if len(failed) == self.size and len({text for _, _, text, _ in failed}) == 1:
-            raise raised(text) from own
-        where = "" if machine == machine_name() else f" (on machine {machine})"
-        who = ", ".join(str(member) for member, *_ in failed)
+            return self._read([result for _, result in outcomes], about, read)
+        number, first = failed[0]
+        if len(failed) == self.size and len({failure.text for _, failure in failed}) == 1:
+            raise first.kind(first.text) from own
+        where = "" if first.machine == machine_name() else f" (on machine {first.machine})"
+        who = ", ".join(str(member) for member, _ in failed)
         others = f" {self.nouns.capitalize()} {who} failed." if len(failed) > 1 else ""
-        raise raised(f"{self.noun} {first}{where}: {text}{others}") from own
+        raise first.kind(f"{self.noun} {number}{where}: {first.text}{others}") from own
 
-    def led(self, kind: type[AutoparError], work: Callable[[], T], about: str) -> T:
+    def led(
+        self, kind: type[AutoparError], work: Callable[[], Any], about: str, read: Callable[[Any], T] = _as_it_is
+    ) -> T:
         """Runs `work()` on the first process alone, and gives what it returns to all of them. Collective.
 
         Errors as of `together`, but one of autopar's own as the first process raised it.
         """
         failure: AutoparError | None = None
 
-        def lead() -> T | None:
+        def lead() -> list[Any]:
             nonlocal failure
             try:
-                return work() if self.rank == 0 else None
+                return [None, work() if self.rank == 0 else None]
             except AutoparError as error:
                 failure = error
-                return None
+                return [Failure.of(error, kind).told(), None]
 
-        outcome = self.together(kind, lambda: (lead(), failure and (type(failure), str(failure))), about)[0]
-        if outcome[1] is not None:
-            raised, text = outcome[1]
-            raise raised(text) from failure
-        return cast(T, outcome[0])
+        told = self.together(kind, lead, about)[:1]
+        ((raised, result),) = self._read(told, about, read_outcome)
+        if raised is not None:
+            raise raised.kind(raised.text) from failure
+        return self._read([result], about, read)[0]
+
+    def _read(self, sent: Sequence[S], about: str, read: Callable[[S], T], first: int = 0) -> list[T]:
+        """Gives what processes sent, from one place on, as a function reads it.
+
+        Raises:
+          LaunchError: one of them isn't autopar's.
+        """
+        values = []
+        for number, value in enumerate(sent, first):
+            try:
+                values.append(read(value))
+            except (ValueError, TypeError, LookupError, RecursionError) as error:
+                raise LaunchError(
+                    f"'{about}': what came in the name of {self.name(number)} is no message of autopar's "
+                    f"({type(error).__name__}: {error}). Either that {self.noun} has another version of autopar, or a "
+                    "program that isn't part of the job writes to the store of jax.distributed, which has no "
+                    "password: let nobody else reach the coordinator's port"
+                ) from error
+        return values
 
 
 class MpiGroup(Group):
@@ -201,10 +235,14 @@ class MpiGroup(Group):
         if self.several:
             self.comm.Bcast(array.reshape(-1).view(np.uint8), root=source)  # MPI doesn't know all dtypes
 
+    def objects(self, value: Any, about: str) -> list[Any]:
+        """Asks each rank for an object that can be pickled; gives them in their order. Collective."""
+        return [pickle.loads(data) for data in self.gather(pickle.dumps(value), about)]
+
     @contextlib.contextmanager
     def split(self, colour: Hashable) -> Iterator[MpiGroup]:
         """Within it, the ranks that say the same colour, as a group of their own. Collective, at its end as well."""
-        colours = [pickle.loads(data) for data in self.gather(pickle.dumps(colour), "a part of the ranks")]
+        colours = self.objects(colour, "a part of the ranks")
         members = [member for member, other in zip(self.members, colours, strict=True) if other == colour]
         if not self.several:
             yield self
@@ -240,10 +278,9 @@ class StoreGroup(Group):
     noun, nouns = "process", "processes"
 
     def share(self, array: np.ndarray, source: int) -> None:
-        own = array.tobytes() if self.rank == source else b""
-        array[...] = np.frombuffer(self.gather(own, "an array of one process")[source], array.dtype).reshape(
-            array.shape
-        )
+        about = "an array of one process"
+        data = self.gather(array.tobytes() if self.rank == source else b"", about)[source]
+        ((array[...],),) = self._read([data], about, lambda data: read_arrays(data, [array]), source)
 
     @staticmethod
     def of(mesh: Mesh) -> StoreGroup:
@@ -284,8 +321,9 @@ class StoreGroup(Group):
             with PROGRESS.during(about, "waits"):
                 theirs, _, data = self._wait(store, self._key(number, k), member, about).partition(b"\0")
             if theirs != about.encode():
+                there = theirs[:80].decode(errors="replace")
                 raise AutoparError(
-                    f"process {member} is at '{theirs.decode()}' where this one, process {jax.process_index()}, is at "
+                    f"process {member} is at '{there}' where this one, process {jax.process_index()}, is at "
                     f"'{about}'. All processes have to make the same calls in the same order"
                 )
             values.append(data)
@@ -326,7 +364,3 @@ def go_on(what: str) -> None:
     """Tell the watchdog that long work of the main thread makes progress."""
     if threading.current_thread() is threading.main_thread():
         PROGRESS.mark(PROGRESS.last.step, what)
-
-
-def _text(error: Exception) -> str:
-    return str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"

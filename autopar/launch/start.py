@@ -146,7 +146,12 @@ def _start_jax(here: World) -> None:
     address = choose_coordinator(here)
     _check_host_name(here, address)
     jax.distributed.initialize(
-        address, here.size, here.rank, _local_devices(here), cluster_detection_method="deactivate"
+        address,
+        here.size,
+        here.rank,
+        _local_devices(here),
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=address,  # left out, it would be all of the host's
     )
 
 

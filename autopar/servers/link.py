@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.clients import Clients
 from autopar.errors import StepError
-from autopar.launch.group import everyone
+from autopar.launch.group import MpiGroup, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
 from autopar.servers.messages import Kept, OfProcess, Read
@@ -128,8 +127,8 @@ class Link:
         self.finish()
         here, processes = self._service.rank, everyone()
         mine = {n: self.command(n, Read(here, leaves)) for n in self.own}
-        sent = pickle.dumps((mine, own if here == 0 else None))
-        all_ = [pickle.loads(x) for x in processes.gather(sent, "what servers keep")]
+        assert isinstance(processes, MpiGroup), "servers need MPI"
+        all_ = processes.objects((mine, own if here == 0 else None), "what servers keep")
         if resumed is not None:
             for n in self.servers:
                 self.tell(n, resumed)

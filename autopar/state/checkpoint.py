@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError, UncheckedWarning, warn
+from autopar.ir.typed_json import from_json
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
@@ -188,16 +189,20 @@ def _restore(
 def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
     """The version that counts, and what is in it."""
 
-    def read() -> tuple[Place, int | None, bytes]:
+    def read() -> tuple[str, int | None, str]:
         version, crc32 = folder.current()
         path = version / manifests.NAME
         with named(path, "read"):
             try:
-                return version, crc32, path.read_bytes()
+                return version.name, crc32, path.read_bytes().decode("latin-1")  # JSON holds any bytes so
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
-    version, crc32, data = group.led(CheckpointError, read, "the manifest")
+    def told(found: Any) -> tuple[Place, int | None, bytes]:
+        name, crc32, text = from_json(tuple[str, int | None, str], list(found), "the manifest")
+        return folder.version(name), crc32, text.encode("latin-1")
+
+    version, crc32, data = group.led(CheckpointError, read, "the manifest", told)
     return version, Manifest.parse(data, version, crc32)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +23,8 @@ from autopar.errors import (
     StateWarning,
     warn,
 )
+from autopar.ir.plan import Plan
+from autopar.ir.typed_json import from_json, to_json
 from autopar.launch.group import everyone, go_on
 from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
@@ -137,7 +140,7 @@ class Checkpointer:
         self._latest: tuple[Any, Any] | None = None
         self._saving: _Saving | None = None
         self._saved: int | None = None
-        noted = None if folder is None else self._led(self._history.best)
+        noted = None if folder is None else self._noted_best()
         self._best = noted if noted is not None and self._metric in (None, noted.name) else None
         self._is_new = not self.all_steps()
 
@@ -145,7 +148,7 @@ class Checkpointer:
 
     def all_steps(self) -> list[int]:
         """Returns the steps of all complete checkpoints, in order. Collective."""
-        return [] if self._kept is None else self._led(self._history.steps)
+        return [] if self._kept is None else list(self._led(self._history.steps, tuple[int, ...]))
 
     def latest_step(self) -> int | None:
         """Returns the step of the latest complete checkpoint; None if there is none. Collective."""
@@ -349,7 +352,7 @@ class Checkpointer:
                 saving.save.commit(saving.files.result)
             except CheckpointError:
                 if self._best is not None and self._best.step == saving.step:
-                    self._best = self._led(self._history.best)
+                    self._best = self._noted_best()
                 raise
         self._saved = saving.step
         self._tidy()
@@ -376,9 +379,9 @@ class Checkpointer:
             return restore(self.path(step), shapes)
         pure = self._planned.step if isinstance(self._planned, BoundStep) else self._planned
         own = pure.planner
-        plan = self._led(self._history.known_plan)
+        plan = self._led(self._history.known_plan, Plan | None)
         if plan is not None and pure.latest is None and own.may_follow(plan):
-            pure.planner = own.following(plan)
+            pure.planner = own.following(replace(plan, source=str(self._history.plan_file)))
         try:
             return restore(self.path(step), shapes, step=self._planned, batch=self._batch, call=self._call)
         except PlanError:  # the step has changed
@@ -392,5 +395,10 @@ class Checkpointer:
                 "another folder"
             )
 
-    def _led(self, work: Callable[[], Any]) -> Any:
-        return self._group.led(CheckpointError, work, "checkpoints")
+    def _noted_best(self) -> Best | None:
+        return self._led(self._history.best, Best | None)
+
+    def _led(self, work: Callable[[], Any], kind: Any = Any) -> Any:
+        """Returns what some work, which the first process does, found. `kind`: its type."""
+        read = functools.partial(from_json, kind, where="what was found")
+        return self._group.led(CheckpointError, lambda: to_json(work()), "checkpoints", read)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from autopar.errors import CheckpointError
+from autopar.ir.typed_json import from_json, to_json
 from autopar.launch.group import Group
 from autopar.state.files.dense import require_orbax, write_dense
 from autopar.state.files.folder import Folder, await_visible
@@ -28,8 +29,13 @@ from autopar.state.saving import SavedLeaf, check_same_state, leaves_beside, on_
 class Written:
     """The files that one process wrote. `rows`: (leaf, shard, files)."""
 
-    rows: Sequence[tuple[int, int, Sequence[FileRecord]]]
+    rows: tuple[tuple[int, int, tuple[FileRecord, ...]], ...]
     dense: tuple[FileRecord, ...]
+
+    @staticmethod
+    def of(fields: Any) -> Written:
+        """Reads what another process sent."""
+        return from_json(Written, fields, "files")
 
 
 @dataclass(frozen=True)
@@ -88,7 +94,7 @@ class PendingSave:
             return "\n".join(lines)
 
         check_same_state(group, group.together(CheckpointError, look, "what is saved"))
-        version = group.led(CheckpointError, folder.begin, "a new version")
+        version = group.led(CheckpointError, lambda: folder.begin().name, "a new version", folder.version)
         count = len(jax.tree.leaves(state))
         return PendingSave(folder, version, describe_tree(state), known, count, _plain(position), group)
 
@@ -101,12 +107,12 @@ class PendingSave:
         if not isinstance(version, Path):  # to a store Orbax writes with more packages only
             in_rows, dense = in_rows + dense, []
 
-        def rows_of(k: int) -> list[tuple[int, int, Sequence[FileRecord]]]:
+        def rows_of(k: int) -> list[tuple[int, int, tuple[FileRecord, ...]]]:
             return [(k, shard, write_rows(version, name, rows)) for name, shard, rows in self.leaves[k].parts()]
 
         rows = mapped(version, rows_of, in_rows, "saving a checkpoint")
         arrays = {self.leaves[k].record.name: self.leaves[k].array() for k in dense}
-        return Written([row for own in rows for row in own], write_dense(version, arrays))
+        return Written(tuple(row for own in rows for row in own), write_dense(version, arrays))
 
     def commit(self, written: Callable[[], Written]) -> None:
         """Make it the checkpoint, or remove it if a process couldn't write its files. Collective.
@@ -115,7 +121,8 @@ class PendingSave:
           written: Gives what `write` returned, or raises what it raised.
         """
         try:
-            manifest = self._manifest(self.group.together(CheckpointError, written, "files"))
+            files = self.group.together(CheckpointError, lambda: to_json(written()), "files", Written.of)
+            manifest = self._manifest(files)
             put = lambda: self.folder.commit(self.version, manifest.write(self.version))  # noqa: E731
             self.group.led(CheckpointError, put, "the checkpoint")
         finally:  # of what was there before, or of what was written in vain

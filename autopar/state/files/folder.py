@@ -43,6 +43,12 @@ class Folder:
         """The place that a user names; a CheckpointError if there is no such kind of place."""
         return Folder(place_of(path))
 
+    def version(self, name: str) -> Place:
+        """Returns the directory of a version; a ValueError if that isn't the name of one."""
+        if _VERSION.fullmatch(name) is None:
+            raise ValueError(f"{name[:80]!r} is no version's name")
+        return self.path / name
+
     # --- reading ---
 
     def current(self) -> tuple[Place, int | None]:

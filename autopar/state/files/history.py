@@ -77,17 +77,22 @@ class History:
         with named(self.path / _BEST, "removed"):
             (self.path / _BEST).unlink(missing_ok=True)
 
+    @property
+    def plan_file(self) -> Place:
+        """Where the step's plan is."""
+        return self.path / _PLAN
+
     def known_plan(self) -> Plan | None:
         """The plan of the step; None if there is none that this version of autopar reads."""
         try:
-            return Plan.load(self.path / _PLAN) if (self.path / _PLAN).is_file() else None
+            return Plan.load(self.plan_file) if self.plan_file.is_file() else None
         except PlanError as error:
             warn(f"the step is planned anew: {error}", StateWarning)
             return None
 
     def note_plan(self, plan: Plan) -> None:
         """Write down the step's plan, as `Plan.save` does, down to the disk."""
-        put(self.path / _PLAN, plan_text(plan).encode())
+        put(self.plan_file, plan_text(plan).encode())
 
     def clean(self, kept: Sequence[int]) -> None:
         """Remove all checkpoints but some, and what killed saves left, as far as that can be done."""

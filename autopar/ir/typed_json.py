@@ -1,0 +1,90 @@
+"""Dataclasses of plain data as JSON, and back, exactly: what is read is checked against their types, field by field.
+
+Fields that have a default may be missing; one that was renamed is read by its old name, too (`formerly` in its
+metadata).
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import dataclasses
+import json
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.errors import ArgumentsError
+
+
+class MalformedError(ValueError):
+    """Says what is wrong, and where in the data."""
+
+
+def to_json(value: Any) -> Any:
+    """Returns a value as JSON has it, without fields that aren't `saved`, by their metadata."""
+    if dataclasses.is_dataclass(value):
+        kept = (f for f in dataclasses.fields(value) if f.metadata.get("saved", True))
+        return {f.name: to_json(getattr(value, f.name)) for f in kept}
+    if isinstance(value, Mapping):
+        return {key: to_json(x) for key, x in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [to_json(x) for x in value]
+    if value is None or isinstance(value, (bool, str, float)):
+        return value
+    return operator.index(value)
+
+
+def from_json(kind: Any, value: Any, where: str) -> Any:
+    """Returns a value of a type, of what JSON made of it. `where`: what messages call it.
+
+    Raises:
+      MalformedError: it is none of that type.
+    """
+    if kind is Any:
+        return value
+    if dataclasses.is_dataclass(kind):
+        return _fields(kind, value, where)
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):  # with None
+        return None if value is None else from_json(next(k for k in parts if k is not types.NoneType), value, where)
+    if origin is typing.Literal:
+        return value if value in parts else _fail(f"one of {parts}", value, where)
+    if origin is tuple:
+        items = value if isinstance(value, list) else _fail("a list", value, where)
+        kinds = parts[:1] * len(items) if parts[1:] == (...,) else parts
+        if len(kinds) != len(items):
+            _fail(f"a list of {len(kinds)}", value, where)
+        return tuple(from_json(k, x, f"{where}[{n}]") for n, (k, x) in enumerate(zip(kinds, items, strict=True)))
+    if origin in (collections.abc.Mapping, dict):
+        items = value if isinstance(value, dict) else _fail("an object", value, where)
+        return {key: from_json(parts[1], x, f"{where}.{key}") for key, x in items.items()}
+    assert kind in (bool, int, float, str), f"{where}: no file holds a {kind}"
+    accepted = (int, float) if kind is float else (kind,)
+    if type(value) not in accepted:
+        _fail({bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind], value, where)
+    return value
+
+
+def _fields(kind: Any, value: Any, where: str) -> Any:
+    values = value if isinstance(value, dict) else _fail("an object", value, where)
+    hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
+    names: dict[str, str] = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
+    values = {names.get(str(key), str(key)): x for key, x in values.items()}
+    for key in values:
+        if key not in hints:
+            raise MalformedError(f"there is no {where}.{key}")
+    missing = dataclasses.MISSING
+    for field in fields:
+        if field.name not in values and field.default is missing and field.default_factory is missing:
+            raise MalformedError(f"{where}.{field.name} is missing")
+    read = {key: from_json(hints[key], x, f"{where}.{key}") for key, x in values.items()}
+    try:
+        return kind(**read)
+    except (ValueError, TypeError, ArgumentsError) as error:  # of the dataclass itself
+        raise MalformedError(f"{where}: {error}") from error
+
+
+def _fail(wanted: str, value: Any, where: str) -> typing.NoReturn:
+    raise MalformedError(f"{where} is {wanted}, not {json.dumps(value)[:40]}")
