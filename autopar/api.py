@@ -20,7 +20,7 @@ from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import TENSOR, Emit, Sparse, Strategy, asks_for_hosts, check_choices, split_method
+from autopar.ir.strategy import TENSOR, Emit, Results, Sparse, Strategy, asks_for_hosts, check_choices, split_method
 from autopar.launch.group import everyone
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
@@ -44,6 +44,7 @@ class _Given(TypedDict, total=False):
     axis_name: str | None
     batch_axis: BatchAxis
     emit: Emit | None
+    results: Results | None
     strategy: Strategy | None
     sparse: Sparse | None
     plan: Plan | str | Path | None
@@ -76,6 +77,7 @@ def parallelize(
     axis_name: str | None = None,
     batch_axis: BatchAxis = 0,
     emit: Emit | None = None,
+    results: Results | None = None,
     strategy: Strategy | None = None,
     sparse: Sparse | None = None,
     plan: Plan | str | Path | None = None,
@@ -115,6 +117,8 @@ def parallelize(
       emit: "pjit" (the default): one global program, which XLA partitions over the devices. "pmap": each device's own
         program with explicit reductions: sums over the examples are reduced once, after the loops that make them. The
         same numbers, up to the order of sums; StrategyError where a step can't be written so.
+      results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
+        reads them (the default of functions without state), or "spread", each where its example is (that of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
         its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
         memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
@@ -169,7 +173,7 @@ def parallelize(
     if isinstance(sync, Async) and sync.is_joined:
         return _joined(step, sync, arguments).made_by(parallelize, arguments)
     plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
-    check_choices(strategy, sparse, emit, donate)
+    check_choices(strategy, sparse, emit, donate, results)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -207,6 +211,7 @@ def parallelize(
             hosts=hosts,
             batch_axis=batch_axis,
             emit=emit,
+            results=results,
             plan=plan,
             microbatches=microbatches,
             tensor=devices.tensor,

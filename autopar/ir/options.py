@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from autopar.ir.examples import BatchAxis
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
+from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
-from autopar.ir.strategy import Emit, Sparse, Strategy
+from autopar.ir.strategy import Emit, Results, Sparse, Strategy
 from autopar.sync import Async, Replicated, Sync
 
 
@@ -31,6 +32,8 @@ class Options:
     rank_devices: int = 1
     #: Bytes of gradients that ranks begin to add up while later ones are computed; None: all are added up at once.
     bucket_bytes: int | None = None
+    #: Where results by example are, across processes.
+    results: Results | None = None
     #: Whether tables that don't fit the devices may leave them for the hosts.
     may_leave: bool = True
     #: Parts of the batch, one after the other.
@@ -69,6 +72,10 @@ class Options:
         if self.sync is None or (isinstance(self.sync, Replicated) and self.sync.is_ring and self.clients == 1):
             return False
         return self.sync.is_asynchronous
+
+    def are_results_whole(self, program: Program) -> bool:
+        """Whether results by example are whole on every process: by default those of a function without state."""
+        return not program.new_states if self.results is None else self.results == "whole"
 
     @property
     def is_served(self) -> bool:

@@ -29,7 +29,7 @@ from autopar.planning.explain_notes import (
 from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.plan import plan_of
 from autopar.run.entry import Entry
-from autopar.run.slow_plans import undivided
+from autopar.run.slow_plans import gathered_bytes, undivided
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 
@@ -89,6 +89,9 @@ def _explain(
         there += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
     if examples := undivided(entry):
         there += (f"All devices do the same: {plan.devices} devices don't divide the batch ({examples}).",)
+    if gathered := gathered_bytes(entry):
+        each = f"each of {plan.devices} sends {format_bytes(gathered * (plan.devices - 1) // plan.devices)}"
+        there += (f"Results by example, {format_bytes(gathered)}, come whole to every process: {each} (results=).",)
     return Explanation(
         name,
         tuple(rows),

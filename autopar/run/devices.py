@@ -57,6 +57,7 @@ class DevicesRunner:
       out_tree: The structure of its results.
       donate: Whether states are updated in place.
       first: The planned step without its fallback, for as long as that isn't compiled.
+      are_results_whole: Whether results by example are brought to every process.
     """
 
     def __init__(
@@ -67,6 +68,8 @@ class DevicesRunner:
         out_tree: Any,
         donate: bool,
         first: Callable[..., Sequence[Any]] | None = None,
+        *,
+        are_results_whole: bool = False,
     ) -> None:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
@@ -101,7 +104,7 @@ class DevicesRunner:
         self._count = len(analysed.outputs)  # and perhaps what the batch needs of capacities
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
         self._loads: collections.deque[Any] = collections.deque()
-        self._across = devices.processes.several
+        self._across, self._are_results_whole = devices.processes.several, are_results_whole
         places = self._returned(analysed, entries, bool(bound.fallback))
         order = donation_order(compiled.program.new_states, len(places))
         self._order = sorted(range(len(order)), key=order.__getitem__)
@@ -131,14 +134,14 @@ class DevicesRunner:
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
         """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
-        the batch are spread, and the rest is on every device, so that every process can read it."""
+        the batch are spread, if they may be, and the rest is on every device, so that every process can read it."""
 
         def of(atom: Atom, state: int | None) -> NamedSharding | None:
             if state is not None:
                 return self._shardings[state]
             if not self._across or not isinstance(atom.type, ArrayType):
                 return None
-            axis = analysed.batch.get(atom) if isinstance(atom, Var) else None
+            axis = analysed.batch.get(atom) if isinstance(atom, Var) and not self._are_results_whole else None
             return self._devices.sharding(axis if axis is None or atom.shape[axis] % self._devices.count == 0 else None)
 
         pairs = zip(analysed.block.outputs, analysed.outputs, strict=True)

@@ -185,11 +185,16 @@ class Entry:
             return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
         if self.devices is not None:
             given = self.compiled, self.devices, self.out_tree, self.donate
-            return DevicesRunner(self.run_stored, *given, self.run_first)
+            return DevicesRunner(self.run_stored, *given, self.run_first, are_results_whole=self.are_results_whole)
         if self.compiled.plan.defers:
             return self._one_device_runner
         name = getattr(self.fun, "__name__", type(self.fun).__name__)
         return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
+
+    @property
+    def are_results_whole(self) -> bool:
+        """Whether results by example are whole on every process."""
+        return self.options.are_results_whole(self.compiled.analysed)
 
     @functools.cached_property
     def stage_leaves(self) -> Mapping[int, tuple[StagePlace, ...]]:

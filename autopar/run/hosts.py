@@ -141,6 +141,8 @@ class HostRunner:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
             returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
+            if self._options.are_results_whole(self._program):
+                returned = [self._on_all(x) for x in returned]
         except BaseException:
             if step.has_written:  # else the tables are as they were
                 self._hand_on(leaves, tables)
@@ -362,6 +364,11 @@ class HostRunner:
         if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
             return self._joined(value, state.axis)
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
+
+    def _on_all(self, result: Any) -> Any:
+        """A result as every rank has it; a table stays where it is."""
+        with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
+            return self._ranks.own(across.whole_everywhere(result))
 
     def _joined(self, part: Any, along: int) -> jax.Array:
         """A global array of the ranks' parts."""

@@ -8,6 +8,7 @@ from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.strategy import ROW_METHODS, asked_of
+from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.entry import Entry
 
@@ -22,7 +23,7 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
       name: The step's.
       entry: Its plan, at the first call by it.
     """
-    for told in (*_dense_tables(entry), *_whole_tables(entry), *_undivided_batch(entry)):
+    for told in (*_dense_tables(entry), *_whole_tables(entry), *_undivided_batch(entry), *_large_results(entry)):
         warn(f"{name}: {told}", SlowPlanWarning)
 
 
@@ -33,6 +34,16 @@ def undivided(entry: Entry) -> int:
     spread = {batch.get(v, 0) for v in program.block.inputs if v in program.batch}
     size = common_size(batch.values(), devices) if spread else next(iter(batch.values()), 0)
     return size if devices > 1 and size not in spread else 0
+
+
+def gathered_bytes(entry: Entry) -> int:
+    """Bytes of the results by example that a call brings to every process; 0 if there is one."""
+    program, plan = entry.compiled.analysed, entry.compiled.plan
+    processes = entry.devices.processes if entry.devices is not None else everyone() if plan.on_hosts else None
+    if processes is None or not processes.several or not entry.are_results_whole:
+        return 0
+    pairs = zip(program.block.outputs, program.outputs, strict=True)
+    return sum(getattr(a.type, "nbytes", 0) for a, out in pairs if out.state is None and a in program.batch)
 
 
 def _dense_tables(entry: Entry) -> Iterator[str]:
@@ -83,4 +94,15 @@ def _undivided_batch(entry: Entry) -> Iterator[str]:
         yield (
             f"{devices} devices don't divide a batch of {examples}, so each of them computes all of it. Give batches "
             f"of {fewer} or {fewer + devices}; autopar.shard(..., last='pad') fills up those at the end of an epoch"
+        )
+
+
+def _large_results(entry: Entry) -> Iterator[str]:
+    """Tells of results that are large and come whole to every process, though nobody has asked for that."""
+    size = gathered_bytes(entry)
+    if size >= _BYTES and entry.options.results is None:
+        yield (
+            f"its results with a value for each example, {format_bytes(size)}, come whole to every process in each "
+            "call, so that NumPy can read them. Reduce them in the function (a mean, top_k), or leave each with its "
+            "example, parallelize(..., results='spread'); results='whole' says that it is meant so"
         )

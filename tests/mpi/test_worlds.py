@@ -23,6 +23,8 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_model_against_the_oracle",
             "check_state_in_place",
             "check_results_can_be_read",
+            "check_results_of_steps",
+            "check_large_results_are_told_of",
             "check_a_copy_of_the_state_is_whole_everywhere",
             "check_tables",
             "check_init",

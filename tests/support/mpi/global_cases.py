@@ -17,6 +17,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops, probe
+from autopar.run import slow_plans
 from tests.support import dense_steps
 from tests.support.explained import explained
 from tests.support.pickled import check_no_part_is_pickled
@@ -142,19 +143,48 @@ def check_state_in_place() -> None:
 
 
 def check_results_can_be_read() -> None:
-    """What isn't by example is whole on each process; what is, is spread."""
+    """Those of a function without state, on each process by NumPy; by example they are spread if they are to be."""
 
     def evaluate(w: Any, batch: Any) -> Any:
         by_example = jnp.tanh(batch["x"] @ w)
         return {"examples": by_example, "mean": by_example.mean(0), "sum": by_example.sum(), "w": w.T * 2}
 
-    planned = autopar.parallelize(evaluate, batch_axis={"w": None})
     w, x = np.eye(8, dtype=np.float32), np.random.default_rng(0).normal(size=(BATCH, 8)).astype(np.float32)
-    found, wanted = planned(w, {"x": x}), jax.jit(evaluate)(w, {"x": x})
-    assert [s.data.shape for s in found["examples"].addressable_shards] == [(2, 8)] * (COUNT // RANKS)
-    for name in ("mean", "sum", "w"):
-        np.testing.assert_allclose(np.asarray(found[name]), wanted[name], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(here(found["examples"]), wanted["examples"], rtol=1e-5, atol=1e-6)
+    wanted = jax.jit(evaluate)(w, {"x": x})
+    for emit in ("pjit", "pmap"):
+        planned = autopar.parallelize(evaluate, batch_axis={"w": None}, emit=emit)
+        found = planned(w, {"x": x})
+        for name in wanted:
+            np.testing.assert_allclose(np.asarray(found[name]), wanted[name], rtol=1e-5, atol=1e-5)
+        assert f"Results by example, {BATCH * 8 * 4} B, come whole to every process" in explained(planned)
+    spread = autopar.parallelize(evaluate, batch_axis={"w": None}, results="spread")(w, {"x": x})["examples"]
+    assert [s.data.shape for s in spread.addressable_shards] == [(2, 8)] * (COUNT // RANKS)
+    np.testing.assert_allclose(here(spread), wanted["examples"], rtol=1e-5, atol=1e-6)
+
+
+def check_results_of_steps() -> None:
+    """Those by example are spread, or come whole where that is asked for."""
+
+    def by_example(state: Any, batch: Any) -> Any:
+        new, metrics = step(state, batch)
+        return new, {**metrics, "sums": state["params"]["emb"][batch["ids"]].sum((1, 2))}
+
+    _, wanted = jax.jit(by_example)(make_state(ROWS), ids_of(ROWS))
+    for results in ("whole", None):
+        _, found = autopar.parallelize(by_example, strategy="ps", results=results)(make_state(ROWS), ids_of(ROWS))
+        assert found["sums"].is_fully_replicated == (results == "whole")
+        np.testing.assert_allclose(here(found["sums"]), wanted["sums"], rtol=1e-5, atol=1e-6)
+
+
+def check_large_results_are_told_of() -> None:
+    least, slow_plans._BYTES = slow_plans._BYTES, 4 * BATCH
+    try:
+        run = lambda **options: autopar.parallelize(lambda x: x.sum(1), **options)(np.ones((BATCH, 3), np.float32))  # noqa: E731
+        raises(autopar.SlowPlanWarning, f"{4 * BATCH} B, come whole to every process", run)
+        run(results="whole")
+        run(results="spread")
+    finally:
+        slow_plans._BYTES = least
 
 
 def check_a_copy_of_the_state_is_whole_everywhere() -> None:

@@ -17,6 +17,7 @@ import optax
 from flax.training.train_state import TrainState
 
 from autopar.backends import deferred as rows
+from autopar.backends.across import local
 from autopar.backends.host import shape_buckets, update_log
 from autopar.ir import deferred
 from autopar.mpi.machines import exchange
@@ -189,8 +190,15 @@ def check_results() -> None:
     evaluate = autopar.parallelize(lambda params, ids: params["emb"]["embedding"][ids].sum())
     ids = case.batches(7)["ids"]
     found = float(evaluate(state.params, ids))
-    assert abs(found - np.asarray(table)[ids].sum()) < 1e-3
     check_no_part_is_pickled(table, RANK)
+    whole = np.asarray(table)
+    assert abs(found - whole[ids].sum()) < 1e-3
+    for results in (None, "spread"):
+        lookup = lambda params, ids: (params["emb"]["embedding"][ids].sum(1), ids)  # noqa: E731
+        sums, again = autopar.parallelize(lookup, results=results)(state.params, ids)
+        assert results == "spread" or sums.is_fully_addressable
+        np.testing.assert_allclose(np.asarray(local(sums)), whole[ids].sum(1), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(np.asarray(local(again)), ids)
     ordinary = autopar.materialize(state)
     assert isinstance(ordinary.params["emb"]["embedding"], jax.Array)
 
