@@ -10,11 +10,13 @@ A table's family is kept if
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
 from autopar.analysis.fates import Fates
+from autopar.analysis.known_ids import known_ids
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.row_ids import index_atoms
 from autopar.analysis.unfollowed import APART, LAZY, OF_ROWS, OWN_IDS
@@ -23,7 +25,7 @@ from autopar.ir.rowspace import Access, Const, Refusal, RefusalKind, Row, RowSpa
 from autopar.ir.slicing import hoist, needed_equations
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Families:
     """What an interpretation of the program means for its families."""
 
@@ -77,7 +79,7 @@ class Families:
         spaces = []
         for family, leaves in self._members().items():
             tables = tuple(k for k in leaves if k in looked_up)
-            accesses = tuple(a for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
+            accesses = tuple(self._known(f, a) for f, a in self.flow.accesses.values() if self.flow.find(f) == family)
             is_read = any(a.is_lookup for a in accesses) or (
                 accesses and not self.program.unfollowed.keys().isdisjoint(tables)
             )
@@ -88,6 +90,19 @@ class Families:
                 space = dataclasses.replace(space, depends_on=needed, is_read_whole=bool(self._reads(family)))
                 spaces.append(dataclasses.replace(space, notes=self._notes(space)))
         return _closed(spaces)
+
+    def _known(self, family: int, access: Access) -> Access:
+        """The access; if its ids depend on rows of its own family, with ids that don't, where some include them."""
+        family = self.flow.find(family)
+        if family not in self._families_of_ids(access):
+            return access
+        others = (dataclasses.replace(access, known=ids) for ids in known_ids(access, self.producers))
+        return next((a for a in others if family not in self._families_of_ids(a)), access)
+
+    @functools.cached_property
+    def producers(self) -> Mapping[Atom, Equation]:
+        """What makes the values at the top of the program."""
+        return {v: e for e in self.program.block.equations for v in e.outputs}
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         """Whether there is an update to save, or the rows are spread and would be brought together."""
@@ -228,6 +243,7 @@ class Families:
             key = access.path, atom
             if key not in self.slices:
                 inner, outer, _ = hoist(access.path, atom)
+                inner = [*(() if access.known is None else access.known.equations), *inner]
                 roots = [outer, *(a for e in inner for a in e.inputs)]
                 self.slices[key] = inner, needed_equations(self.program.block, roots)
             slices.append(self.slices[key])

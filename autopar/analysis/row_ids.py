@@ -47,7 +47,7 @@ class RowIds:
       results: Flat ids.
       batched: For each result, whether equal shards of it are those of equal shards of the batch.
       axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
-      indices: For each access its index operand outside of loops.
+      indices: For each access its index operand outside of loops; not of one by `known` ids, which are others.
     """
 
     equations: tuple[Equation, ...]
@@ -69,6 +69,8 @@ class RowIds:
 def index_atoms(access: Access) -> tuple[Atom, ...]:
     """The operands of an access that say which rows it means (none for a static slice or pad)."""
     equation = access.equation
+    if access.known is not None:
+        return (access.known.atom,)
     if equation.op == "gather" or equation.op.startswith("scatter"):
         return (equation.inputs[1],)
     if equation.op == "dynamic_slice":
@@ -86,10 +88,11 @@ def id_params(access: Access, extent: int) -> Mapping[str, Any]:
     """
     equation, axis = access.equation, access.axis
     if equation.op == "gather":
-        position = equation.params["dimension_numbers"].start_index_map.index(axis)
+        position = 0 if access.known else equation.params["dimension_numbers"].start_index_map.index(axis)
         return {"extent": extent, "position": position, "clip": "FILL" not in _mode(equation), "count": 1}
     if equation.op.startswith("scatter"):
-        position = equation.params["dimension_numbers"].scatter_dims_to_operand_dims.index(axis)
+        mapped = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
+        position = 0 if access.known else mapped.index(axis)
         return {"extent": extent, "position": position, "clip": "CLIP" in _mode(equation), "count": 1}
     if equation.op == "dynamic_slice":
         return {"extent": extent, "position": None, "clip": True, "count": equation.params["slice_sizes"][axis]}
@@ -142,7 +145,7 @@ def collect_ids(
     spread: dict[Equation, int | None] = {}
     indices: dict[Equation, Index] = {}
     numbering = Numbering()
-    if any(access.path for access in space.accesses):  # hoisted equations may stand in the block already
+    if any(access.path or access.known for access in space.accesses):  # theirs may stand in the block
         for equation in block.equations:
             numbering.find(equation)
     producers = {v: e for e in block.equations if e.op == "scan" for v in e.outputs}
@@ -154,12 +157,17 @@ def collect_ids(
         for atom in index_atoms(access):
             inner, value, varies = hoist(access.path, atom)
             returned, value = _returned_by_scan(value, producers)
-            inner = [*inner, *returned]
+            inner = [*(() if access.known is None else access.known.equations), *inner, *returned]
             known = len(equations)
             index = _append(inner, value, equations, numbering)
-            indices[access.equation] = Index(access.path, index, varies)
+            if access.known is None:
+                indices[access.equation] = Index(access.path, index, varies)
             follow_batch(equations[known:], axes, devices=devices)
-            spread[access.equation] = axis = _spread_axis(access, atom, index, axes, 1 if uneven else devices)
+            least = 1 if uneven else devices
+            if access.known is None:
+                spread[access.equation] = axis = _spread_axis(access, atom, index, axes, least)
+            else:
+                spread[access.equation], axis = _known_axes(access, index, axes, least)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
             if params["batch"] is not None and index.shape[params["batch"]] % devices:
                 params["more"] = -index.shape[params["batch"]] % devices
@@ -191,6 +199,15 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     if axis >= rank - 1 or axis in getattr(numbers, paired) or atom.shape[axis] % devices:
         return None
     return axis if axes.get(index) == axis + len(index.shape) - rank else None
+
+
+def _known_axes(access: Access, index: Atom, axes: Mapping[Var, int], devices: int) -> tuple[int | None, int | None]:
+    """The batch axis of an access's own index operand, and that of the known ids in its place, which has the same
+    examples; None: every device has all of them, whatever it looks up."""
+    own = access.equation.inputs[1]
+    axis = _spread_axis(access, own, own, axes, devices)
+    same = isinstance(index, Var) and axes.get(index) == axis and index.shape[:-1] == own.shape[:-1]
+    return axis, axis if same else None
 
 
 def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[list[Equation], Atom]:

@@ -116,6 +116,19 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KnownIds:
+    """Ids that include those of an access, and are known before them.
+
+    Attributes:
+      equations: What computes them of values of the program.
+      atom: The ids, [..., 1].
+    """
+
+    equations: tuple[Equation, ...]
+    atom: Atom
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Access:
     """An equation that reads or writes rows by their ids.
 
@@ -123,11 +136,13 @@ class Access:
       equation: A gather, scatter, dynamic_slice, dynamic_update_slice, slice or pad.
       path: The scans and remats around it, outermost first.
       axis: The row axis of the equation's operand (of its result for pad).
+      known: What says which rows it may mean, where its own ids depend on rows of the same table.
     """
 
     equation: Equation
     path: tuple[Equation, ...]
     axis: int
+    known: KnownIds | None = None
 
     @property
     def is_lookup(self) -> bool:

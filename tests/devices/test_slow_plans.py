@@ -81,7 +81,7 @@ def test_a_table_without_an_update_is_spread_where_it_is_named(step: Any) -> Non
     ids = np.arange(8, dtype=np.int32) * 3
 
     def run(strategy: Any) -> tuple[Any, list[str], str]:
-        planned = autopar.parallelize(step, strategy=strategy, state_argnums=0, mesh=mesh_of(4))
+        planned: Any = autopar.parallelize(step, strategy=strategy, state_argnums=0, mesh=mesh_of(4))
         state = (jnp.arange(4.0 * ROWS).reshape(ROWS, WIDTH), jnp.ones(()))
         text = planned.lower(state, ids).compile().as_text()
         with warnings.catch_warnings(record=True) as caught:

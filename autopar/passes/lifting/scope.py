@@ -273,8 +273,10 @@ class Scope(Writer):
     def index(self, access: Equation) -> Atom:
         """The index operand of an access."""
         index = self.indices.get(access)
+        if index is None and self.parent is None:  # which rows it may mean was known before
+            return self.get(access.inputs[1])
         if index is None:
-            assert self.parent is not None, "the outermost block has all indices"
+            assert self.parent is not None
             self.indices[access] = index = self.import_(("index", access), self.parent.index(access).type)
         return index
 

@@ -1,0 +1,61 @@
+"""Ids that depend on rows of their own table don't keep it dense where other ids are known to include them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from tests.support.known_ids import STEPS, batch_of, state_of
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])
+@pytest.mark.parametrize("name", STEPS)
+def test_known_ids(name: str, strategy: Any) -> None:
+    step: Any = autopar.parallelize(STEPS[name], strategy=strategy, state_argnums=0)
+    plain = jax.jit(STEPS[name])
+    state, wanted = state_of(), state_of()
+    for seed in range(3):
+        state, loss = step(state, batch_of(seed))
+        wanted, other = plain(wanted, batch_of(seed))
+        np.testing.assert_allclose(loss, other, rtol=1e-12)
+    found = autopar.materialize(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12), found, wanted)
+    table = step.plan.table("table")
+    assert table.lifted and "read whole" not in table.reason, table.reason
+
+
+def test_candidates_are_counted_once() -> None:
+    step: Any = autopar.parallelize(STEPS["shared candidates"], strategy="ps", state_argnums=0)
+    step(state_of(), batch_of(0))
+    assert step.plan.table("table").ids == len(batch_of(0)["shared"]) + len(batch_of(0)["ids"])
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        lambda t, i: jnp.round(t[i].sum(-1)).astype(int) % 640,  # any row
+        lambda t, i: (i[jnp.argsort(t[i, 0])][:, None] + i[jnp.argsort(-t[i, 0])]).sum(-1) % 640,  # of pairs
+        lambda t, i: i[jnp.argsort(t[i, 0])] + jnp.argsort(t[i, 0]),  # the place matters, too
+    ],
+)
+def test_ids_of_which_nothing_is_known(ids: Any) -> None:
+    def train_step(state: Any, batch: Any) -> Any:
+        table = state["table"]
+        return {**state, "table": table.at[ids(table, batch["ids"])].add(1.0)}, table[batch["ids"]].sum()
+
+    step: Any = autopar.parallelize(train_step, strategy="ps", state_argnums=0)
+    found, _ = step(state_of(), batch_of(0))
+    wanted, _ = jax.jit(train_step)(state_of(), batch_of(0))
+    np.testing.assert_array_equal(found["table"], wanted["table"])
+    assert not step.plan.table("table").lifted
