@@ -151,12 +151,18 @@ def _mask(ids: Any) -> Any:
     return (jax.random.uniform(jax.random.key(1), (ROWS,)) < 0.9).astype(jnp.float32)
 
 
-FLAT = training(lambda t, i: t.reshape(-1)[i * WIDTH])
+def _in_a_loop(table: Any, look: Callable[[Any, Any], Any], ids: Any) -> Any:
+    return lax.scan(lambda total, i: (total + look(table, i), None), jnp.zeros(WIDTH), ids)[0]
+
+
 FORMS: Mapping[str, Form] = {
-    "flat": Form(FLAT, training(lambda t, i: t[i, 0])),
-    "blocks": Form(
-        training(lambda t, i: t.reshape(200, 6, WIDTH)[i % 200]),
-        training(lambda t, i: t[(i % 200)[:, None] * 6 + jnp.arange(6)]),
+    "reshaped outside of a loop": Form(
+        training(lambda t, i: _in_a_loop(t.reshape(20, 60, WIDTH), lambda own, i: own[i // 60, i % 60], i)),
+        training(lambda t, i: _in_a_loop(t, lambda own, i: own[i // 60 * 60 + i % 60], i)),
+    ),
+    "divided unevenly": Form(
+        training(lambda t, i: t.reshape(400, 8, 3)[i % 400]),
+        training(lambda t, i: t[(i % 400)[:, None] * 3 + jnp.arange(3)].reshape(BATCH, 8, 3)),
     ),
     "tables side by side": Form(
         training(lambda t, i: jax.vmap(lambda own, i: own[i])(t.reshape(2, ROWS // 2, WIDTH), i.reshape(2, -1) // 2)),

@@ -100,6 +100,7 @@ def _one_hot_first(ids: jax.Array) -> jax.Array:
 
 
 LOOKS: dict[str, Look] = {
+    "flat_rows": lambda p, b: p["emb"].reshape(-1)[b["ids"][..., None] * WIDTH + jnp.arange(WIDTH)],
     "plain": look_plain,
     "two_lookups": lambda p, b: p["emb"][b["ids"]] + p["emb"][b["ids"] % 7],
     "same_ids_twice": lambda p, b: p["emb"][b["ids"]] * jnp.cos(p["emb"][b["ids"]]),
@@ -171,7 +172,6 @@ DENSE_LOOKS: dict[str, Look] = {
     "decode_feedback": _decode,
     "ids_from_own_rows": lambda p, b: p["emb"][jnp.argmax(p["emb"][b["ids"]], -1)],
     "nearest_row": lambda p, b: p["emb"][jnp.argmax(p["emb"][b["ids"]] @ p["emb"].T, -1)],
-    "flat_rows": lambda p, b: p["emb"].reshape(-1)[b["ids"][..., None] * WIDTH + jnp.arange(WIDTH)],
     "sorted_rows": lambda p, b: jnp.sort(p["emb"], axis=0)[b["ids"]],
     "cumsum_rows": lambda p, b: jnp.cumsum(p["emb"], axis=0)[b["ids"]],
     "centred_rows": lambda p, b: (p["emb"] - p["emb"].mean(axis=0))[b["ids"]],

@@ -1,4 +1,4 @@
-"""Ids that follow from rows of their own table, on several devices: each asks for rows known to include them."""
+"""Tables whose ids depend on their own rows, or that are looked up behind reshapes, on several devices."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.support.known_ids import STEPS, batch_of, state_of
+from tests.support.followed_lookups import STEPS, batch_of, state_of
 from tests.support.meshes import mesh_of
 
 
 @pytest.mark.parametrize("emit", ["pjit", "pmap"])
 @pytest.mark.parametrize("name", STEPS)
-def test_known_ids(name: str, emit: Any) -> None:
+def test_they_are_followed(name: str, emit: Any) -> None:
     with jax.enable_x64(True):
         step: Any = autopar.parallelize(STEPS[name], strategy="ps", state_argnums=0, emit=emit, mesh=mesh_of(4))
         plain = jax.jit(STEPS[name])

@@ -1,4 +1,5 @@
-"""Steps whose ids depend on rows of the table that they look up, though which rows may be meant is known before."""
+"""Lookups that are followed: by ids that depend on rows of the table itself, though which rows may be meant is known
+before, and behind reshapes that split rows or merge them evenly."""
 
 from __future__ import annotations
 
@@ -89,7 +90,51 @@ def _picked(mode: str) -> Any:
     return step
 
 
+def _reshaped(look: Any) -> Any:
+    """A train step of what is looked up in a reshaped table."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(table: Any) -> Any:
+            return jnp.square(look(table, batch["ids"]) - 1).mean()
+
+        loss, gradient = jax.value_and_grad(loss_fn)(state["table"])
+        return _moved(state, state["table"] - 0.1 * gradient, loss)
+
+    return step
+
+
+def _in_groups(table: Any) -> Any:
+    return table.reshape(20, 32, WIDTH)
+
+
+def _scaled_and_twice(table: Any, ids: Any) -> Any:
+    halved = -_in_groups(table) / 2
+    return halved[ids // 32, ids % 32] * halved[ids // 40, ids.astype(jnp.int16) % 7]
+
+
+def _written(state: Any, batch: Any) -> Any:
+    table, ids = state["table"], batch["ids"]
+    table = _in_groups(table).at[ids // 32, ids % 32].add(table[ids]).reshape(ROWS, WIDTH)
+    table = _in_groups(table).at[ids // 32, ids % 40].max(1.0, mode="drop").reshape(ROWS, WIDTH)
+    return _moved(state, table, table[batch["next"]].sum())
+
+
+RESHAPED: Mapping[str, Any] = {
+    "rows in groups": _reshaped(lambda t, i: _in_groups(t)[i // 32, i % 32]),
+    "rows in groups, filled": _reshaped(lambda t, i: _in_groups(t).at[i // 30, i % 40].get(mode="fill", fill_value=2)),
+    "rows in groups, clipped": _reshaped(lambda t, i: _in_groups(t).at[i // 30, i % 40].get(mode="clip")),
+    "rows of all groups": _reshaped(lambda t, i: _in_groups(t)[:, i % 32]),
+    "groups": _reshaped(lambda t, i: _in_groups(t)[i // 400]),
+    "halves": _reshaped(lambda t, i: t.reshape(2 * ROWS, WIDTH // 2)[2 * i[:, None] + jnp.arange(2)]),
+    "pairs": _reshaped(lambda t, i: t.reshape(ROWS // 2, 2 * WIDTH)[i // 2]),
+    "pairs, filled": _reshaped(lambda t, i: t.reshape(ROWS // 2, 2 * WIDTH).at[i].get(mode="fill", fill_value=-2)),
+    "elements": _reshaped(lambda t, i: t.reshape(-1)[i * WIDTH + 1]),
+    "a column of groups": _reshaped(lambda t, i: t.reshape(20, 32, 3, 2)[:, i % 32, 1]),
+    "scaled, and twice": _reshaped(_scaled_and_twice),
+    "written": _written,
+}
 STEPS: Mapping[str, Any] = {
+    **RESHAPED,
     "Q-learning": q_learning,
     "double Q-learning": double_q,
     "shared candidates": shared_candidates,

@@ -1,4 +1,4 @@
-"""Ids that depend on rows of their own table don't keep it dense where other ids are known to include them."""
+"""Tables whose ids depend on their own rows, or that are looked up behind reshapes, run on their touched rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.support.known_ids import STEPS, batch_of, state_of
+from tests.support.followed_lookups import STEPS, batch_of, state_of
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _double() -> Any:
 
 @pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])
 @pytest.mark.parametrize("name", STEPS)
-def test_known_ids(name: str, strategy: Any) -> None:
+def test_they_are_followed(name: str, strategy: Any) -> None:
     step: Any = autopar.parallelize(STEPS[name], strategy=strategy, state_argnums=0)
     plain = jax.jit(STEPS[name])
     state, wanted = state_of(), state_of()
@@ -59,3 +59,28 @@ def test_ids_of_which_nothing_is_known(ids: Any) -> None:
     wanted, _ = jax.jit(train_step)(state_of(), batch_of(0))
     np.testing.assert_array_equal(found["table"], wanted["table"])
     assert not step.plan.table("table").lifted
+
+
+def test_rows_that_are_divided_unevenly_stay_dense() -> None:
+    def train_step(table: Any, ids: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda t: t.reshape(320, 3, 4)[ids // 2].sum())(table)
+        return table - gradient, loss
+
+    step: Any = autopar.parallelize(train_step, strategy="ps", state_argnums=0)
+    found, _ = step(state_of()["table"], batch_of(0)["ids"])
+    np.testing.assert_array_equal(found, jax.jit(train_step)(state_of()["table"], batch_of(0)["ids"])[0])
+    (table,) = step.plan.tables
+    assert not table.lifted and "reshapes the table" in table.reason
+
+
+def test_weights_are_reshaped_as_they_were() -> None:
+    """What is no lookup isn't written anew."""
+
+    def train_step(w: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.einsum("bi,ihd->bhd", x, w.reshape(6, 4, 160)).sum())(w)
+        return w - gradient, loss
+
+    step: Any = autopar.parallelize(train_step, state_argnums=0)
+    found, _ = step(state_of()["table"].reshape(6, 640), jnp.ones((3, 6)))
+    np.testing.assert_array_equal(found, jax.jit(train_step)(state_of()["table"].reshape(6, 640), jnp.ones((3, 6)))[0])
+    assert step.plan.tables == ()
