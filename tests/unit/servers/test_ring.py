@@ -59,6 +59,16 @@ def events_of(neighbor: Neighbor) -> np.ndarray:
     return kept.events
 
 
+def test_a_step_has_seen_all_messages_before_it_began() -> None:
+    """Which count from 0 and are the step's own staleness: a step sees the one before it, whatever came meanwhile."""
+    neighbor = Neighbor({7: jnp.zeros(())}, 2)
+    for message in (Exchange(0, 0, [2.0]), Stepped(1, 0, [0.5]), Stepped(1, 1, [2.5]), Exchange(0, 1, [1.0])):
+        neighbor.take(message)
+    neighbor.take(Stepped(1, 2, [3.0]))  # it began with three messages behind it, and one came meanwhile
+    assert events_of(neighbor).tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 2], [0, 1, 3], [1, 2, 3]]
+    assert Timeline(2, None, [events_of(neighbor)], ring=True).staleness.tolist() == [0, 1, 0, 0, 1]
+
+
 def run(seed: int, clients: int, steps: int) -> tuple[list[float], list[float]]:
     """Clients whose messages arrive in an order of chance, and whose steps take times of chance: their weights at the
     beginning and at the end. A step changes nothing."""
