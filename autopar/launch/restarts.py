@@ -7,12 +7,15 @@ reached, it couldn't save: a checkpoint needs all ranks of its job.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import FrameType, TracebackType
 
 from autopar.errors import LaunchError
@@ -20,6 +23,9 @@ from autopar.mpi.world import RANK_PID_VARIABLE
 
 #: How long ranks may take to end after a second signal, and mpirun after that.
 ENDING_S, KILLING_S = 10.0, 5.0
+
+#: How long hydra's process on a machine may live on behind mpirun.
+_PROXY_S = 1.0
 
 #: Signals that end a job, and others that ranks may wait for.
 _ENDING, _TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (signal.SIGUSR1, signal.SIGUSR2)
@@ -71,6 +77,34 @@ def say(text: str) -> None:
     print(f"autopar launch: {text}", file=sys.stderr, flush=True)
 
 
+def remove_topologies(since_s: float, folder: Path = Path("/tmp"), processes: Path = Path("/proc")) -> None:
+    """Removes files with the machine's topology, which hydra leaves where its job fails.
+
+    Nothing says whose they are: where another job of hydra's runs, all stay.
+
+    Args:
+      since_s: When the job began, by `time.time()`.
+      folder: Where hydra writes them.
+      processes: Where the kernel lists processes.
+    """
+    end_s = time.monotonic() + _PROXY_S
+    while is_there := any(_text(process / "comm") == "hydra_pmi_proxy" for process in processes.glob("[0-9]*")):
+        if time.monotonic() > end_s:
+            break
+        time.sleep(0.05)
+    for path in () if is_there else folder.glob("hydra_hwloc_xmlfile_*"):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            if found.st_uid == os.getuid() and found.st_mtime >= since_s:
+                path.unlink()
+
+
+def _text(file: Path) -> str:
+    with contextlib.suppress(OSError):
+        return file.read_text().strip()
+    return ""
+
+
 def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(_RANKS_ENVIRONMENT)}
 
@@ -107,8 +141,11 @@ class _Runner:
     def run(self, command: Sequence[str]) -> int:
         """Runs mpirun; returns its exit code."""
         guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
+        begun_s = time.time()
         self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
         code = self._process.wait()
+        if code:
+            remove_topologies(begun_s)
         return 128 - code if code < 0 else code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:

@@ -8,11 +8,14 @@ server the import doesn't return (`serving.py`).
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import os
 import platform
+import signal
 import socket
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,6 +31,7 @@ from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
 from autopar.launch.sameness import check_same
 from autopar.launch.serving import serve
 from autopar.launch.shutdown import Script, leave
+from autopar.mpi.segments import unlink_segments
 from autopar.mpi.service import service
 from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, world
 
@@ -47,10 +51,11 @@ def start() -> None:
     descriptor = os.environ.pop(PAGE_VARIABLE, "")
     if descriptor:
         PROGRESS.share(int(descriptor))
-    here = job()
+    here = _all_ranks_import_autopar()
     if here.size == 1:
         atexit.register(PROGRESS.flag, LEFT)
         return
+    unlink_segments(here.comm)
     hooks = Hooks(here)
     hooks.install()
     bind(here, computes_on_one=_has_one_cpu())
@@ -70,6 +75,21 @@ def start() -> None:
     _heartbeats.append(heartbeat)
     if here.servers:
         service()  # which is there on the servers
+
+
+def _all_ranks_import_autopar() -> World:
+    """Waits for that, which starts MPI, and returns this rank's job. Ends this process, and so the job, where that
+    takes longer than a rank may hang: one may have left before. Only a timer of C's can: MPI holds Python meanwhile."""
+    if (allowed := _allowance()) is None:
+        return job()
+    before = PROGRESS.last
+    PROGRESS.mark(before.step, "waiting until all ranks have imported autopar", "waits")
+    faulthandler.dump_traceback_later(allowed, exit=True, file=2)
+    try:
+        return job()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        PROGRESS.mark(before.step, before.what, before.kind)
 
 
 def _is_launcher(arguments: Sequence[str]) -> bool:
@@ -145,6 +165,7 @@ def _start_jax(here: World) -> None:
     check_same(here, _versions())
     address = choose_coordinator(here)
     _check_host_name(here, address)
+    handler = signal.getsignal(signal.SIGTERM)
     jax.distributed.initialize(
         address,
         here.size,
@@ -153,6 +174,9 @@ def _start_jax(here: World) -> None:
         cluster_detection_method="deactivate",
         coordinator_bind_address=address,  # left out, it would be all of the host's
     )
+    # JAX's preemption service takes SIGTERM, also from a handler of the user's, which is set again.
+    if handler not in (signal.SIG_DFL, None) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _has_one_cpu() -> bool:

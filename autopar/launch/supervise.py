@@ -33,6 +33,8 @@ PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
 
 #: How long a launcher is given to pass on what was written: ended at once, hydra may lose it.
 FORWARD_S = 0.3
+#: How long others go on before it is said of a rank that it ended without them.
+ALONE_S = 3.0
 #: How long hydra is given to end the job.
 LAST_S = 5.0
 
@@ -63,18 +65,42 @@ def main(command: list[str]) -> int:
             flags, step, length = PAGE.unpack_from(page, 0)
             what = page[PAGE.size : PAGE.size + length].decode(errors="replace")
     ended = _how_it_ended(code, flags, _killed_for_memory() - killed_before)
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    role = "a server, " if flags & SERVES else ""
+    name = f"autopar: rank {rank} ({role}process {child.pid} on {socket.gethostname()})"
+    if code == 0 and not flags and _others_go_on():
+        _say(f"{name} has ended with exit code 0 and didn't import autopar: ranks that do wait for it.")
     if ended:
         where = f"in step {step} ({what})" if step >= 0 and flags else what or "before autopar was imported"
-        rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
-        role = "a server, " if flags & SERVES else ""
-        text = f"autopar: rank {rank} ({role}process {child.pid} on {socket.gethostname()}) {ended}, {where}.\n"
-        with contextlib.suppress(OSError):
-            os.write(2, text.encode())
+        _say(f"{name} {ended}, {where}.")
         time.sleep(FORWARD_S)
     result = 128 - code if code < 0 else code or int(ended is not None)
     if ended:
         _abort_job(result)
     return result
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _others_go_on() -> bool:
+    """Whether other ranks on this machine still run their script a while later."""
+    end_s = time.monotonic() + ALONE_S
+    while (found := _others_run()) and time.monotonic() < end_s:
+        time.sleep(0.2)
+    return found
+
+
+def _others_run() -> bool:
+    """Whether a process like this one, of the same launcher, has a child."""
+    parents = {}
+    for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/stat") as file:
+            parents[int(pid)] = int(file.read().rpartition(")")[2].split()[1])
+    others = {pid for pid, parent in parents.items() if parent == os.getppid() and pid != os.getpid()}
+    return not others.isdisjoint(parents.values())
 
 
 def _abort_job(code: int) -> None:

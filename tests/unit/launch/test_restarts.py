@@ -172,3 +172,21 @@ def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, monkeypatch: pytest
     cluster = launcher.read_cluster(tmp_path / "cluster.toml")
     left = launcher._reachable(launcher.find_mpirun(), cluster)
     assert [host.name for host in left.hosts] == ["localhost"]
+
+
+def test_files_that_hydra_leaves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of this job: not older ones, not others' names, and none where a job of another's may need its own."""
+    monkeypatch.setattr(restarts, "_PROXY_S", 0.1)
+    files, processes = tmp_path / "files", tmp_path / "processes"
+    old, new, other = (files / name for name in ("hydra_hwloc_xmlfile_a", "hydra_hwloc_xmlfile_b", "hydra.conf"))
+    (processes / "17").mkdir(parents=True)
+    files.mkdir()
+    for file, time_s in ((old, 50), (new, 150), (other, 150)):
+        file.touch()
+        os.utime(file, (time_s, time_s))
+    (processes / "17" / "comm").write_text("hydra_pmi_proxy\n")
+    restarts.remove_topologies(100, files, processes)
+    assert new.exists()
+    (processes / "17" / "comm").write_text("python\n")
+    restarts.remove_topologies(100, files, processes)
+    assert [*files.iterdir()] and not new.exists() and old.exists() and other.exists()
