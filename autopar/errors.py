@@ -87,6 +87,10 @@ class StabilityWarning(UserWarning):
     """Training may diverge, by the numbers that were given."""
 
 
+class LoneClientWarning(UserWarning):
+    """A step with `sync=` has no other client to exchange with: it trains as the plain step does."""
+
+
 class StateWarning(UserWarning):
     """Something looks like state and isn't treated so: the step runs plain, or drops a part's new value."""
 

@@ -338,8 +338,8 @@ class ADPSGD(_Bounded):
     In an even ring every second client is active: beside each step it asks its left and its right neighbour in turn,
     with the weights x_i that the step begins with. The passive neighbour answers at once, from a thread: both become
     the mean m of this one pair of weights. What a client's step changes meanwhile is added: x_i' = m - eta g_i(x_i)
-    with SGD. So no average is of weights that are being updated, and the sum of all weights moves by gradients alone.
-    With SGD on a quadratic of curvature h, gradients that are a step late need eta h below 1.
+    with SGD. So the sum of all weights moves by gradients alone; on a quadratic of curvature h eta h must be below 1. A
+    passive client's leaves have what neighbours averaged with it behind its next step, `average(state)` has it at once.
 
     Attributes:
       clients: How many there are; None: every process is one. A client has as many adjacent processes as another.

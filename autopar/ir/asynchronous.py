@@ -65,7 +65,11 @@ class Calls:
 
     def awaited(self, stage: int) -> int:
         """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
-        return 0 if self.updates[stage] > self.soonest(self.places, slack=self.slack).updates[stage] else stage
+        return 0 if self.late(stage) > 0 else stage
+
+    def late(self, stage: int) -> int:
+        """Counts the calls by which an update of a stage comes later, as it needs values of other stages."""
+        return self.updates[stage] - self.soonest(self.places, slack=self.slack).updates[stage]
 
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""

@@ -124,6 +124,23 @@ def _slack_notes(plan: PipelinePlan) -> Sequence[str]:
     ]
 
 
+def _late_notes(plan: PipelinePlan) -> Sequence[str]:
+    """Tells of updates that wait for all stages, so that others see them later than their own backward allows."""
+    calls = plan.calls
+    late = {k: calls.late(k) for k in range(len(plan.stages)) if calls.late(k)}
+    if not late:
+        return []
+    least, most = min(late.values()), max(late.values())
+    calls_later = f"{least} to {most} calls" if least < most else f"{most} call{'s' * (most > 1)}"
+    uncounted = ", which s, counted up to stage 0's backward, leaves out: they are staler than it says"
+    return [
+        f"Updates of stage{'s' * (len(late) > 1)} {', '.join(map(str, late))} need a value of all stages (the factor "
+        f"of a clip by the global norm, say), and come {calls_later} later than without it. Their tasks miss as many "
+        f"updates more{uncounted * bool(plan.ahead)}. Gradients that are clipped by value, or leaf by leaf, wait "
+        "for no other stage."
+    ]
+
+
 def _synchronous_note(plan: PipelinePlan) -> str:
     simulated, seconds, count = simulate_pipeline(plan), pipeline_seconds(plan), plan.microbatches
     time = f"{seconds * 1e3:.2f} ms, " if seconds else ""
@@ -152,6 +169,7 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
         f"wait {waits:.0%}. Times and bytes of the table are those of a minibatch.",
         f"This is another function than the step on one device, by design. {sees}",
         *_slack_notes(plan),
+        *_late_notes(plan),
         f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
         "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
     ]

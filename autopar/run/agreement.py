@@ -20,12 +20,14 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.across import is_global
+from autopar.backends.clients import Clients
 from autopar.compile import Compiled
-from autopar.errors import ArgumentsError, AutoparError, StateError, StepError
+from autopar.errors import ArgumentsError, AutoparError, LoneClientWarning, StateError, StepError, warn
 from autopar.ir.printer import block_text, format_program
 from autopar.ir.program import Block, Program
 from autopar.launch.group import Group, StoreGroup, odd_one
 from autopar.launch.sameness import shown
+from autopar.sync import Sync
 from autopar.tables.kinds import is_table
 
 #: Bytes of a larger array that are compared, evenly picked.
@@ -204,3 +206,19 @@ def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) ->
 def _array_digest(array: Any) -> int:
     data = jax.random.key_data(array) if jax_compat.is_key(getattr(array, "dtype", None)) else array
     return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).tobytes())
+
+
+def warn_if_alone(name: str, sync: Sync, clients: Clients) -> None:
+    """Warn that a training begins in which nothing is exchanged, unless the user said that there is one client.
+
+    Args:
+      name: The step's.
+      sync, clients: How it trains, and who.
+    """
+    if clients.processes.size == 1 and sync.clients is None:
+        way = type(sync).__name__
+        warn(
+            f"{name}: this process is the only one, so that sync={way}(...) has nobody to exchange with: it trains as "
+            f"without sync=. Start several (python -m autopar launch -n 4 ..., or mpiexec), or say {way}(clients=1)",
+            LoneClientWarning,
+        )

@@ -16,7 +16,7 @@ from autopar.ir.program import Program
 from autopar.ir.sync_plan import SyncPlan
 from autopar.launch.slowness import SLOWNESS
 from autopar.measure.curvature import slope_of
-from autopar.run.agreement import check_same_arrays
+from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.run.runner import Runner
 from autopar.run.touched_rows import TouchedRows
 from autopar.sync import Replicated
@@ -132,6 +132,7 @@ class ReplicaRunner(abc.ABC):
         Raises:
           StateError: they aren't the same.
         """
+        warn_if_alone(self._name, self._sync, self.clients)
         weights = Weights(dict(enumerate(leaves)))
         if self.clients.count > 1:
             mine = {self._paths[k]: local(weights[k]) for k in self.weights}

@@ -10,7 +10,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.errors import StateError, StepError
-from autopar.run.agreement import check_same_arrays
+from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.servers.session import Session
 from autopar.sync import Async
 from autopar.tables.kinds import materialize
@@ -85,6 +85,7 @@ class ServedRunner:
         Raises:
           StateError: they haven't.
         """
+        warn_if_alone(self._analysed.name, self._sync, self._clients)
         states = list(self._analysed.new_states)
         made = materialize([leaves[k] for k in states], copy=False)
         arrays = {k: local(x) for k, x in zip(states, made, strict=True)}

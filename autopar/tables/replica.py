@@ -126,8 +126,10 @@ class Replica(StandingLeaf):
     """This client's own copy of a leaf, which differs from those of the others between two means.
 
     A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
-    Reading it (`np.asarray`, `jnp.asarray`, indexing) exchanges nothing. `autopar.average(state)`, which all processes
-    call, makes ordinary arrays, the same everywhere; `autopar.materialize(state)` makes such of this client's alone.
+    Reading it (`np.asarray`, functions of JAX, indexing) exchanges nothing: it is what this client's last step
+    returned, though with `sync.ADPSGD` a neighbour may have averaged with the weights since. `autopar.average(state)`,
+    which all processes call, makes ordinary arrays, the same everywhere; `autopar.materialize(state)` makes such of
+    this client's alone.
     """
 
     def __init__(self, leaf: Any, replicas: Replicas, place: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -251,6 +252,22 @@ def test_states_of_other_steps() -> None:
 
     with pytest.raises(autopar.StepError, match="begin once more"):
         autopar.parallelize(slower, sync=autopar.sync.Async())(served, x)
+
+
+@pytest.mark.parametrize("way", [autopar.sync.Async, autopar.sync.Average, autopar.sync.Hybrid])
+def test_one_process_alone_is_told_that_it_exchanges_nothing(way: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), x.sum()
+
+    x = jnp.ones((4, 3))
+    planned = autopar.parallelize(step, sync=way())
+    with pytest.warns(autopar.LoneClientWarning, match=rf"{way.__name__}\(...\) has nobody.*launch -n") as told:
+        w, _ = planned(jnp.ones(3), x)
+        planned(w, x)
+    assert len(told) == 1  # where the training begins
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        autopar.parallelize(step, sync=way(clients=1))(jnp.ones(3), x)  # as it was asked for
 
 
 def test_a_leaf_that_was_replaced() -> None:
