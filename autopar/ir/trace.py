@@ -45,6 +45,16 @@ class Origin:
         frames = (frame for info in self.infos for frame in jax_compat.frames(info) if not is_library(frame[0]))
         return next((Source(_shown(file), line, function) for file, line, function in frames), None)
 
+    @functools.cached_property
+    def is_own_loop(self) -> bool:
+        """Whether the user's line calls JAX's control flow itself, rather than a function that loops within it."""
+        called = ""
+        for file, _, _ in (frame for info in self.infos for frame in jax_compat.frames(info)):
+            if not is_library(file):
+                break
+            called = called if file.endswith("traceback_util.py") else file
+        return "control_flow" in called or "ad_checkpoint" in called
+
 
 def _shown(file: str) -> str:
     """A notebook's cell as "In[3]", which tells a reader more than the temporary file it is compiled as."""

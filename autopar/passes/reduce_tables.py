@@ -26,6 +26,11 @@ from autopar.passes.reducing.table_body import READ_REMEDY, Body, RowSource, Tab
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
+#: What to do in place of `jnp.histogram` and the like.
+_COUNT = (
+    "Compute it apart from the step, or of looked-up rows alone; count by comparisons, "
+    "(table[..., None] < edges).sum((0, 1)), in place of jnp.histogram"
+)
 #: Equations of lookups and updates, which take a stored table as it is.
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 
@@ -210,9 +215,12 @@ class _Walk(Tables):
         rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
         some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:
-            where = "in a loop or branch" if equation.bodies else f"by {plain_name(equation.op)}"
-            remedy = "Reduce them outside of it, and pass the result in" if equation.bodies else READ_REMEDY
-            raise read_refusal(some, where, equation, remedy)
+            if not equation.bodies:
+                raise read_refusal(some, f"by {plain_name(equation.op)}", equation, READ_REMEDY)
+            if equation.origin is None or equation.origin.is_own_loop:
+                remedy = "Reduce them outside of it, and pass the result in"
+                raise read_refusal(some, "in a loop or branch", equation, remedy)
+            raise read_refusal(some, "by a function of JAX that loops (a histogram does)", equation, _COUNT)
         if len({r.layout for r in rows_of.values()}) > 1:
             raise read_refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
         spread = {k: rows.axis for k, rows in rows_of.items()}

@@ -18,6 +18,7 @@ HOSTS = ("ps", "hosts")
 Form = Callable[[Any, Any, Any], Any]
 
 MASK = np.random.default_rng(1).normal(size=(V,)).astype(np.float32)
+EDGES = np.linspace(-1, 1, 5)
 _GROUPS = (np.arange(V) * 7 % 5).astype(np.int32)
 
 
@@ -50,6 +51,7 @@ REDUCED: Mapping[str, Form] = {
     "masked gradient": lambda g, t, n: (g * MASK[:, None]).sum(0),
     "numbers of rows": lambda g, t, n: (t * jnp.arange(V)[:, None]).sum(0),
     "groups of rows": lambda g, t, n: jax.ops.segment_sum(t, _GROUPS, 5),
+    "histogram": lambda g, t, n: (t[..., None] < EDGES).sum((0, 1)),
     "flat": lambda g, t, n: jnp.abs(t.reshape(-1)[None]).max(),
     "barrier": _behind_a_barrier,
     "kurtosis": _kurtosis,
@@ -59,7 +61,9 @@ REDUCED: Mapping[str, Form] = {
 #: Refused when planning, and what the error names.
 REFUSED: Mapping[str, tuple[Form, str]] = {
     "sort": (lambda g, t, n: jnp.sort(t.ravel())[:3], "by sort"),
-    "histogram": (lambda g, t, n: jnp.histogram(t, 4)[0], "in a loop or branch"),
+    "histogram": (lambda g, t, n: jnp.histogram(t, 4)[0], "by a function of JAX that loops"),
+    "bins": (lambda g, t, n: jnp.digitize(t, EDGES).sum(), "by a function of JAX that loops"),
+    "a loop": (lambda g, t, n: jax.lax.fori_loop(0, 2, lambda k, total: total + t.sum(), 0.0), "in a loop or branch"),
     "argmax": (lambda g, t, n: jnp.argmax(n.sum(1)), "by argmax"),
     "cumsum": (lambda g, t, n: jnp.cumsum(t, axis=0)[-1], "by cumsum"),
     "an output of all rows": (lambda g, t, n: jnp.signbit(-g), "the output 1/1 needs them"),
