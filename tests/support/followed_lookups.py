@@ -129,6 +129,7 @@ RESHAPED: Mapping[str, Any] = {
     "pairs": _reshaped(lambda t, i: t.reshape(ROWS // 2, 2 * WIDTH)[i // 2]),
     "pairs, filled": _reshaped(lambda t, i: t.reshape(ROWS // 2, 2 * WIDTH).at[i].get(mode="fill", fill_value=-2)),
     "elements": _reshaped(lambda t, i: t.reshape(-1)[i * WIDTH + 1]),
+    "groups of groups": _reshaped(lambda t, i: _in_groups(t).reshape(4, 5, 32, WIDTH)[i // 200, 1, i % 32]),
     "a column of groups": _reshaped(lambda t, i: t.reshape(20, 32, 3, 2)[:, i % 32, 1]),
     "scaled, and twice": _reshaped(_scaled_and_twice),
     "written": _written,

@@ -145,17 +145,16 @@ class _Walk:
 
     def _reshape(self, equation: Equation) -> list[Equation]:
         (operand,), (out,) = equation.inputs, equation.outputs
-        view = self.views.get(operand)
-        if view is not None and view.shape == out.shape:
-            self.env[out] = view
+        table = self.views.get(operand, operand)
+        if table is not operand and table.shape == out.shape:
+            self.env[out] = table
             return []
-        if view is not None:
-            return expand(lambda x: jnp.reshape(x, out.shape), equation, (view,), out)
-        if operand in self.pure and operand.shape and 0 not in operand.shape and out.shape[:1] != operand.shape[:1]:
-            if _factors(operand.shape, out.shape) is not None:
-                self.views[out] = operand
-                self.tables.setdefault(out.shape, operand.shape)
-        return [equation]
+        is_apart = table.shape[:1] != out.shape[:1] and bool(table.shape) and 0 not in table.shape
+        if table in self.pure and is_apart and not jax_compat.is_key(table.dtype):
+            if _factors(table.shape, out.shape) is not None:
+                self.views[out] = table
+                self.tables.setdefault(out.shape, table.shape)
+        return [equation] if table is operand else expand(lambda x: jnp.reshape(x, out.shape), equation, (table,), out)
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
         """The equation once more, in the shape of the table whose reshaped values it takes."""
