@@ -109,16 +109,17 @@ def simulate_pipeline(plan: PipelinePlan) -> Simulated:
 
 
 def pipeline_seconds(plan: PipelinePlan) -> float:
-    """Predicts the seconds of the microbatches and the slowest update, or without a flush from a minibatch to the next
-    one; 0 where rates aren't known."""
+    """Predicts the seconds of the microbatches, of the slowest update with the sums of its replicas, and of weights of
+    several stages; or without a flush from a minibatch to the next one; 0 where rates aren't known."""
     if not plan.is_timed:
         return 0.0
     if plan.updates:
         return simulate_pipeline(plan).period
     updates = dict.fromkeys(range(plan.devices), 0.0)
     for stage in plan.stages:
-        updates |= {device: updates[device] + stage.update_s for device in stage.devices}
-    return simulate_pipeline(plan).seconds + max(updates.values())
+        own = stage.update_s + 2 * (len(stage.devices) - 1) * stage.gradient_bytes * plan.send_byte_s
+        updates |= {device: updates[device] + own for device in stage.devices}
+    return simulate_pipeline(plan).seconds + max(updates.values()) + plan.tied_bytes * plan.send_byte_s
 
 
 def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:

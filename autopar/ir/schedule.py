@@ -209,6 +209,11 @@ class Rule:
     stages_per_device: int = 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether its schedules have the gradients of weights as tasks of their own."""
+        return self.make(self.places((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
+
+    @property
     def has_replicas(self) -> bool:
         """Whether a stage may have several devices (and its memory be a limit when stages are cut)."""
         return True

@@ -8,6 +8,7 @@ a microbatch's examples, and what each has, such as reading the weights, follow 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,11 +105,15 @@ def search_pipeline(
         check_units(each, pipeline.count)
     best: dict[int, Candidate] = {}
     smallest = math.inf
-    for remat in _choices(pipeline.remat, (False, True)):
-        loads = {n: unit_loads(each, splits_backward=True, remat=bool(remat)) for n, each in units.items()}
+    among = (pipeline.rule.name,) if pipeline.asynchronous else _SCHEDULES
+    schedules = list(map(str, _choices(pipeline.schedule, among)))
+    by_splitting = {yes: [s for s in schedules if SCHEDULES[s].splits_backward == yes] for yes in (False, True)}
+    tried = itertools.product(_choices(pipeline.remat, (False, True)), (k for k in by_splitting if by_splitting[k]))
+    for remat, splits in tried:
+        loads = {n: unit_loads(each, splits_backward=splits, remat=bool(remat)) for n, each in units.items()}
         for count in counts:
             scaled, rates = _loads_of(count, loads), _rates_of(count, all_rates)
-            options = (pipeline, count, bool(remat), scaled, rates, devices, memory)
+            options = (pipeline, by_splitting[splits], count, bool(remat), scaled, rates, devices, memory)
             for made, cut in _partitions(*options):
                 seconds, needed = predicted(made, cut, scaled, rates)
                 smallest = min(smallest, needed)
@@ -159,6 +164,7 @@ def _choices(asked: object, all_: Sequence[object]) -> Sequence[object]:
 
 def _partitions(
     asked: Pipeline,
+    schedules: Sequence[str],
     count: int,
     remat: bool,
     loads: Sequence[StageLoad],
@@ -166,10 +172,10 @@ def _partitions(
     devices: int,
     memory: int | None,
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """The pipelines of so many microbatches, with remat or without, each with its best partition, and with the best one
-    within the memory."""
+    """The pipelines of so many microbatches by some schedules, with remat or without, each with its best partition, and
+    with the best one within the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
-    for schedule in map(str, _choices(asked.schedule, (asked.rule.name,) if asked.asynchronous else _SCHEDULES)):
+    for schedule in schedules:
         rule = SCHEDULES[schedule]
         chooses_replicas = asked.stages == AUTO and rule.has_replicas
         for stages, chunks in _numbers(asked, rule, count, len(layers), devices):

@@ -14,6 +14,7 @@ from autopar.backends.emit import emit
 from autopar.compile import PIPELINE, Request, analyze_program, choose_pipeline
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.rates import StageRates
+from autopar.cost.stage_time import pipeline_seconds
 from autopar.errors import StrategyError
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline, StagedStep
@@ -23,6 +24,7 @@ from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
 from autopar.passes.staging import search
 from autopar.passes.staging.search import microbatch_counts, reference_counts
+from autopar.planning.explain_stages import stage_notes
 from autopar.planning.replay import replay
 from tests.support.programs import IDS, WIDTH, microbatches
 
@@ -211,6 +213,22 @@ def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: 
     if send_byte_s == 0 and memory is None:
         operations = 6 * 2 * 2 * IDS * WIDTH * WIDTH  # of the four products that train, and the two forward ones
         assert plan.candidates[0][1] == pytest.approx(operations / 2, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("stages", "schedule"), [("auto", "1f1b"), ("auto", "auto"), (1, "1f1b"), (2, "1f1b"), (2, "zero-bubble")]
+)
+@pytest.mark.parametrize("send_byte_s", [0.0, 3.0])
+def test_a_plan_takes_the_time_for_which_it_was_chosen(stages: Any, schedule: str, send_byte_s: float) -> None:
+    """Calls of programs, sums of replicas and updates are counted alike by the search and for its choice; of what each
+    program reads the search knows that of units one by one.
+    """
+    rates = StageRates(flop_s=1.0, byte_s=2.0, call_s=500.0, send_byte_s=send_byte_s)
+    _, plan = _planned(Pipeline(stages, schedule, "auto"), Measurements(stages=rates))
+    chosen = [seconds for what, seconds in plan.candidates if what.startswith(f"{len(plan.stages)} stage")]
+    assert chosen == [pytest.approx(pipeline_seconds(plan), rel=0.1)]
+    times = [note for note in stage_notes(plan) if " ms: " in note]
+    assert sum(f"  {1e3 * pipeline_seconds(plan):.2f} ms: " in note for note in times) == 1  # one time for one plan
 
 
 @pytest.mark.parametrize(("seconds", "stages"), [((1.09, 1.05, 1.0), 1), ((1.11, 1.05, 1.0), 2), ((1.0, 0.8, 0.79), 2)])
