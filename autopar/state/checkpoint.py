@@ -29,8 +29,8 @@ from autopar.state.init import unbound
 from autopar.state.pending_save import PendingSave
 from autopar.state.resize import home_before
 from autopar.state.resize import resize as with_rows_of
-from autopar.state.restoring import Keeper, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
-from autopar.tables.home import ArrayHome, Home, NumpyHome
+from autopar.state.restoring import Keeper, home_as_saved, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
+from autopar.tables.home import Home, NumpyHome
 
 
 class Restored(NamedTuple):
@@ -98,7 +98,8 @@ def restore(
       like: A state of the same structure, of arrays, tables or shapes (`jax.eval_shape(make_state, key)`): needed for
         states with other nodes than dicts, lists, tuples and None. Without `step` each leaf goes where the one in
         `like` is: an array with its sharding, an `autopar.Table`, a table on hosts, a NumPy array. Nothing is written
-        to it.
+        to it. A Python number stands for an array of no axes and its kind as well, and the other way round (a counter
+        that begins with 0, and that a step returns as an array): restored is what was saved.
       step: What `parallelize` returned: leaves go where its plan has them, tables share by share.
       batch, call: With `step`, as for `init`.
       resize: Whether tables that have other numbers of rows in `like` are resized to them, as by `autopar.resize`:
@@ -156,10 +157,13 @@ def _restore(
     group.together(CheckpointError, look, "what is restored")
     records = [manifest.leaves[k] for k in numbers]
     if like is None:  # ordinary arrays, of the kind that they were
-        homes: list[Home] = [ArrayHome() if record.type == "jax" else NumpyHome() for record in records]
+        homes: list[Home] = [home_as_saved(record) for record in records]
     else:
         pairs = zip(jax.tree.leaves(template), records, strict=True)
-        homes = [home_before(leaf, record.shape) for leaf, record in pairs]
+        homes = [
+            home_before(leaf, record.shape) if hasattr(leaf, "shape") else home_as_saved(record)
+            for leaf, record in pairs
+        ]
     keeper: Keeper | None = None
     if step is not None:
         shapes = shapes_of(manifest)

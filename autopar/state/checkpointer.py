@@ -11,15 +11,12 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-import jax
-
 from autopar.batches.dealt import DealtBatches
 from autopar.errors import (
     ArgumentsError,
     CheckpointError,
     DamagedCheckpointError,
     DonatedStateError,
-    PlanError,
     StateWarning,
     warn,
 )
@@ -30,13 +27,12 @@ from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
-from autopar.state.checkpoint import restore
+from autopar.state.files.dense import require_packages
 from autopar.state.files.history import Best, History
 from autopar.state.files.places import Place
-from autopar.state.init import init
 from autopar.state.leaving import Leaving
 from autopar.state.pending_save import PendingSave, Written
-from autopar.state.restoring import template_of
+from autopar.state.resuming import Maker
 
 _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "max": max, "min": min}
 
@@ -124,10 +120,12 @@ class Checkpointer:
             raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
         self.steps = 0
         self._kept = None if folder is None else History.of(folder)
-        self._planned, self._batch, self._call = step, batch, call
+        self._planned, self._maker = step, Maker(step, batch, call)
         self._keep, self._every, self._async_save = keep, every, async_save
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
         self._group = everyone()
+        if self._kept is not None:  # before hours of training
+            self._group.together(CheckpointError, functools.partial(require_packages, self._kept.path), "packages")
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
         if step is not None and not isinstance(step, (ParallelStep, BoundStep)):
             raise ArgumentsError(
@@ -164,7 +162,9 @@ class Checkpointer:
 
     # --- training ---
 
-    def resume(self, make_state: Callable[..., Any], *args: Any, batches: B = None) -> tuple[Any, B]:
+    def resume(
+        self, make_state: Callable[..., Any], *args: Any, batches: B = None, resize: bool = False
+    ) -> tuple[Any, B]:
         """Make the first state, or restore the latest checkpoint that is whole, and go on where it was in the data.
 
         A checkpoint that is damaged is left out, with a warning. The step is planned as it was when it was saved, where
@@ -174,6 +174,8 @@ class Checkpointer:
           make_state: Makes the state, from `args`, as for `init`.
           *args: Arrays, random keys, numbers.
           batches: What `autopar.shard` returned, or anything else with its `state()` and `restore(position)`.
+          resize: Whether tables that `make_state` makes with other numbers of rows than were saved are resized to
+            these, as by `autopar.resize`. It needs memory for a second state.
 
         Returns:
           (state, batches).
@@ -196,8 +198,7 @@ class Checkpointer:
         left_out: set[int] = set()
         for step in reversed(self.all_steps()):
             try:
-                template = template_of if self._planned is None else jax.eval_shape  # `init` makes arrays of all
-                state, position = self._restore(step, template(make_state, *args))
+                state, position = self._maker.restored(self.path(step), self._known_plan(), make_state, args, resize)
             except DamagedCheckpointError as error:
                 warn(f"the checkpoint of step {step} is left out: {error}", StateWarning)
                 first, left_out = first or error, {*left_out, step}
@@ -211,9 +212,7 @@ class Checkpointer:
             return state, batches
         if first is not None:
             raise first
-        if self._planned is None:
-            return make_state(*args), batches
-        return init(make_state, *args, step=self._planned, batch=self._batch, call=self._call), batches
+        return self._maker.made(make_state, args), batches
 
     def step(self, state: Any) -> None:
         """Count a step, and save where it is time to. To be called after each step.
@@ -374,19 +373,10 @@ class Checkpointer:
 
         self._led(tidy)
 
-    def _restore(self, step: int, shapes: Any) -> tuple[Any, Any]:
-        if self._planned is None:
-            return restore(self.path(step), shapes)
-        pure = self._planned.step if isinstance(self._planned, BoundStep) else self._planned
-        own = pure.planner
-        plan = self._led(self._history.known_plan, Plan | None)
-        if plan is not None and pure.latest is None and own.may_follow(plan):
-            pure.planner = own.following(replace(plan, source=str(self._history.plan_file)))
-        try:
-            return restore(self.path(step), shapes, step=self._planned, batch=self._batch, call=self._call)
-        except PlanError:  # the step has changed
-            pure.planner = own
-            return restore(self.path(step), shapes, step=self._planned, batch=self._batch, call=self._call)
+    def _known_plan(self) -> Plan | None:
+        """Returns the plan that the step had when it was saved."""
+        plan = None if self._planned is None else self._led(self._history.known_plan, Plan | None)
+        return None if plan is None else replace(plan, source=str(self._history.plan_file))
 
     def _require_resumed(self) -> None:
         if not self._is_new:

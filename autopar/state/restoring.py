@@ -26,11 +26,14 @@ from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.resize import resized_axis
 from autopar.state.saving import NUMBERS
-from autopar.tables.home import ArrayHome, Home, Source, Whole
+from autopar.tables.home import ArrayHome, Home, NumpyHome, Source, Whole
 from autopar.tables.host import HostHome
 from autopar.tables.replica import Replica
 from autopar.tables.sharded import RowsHome
 from autopar.tables.staged import StageHome, is_staged
+
+#: Which dtypes are of a Python number's kind.
+_KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,17 @@ def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
 
 def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
     if type(leaf) in NUMBERS.values():
-        if record.type != type(leaf).__name__:
-            raise CheckpointError(
-                f"{path} is a Python {type(leaf).__name__} in the template; saved was {_told(record)}"
-            )
+        number = type(leaf).__name__
+        if record.type != number and (record.kind == "value" or not _is_number(number, _shape_of(record))):
+            raise CheckpointError(f"{path} is a Python {number} in the template; saved was {_told(record)}")
         return
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
         raise CheckpointError(f"{path} of the template is a {type(leaf).__name__}: neither an array nor a shape")
     if record.kind == "value":
-        raise CheckpointError(f"{path} was saved as a Python {record.type}, and is an array in the template")
+        if not _is_number(record.type, leaf):
+            shape = f"{leaf.dtype}{list(leaf.shape)}"
+            raise CheckpointError(f"{path} was saved as a Python {record.type}, and is {shape} in the template")
+        return
     key = str(leaf.dtype) if jax_compat.is_key(leaf.dtype) else None
     if (key is None) != (record.key is None) or (key and key != str(_key_dtype(record))):
         raise CheckpointError(f"{path} was saved as {_told(record)}, and is {leaf.dtype} in the template")
@@ -144,6 +149,11 @@ def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
         )
 
 
+def _is_number(kind: str, array: Any) -> bool:
+    """Returns whether an array is a number of a kind ("int"): what a Python number becomes in a step."""
+    return array.shape == () and jnp.issubdtype(array.dtype, _KINDS[kind])
+
+
 def _key_dtype(record: LeafRecord) -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl=record.key)).dtype
 
@@ -156,12 +166,19 @@ def _told(record: LeafRecord) -> str:
 
 def shapes_of(manifest: Manifest) -> list[Any]:
     """The saved leaves as shapes."""
-    return [
-        NUMBERS[r.type](0)
-        if r.kind == "value"
-        else jax.ShapeDtypeStruct(r.shape, _key_dtype(r) if r.key else r.numpy_dtype, weak_type=r.weak)
-        for r in manifest.leaves
-    ]
+    return [NUMBERS[r.type](0) if r.kind == "value" else _shape_of(r) for r in manifest.leaves]
+
+
+def _shape_of(record: LeafRecord) -> jax.ShapeDtypeStruct:
+    """Returns the shape of a saved array."""
+    return jax.ShapeDtypeStruct(
+        record.shape, _key_dtype(record) if record.key else record.numpy_dtype, weak_type=record.weak
+    )
+
+
+def home_as_saved(record: LeafRecord) -> Home:
+    """Returns where a leaf goes of which nothing else is said: an ordinary array, of the kind that it was."""
+    return ArrayHome() if record.type == "jax" else NumpyHome()
 
 
 def read_leaves(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +52,17 @@ def same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b), strict=True)
         if isinstance(b, jax.Array):
             assert jax_compat.is_weak(a) == jax_compat.is_weak(b)
+
+
+@contextlib.contextmanager
+def limited_files(nbytes: int) -> Iterator[None]:
+    """To the system the disk is full: files mustn't be longer."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def everything() -> Any:

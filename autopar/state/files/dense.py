@@ -7,8 +7,10 @@ vain: it is told that this process is the only one.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,13 @@ def require_orbax() -> Any:
     return orbax
 
 
+def require_packages(place: Place) -> None:
+    """Check that what saves and restores at a place is installed; a CheckpointError if it isn't."""
+    require_tensorstore()
+    if isinstance(place, Path):  # to a store Orbax writes with more packages only
+        require_orbax()
+
+
 def _checkpointer(orbax: Any) -> Any:
     me = jax.process_index()
     alone = orbax.options.MultiprocessingOptions(
@@ -42,6 +51,21 @@ def _checkpointer(orbax: Any) -> Any:
     )
     handler = orbax.PyTreeCheckpointHandler(multiprocessing_options=alone)
     return orbax.Checkpointer(handler, multiprocessing_options=alone)
+
+
+@contextlib.contextmanager
+def _without_its_errors() -> Iterator[None]:
+    """Within it, Orbax's threads don't log errors, each with its traceback: they are raised as well."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_shown)
 
 
 def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
@@ -54,7 +78,7 @@ def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, 
     assert isinstance(version, Path), "Orbax writes to disks"
     orbax = require_orbax()
     try:
-        with _checkpointer(orbax) as checkpointer:
+        with _without_its_errors(), _checkpointer(orbax) as checkpointer:
             checkpointer.save(version / DENSE_FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
     except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
         message = f"{type(error).__name__}: {error}"

@@ -189,6 +189,8 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
     text = os.fsdecode(path).removeprefix("file://")
+    if not text:
+        raise CheckpointError(f"{path!r} is no path of a checkpoint: give a directory ('.' is the current one)")
     if url := _URL.fullmatch(text):
         return ObjectPath(url[1], url[2], url[3] or "")
     if "://" in text:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import doctest
 import errno
 import json
 import os
 import re
-import resource
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -32,7 +29,18 @@ from autopar.state.files import rows
 from autopar.state.files.manifest import LeafRecord
 from autopar.state.files.rows import RowFiles, array_name, write_rows
 from autopar.tables.host import HostTable
-from tests.support.checkpoints import ROWS, WIDTH, batch_of, everything, hosted, make_state, same, saved_value, train
+from tests.support.checkpoints import (
+    ROWS,
+    WIDTH,
+    batch_of,
+    everything,
+    hosted,
+    limited_files,
+    make_state,
+    same,
+    saved_value,
+    train,
+)
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:
@@ -175,17 +183,6 @@ def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(
         change = found.index(value)
         assert found == [old] * change + [value] * (len(found) - change)
         assert 10 < change < len(found) - 1
-
-
-@contextlib.contextmanager
-def limited_files(nbytes: int) -> Iterator[None]:
-    """To the system the disk is full: files mustn't be longer."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
