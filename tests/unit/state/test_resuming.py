@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -137,26 +138,22 @@ def test_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's, of loops that it closed
 def test_a_save_that_orbax_fails_in_is_one_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its threads don't print theirs as well."""
     state = {"a": jax.random.normal(KEY, (200, 100)), "b": jnp.ones(3)}
     autopar.save(tmp_path / "state", state)
-    with caplog.at_level(logging.ERROR), limited_files(20_000), pytest.raises(autopar.CheckpointError, match="by Orbax"):
+    caplog.set_level(logging.ERROR)
+    with limited_files(20_000), pytest.raises(autopar.CheckpointError, match="by Orbax"):
         autopar.save(tmp_path / "state", state)
     assert not caplog.records
     assert not logging.getLogger("absl").filters
+    gc.collect()
     same(autopar.restore(tmp_path / "state").state, state)
 
 
 def test_saves_leave_no_files_open(tmp_path: Path) -> None:
-    state = {"a": jnp.ones(3), "n": 3}
-
-    def opened() -> int:
-        return len(os.listdir("/proc/self/fd"))
-
     for _ in range(3):
-        autopar.save(tmp_path / "state", state)
-    before = opened()
-    for _ in range(20):
-        autopar.save(tmp_path / "state", state)
-    assert opened() <= before + 5, opened() - before
+        autopar.save(tmp_path / "state", {"a": jnp.ones(3), "n": 3})
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert links and not [link for link in links if link.startswith(str(tmp_path))]
