@@ -38,6 +38,9 @@ from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, wor
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
 DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
 
+#: For so long at least ranks wait for each other to import autopar, also under a shorter watchdog: imports take time.
+IMPORTS_S = 60.0
+
 #: The heartbeat of this process, if it is one of several.
 _heartbeats: list[Heartbeat] = []
 
@@ -84,7 +87,7 @@ def _all_ranks_import_autopar() -> World:
         return job()
     before = PROGRESS.last
     PROGRESS.mark(before.step, "waiting until all ranks have imported autopar", "waits")
-    faulthandler.dump_traceback_later(allowed, exit=True, file=2)
+    faulthandler.dump_traceback_later(max(allowed, IMPORTS_S), exit=True, file=2)
     try:
         return job()
     finally:

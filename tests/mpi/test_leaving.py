@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import pytest
+
 from tests.mpi.test_faults import check_ended
 from tests.support.mpi.jobs import Run
 
@@ -40,6 +42,7 @@ def test_a_handler_of_the_users_answers_sigterm_and_nothing_is_left_in_shared_me
     assert len(names) >= 2 and all(names), job.output
 
 
+@pytest.mark.long
 def test_a_rank_that_leaves_before_it_imports_autopar(launch: Run) -> None:
     script = """
     import os, sys

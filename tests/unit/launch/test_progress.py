@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
@@ -111,6 +114,21 @@ def test_the_supervisor_names_a_signal(number: int, name: str) -> None:
     command = [sys.executable, "-I", str(supervise.__file__), "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert f"was killed by {name}, before autopar was imported" in done.stderr and done.returncode == 128 + number
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are looked up in /proc")
+def test_the_supervisor_names_a_rank_that_ends_while_others_go_on() -> None:
+    """One that imported nothing and ended with exit code 0, which is no fault by itself."""
+    supervised = [sys.executable, "-I", str(supervise.__file__), "-c"]
+    with subprocess.Popen([*supervised, "import time; time.sleep(60)"]) as other:
+        while not Path(f"/proc/{other.pid}/task/{other.pid}/children").read_text():
+            time.sleep(0.01)
+        done = subprocess.run([*supervised, "pass"], capture_output=True, text=True, check=False)
+        other.terminate()
+    assert re.search(r"rank 0 .* ended with exit code 0 and didn't import autopar", done.stderr), done.stderr
+    assert done.returncode == 0
+    done = subprocess.run([*supervised, "pass"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and not done.stderr
 
 
 def test_the_supervisor_reads_what_the_rank_writes() -> None:
