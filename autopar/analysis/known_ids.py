@@ -91,7 +91,12 @@ class _Candidates:
         return self._elements(atom)
 
     def _elements(self, atom: Atom) -> Callable[..., Any] | None:
-        """Returns the function for a value in the shape in which it was picked."""
+        """Returns the function for a value in the shape in which it was picked; None of floats.
+
+        A second computation of floats could round otherwise.
+        """
+        if jax_compat.is_key(atom.dtype) or np.dtype(atom.dtype).kind not in "iub":
+            return None
         if atom.shape == ():
             return self._scalar(atom)
         equation = self.producers.get(atom)
@@ -127,7 +132,7 @@ class _Candidates:
 
     def _pick(self, equation: Equation) -> Callable[..., Any] | None:
         """Returns the function for what is picked from the source, by one gather, so that elements belong together."""
-        if self._picked not in (None, equation) or not jnp.issubdtype(equation.outputs[0].dtype, jnp.integer):
+        if self._picked not in (None, equation) or np.dtype(equation.outputs[0].dtype).kind not in "iu":
             return None
         self._picked, self.source = equation, equation.inputs[0]
         fill = _filled(equation)

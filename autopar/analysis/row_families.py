@@ -92,11 +92,16 @@ class Families:
         return _closed(spaces)
 
     def _known(self, family: int, access: Access) -> Access:
-        """The access; if its ids depend on rows of its own family, with ids that don't, where some include them."""
+        """The access; if its ids depend on rows of its own family, with ids that don't, where some include them (under
+        `lazy`: where these are the very rows, for all others that are touched would move)."""
         family = self.flow.find(family)
         if family not in self._families_of_ids(access):
             return access
-        others = (dataclasses.replace(access, known=ids) for ids in known_ids(access, self.producers))
+        others = (
+            dataclasses.replace(access, known=ids)
+            for ids in known_ids(access, self.producers)
+            if not (self.lazy and ids.equations)
+        )
         return next((a for a in others if family not in self._families_of_ids(a)), access)
 
     @functools.cached_property

@@ -47,6 +47,7 @@ def test_candidates_are_counted_once() -> None:
         lambda t, i: jnp.round(t[i].sum(-1)).astype(int) % 640,  # any row
         lambda t, i: (i[jnp.argsort(t[i, 0])][:, None] + i[jnp.argsort(-t[i, 0])]).sum(-1) % 640,  # of pairs
         lambda t, i: i[jnp.argsort(t[i, 0])] + jnp.argsort(t[i, 0]),  # the place matters, too
+        lambda t, i: (i[jnp.argsort(t[i, 0])] * 0.7).astype(int),  # of floats, which may be rounded otherwise
     ],
 )
 def test_ids_of_which_nothing_is_known(ids: Any) -> None:
@@ -84,3 +85,10 @@ def test_weights_are_reshaped_as_they_were() -> None:
     found, _ = step(state_of()["table"].reshape(6, 640), jnp.ones((3, 6)))
     np.testing.assert_array_equal(found, jax.jit(train_step)(state_of()["table"].reshape(6, 640), jnp.ones((3, 6)))[0])
     assert step.plan.tables == ()
+
+
+@pytest.mark.parametrize(("name", "lifts"), [("Q-learning", True), ("shared candidates", False)])
+def test_lazy_updates_move_the_rows_that_are_looked_up_alone(name: str, lifts: bool) -> None:
+    step: Any = autopar.parallelize(STEPS[name], strategy="ps", sparse="lazy", state_argnums=0)
+    step(state_of(), batch_of(0))
+    assert step.plan.table("table").lifted is lifts
