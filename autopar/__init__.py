@@ -53,6 +53,7 @@ with paused_collection():
     from autopar.planning.verify import verify
     from autopar.planning.why import Why, why
     from autopar.report import Report, report
+    from autopar.retrieval import top_k
     from autopar.run.step import ParallelStep
     from autopar.schedules import large_batch_schedule
     from autopar.servers.timeline import Timeline
@@ -147,6 +148,7 @@ __all__ = [
     "sync",
     "testing",
     "timeline",
+    "top_k",
     "uninterrupted",
     "verify",
     "watchdog",

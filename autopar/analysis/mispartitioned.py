@@ -114,6 +114,8 @@ MISPARTITIONED: Mapping[str, tuple[_Test, str]] = {
     # An abort where the transform's own axis is spread.
     "fft": (_always, "a Fourier transform"),
 }
+#: Operations that XLA doesn't divide along the examples, and what they are in words: it gathers all operands.
+UNDIVIDED: Mapping[str, str] = dict.fromkeys(("top_k", "approx_top_k"), "a top-k, for which XLA gathers all examples,")
 #: Equations that say themselves what each device does.
 _MANUAL = frozenset({"shard_map", "custom_partitioning", "pallas_call"})
 

@@ -29,6 +29,7 @@ from autopar.analysis.mispartitioned import (
     CUMULATIVE,
     SCATTER,
     SINGLE,
+    UNDIVIDED,
     UNSIGNED,
     mispartitioned,
     scatter_with_nan,
@@ -124,6 +125,8 @@ class _Shield:
             self.told.append(f"{name} ({equation.where}) is written otherwise")
             new = changed(equation, self._devices)
             return *new[:-1], *self._equation(new[-1])
+        if equation.op in UNDIVIDED and self._axes and self._is_apart(equation):
+            return (self._isolated(equation, UNDIVIDED[equation.op]),)
         name = mispartitioned(equation)
         if name in ALONG_SPREAD and self._is_apart(equation):
             return (equation,)

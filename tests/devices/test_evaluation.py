@@ -18,6 +18,7 @@ import autopar
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
 from autopar.ir.layout import RowLayout
+from tests.support.evaluation_page import check_page
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
@@ -324,3 +325,28 @@ def test_what_is_on_devices_of_its_own_is_brought_together(copy: bool) -> None:
     mixed = {"spread": jax.device_put(jnp.arange(3.0), replicated), "one": jax.device_put(1.0, two)}
     kept = autopar.materialize(mixed, copy=copy)
     assert {name: x.devices() for name, x in kept.items()} == {name: x.devices() for name, x in mixed.items()}
+
+
+def test_the_page_of_evaluations_runs() -> None:
+    check_page()
+
+
+@pytest.mark.parametrize("best", [jax.lax.top_k, jax.lax.approx_max_k], ids=["top_k", "approx_max_k"])
+@pytest.mark.parametrize("looped", [False, True])
+def test_the_best_of_all_items_are_found_by_each_device_for_its_examples(best: Any, looped: bool) -> None:
+    """XLA would gather the scores of all examples."""
+    rows, examples = 320, 16
+
+    def find(params: Any, users: Any) -> Any:
+        scores = params["user"][users] @ params["item"].T
+        if looped:
+            return jax.lax.scan(lambda c, x: (c, best(scores + x, 5)), 0, jnp.arange(2.0))[1]
+        return best(scores, 5)
+
+    params = {"user": table_of(40)[0], "item": table_of(rows, 1)[0]}
+    evaluate, users = autopar.parallelize(find, mesh=FOUR), np.arange(examples, dtype=np.int32)
+    for mine, theirs in zip(evaluate(params, users), jax.jit(find)(params, users), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    text = evaluate.lower(params, users).compile().as_text()
+    assert f"f32[{examples},{rows}]" not in text and f"f32[{examples // 4},{rows}]" in text
+    assert "a top-k" in explained(evaluate)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from tests.support.compilations import finish
 from tests.support.deferred import deferring
+from tests.support.evaluation_page import check_page
 from tests.support.evaluation_rows import EVALUATIONS, ROWS, assert_same, make_state, train_step
 
 
@@ -65,3 +66,8 @@ def check_arguments_that_stay() -> None:
         del own, given
         gc.collect()
         assert before() is None, "what is kept keeps nothing else"
+
+
+def check_the_page_of_evaluations_runs() -> None:
+    """As it is for one process."""
+    check_page()

@@ -1,0 +1,57 @@
+"""`top_k`: the best items of all for each query, without the scores of all items at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.errors import ArgumentsError
+
+Array = Any
+
+
+def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple[Array, Array]:
+    """The k items with the largest inner products with each query, in descending order.
+
+    It returns what `jax.lax.top_k(queries @ items.T, k)` returns, the item with the smaller number first where two are
+    equal, and goes through the items block by block: memory for scores is [..., block], and not [..., V].
+
+    Args:
+      queries: [..., D].
+      items: [V, D]: a table, or an array of features.
+      k: How many.
+      block: Items that are scored at a time.
+
+    Returns:
+      Inner products, [..., k], and numbers of items, int32[..., k].
+
+    Raises:
+      ArgumentsError: there are no k items.
+
+    Example:
+      >>> import jax.numpy as jnp, autopar
+      >>> values, numbers = autopar.top_k(jnp.ones((1, 2)), jnp.array([[1.0, 0], [2, 2], [3, 0]]), 2)
+      >>> values.tolist(), numbers.tolist()
+      ([[4.0, 3.0]], [[1, 2]])
+    """
+    count = items.shape[0]
+    if not 0 < k <= count:
+        raise ArgumentsError(f"top_k: k={k}, and there are {count} items")
+    size = min(count, max(k, block))
+    whole = count // size
+
+    def better(found: tuple[Array, Array], rows: Array, first: Any) -> tuple[Array, Array]:
+        scores = queries @ rows.T
+        numbers = jnp.broadcast_to(first + jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
+        values, places = jax.lax.top_k(jnp.concatenate([found[0], scores], -1), k)
+        return values, jnp.take_along_axis(jnp.concatenate([found[1], numbers], -1), places, -1)
+
+    def next_block(found: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], None]:
+        rows = jax.lax.dynamic_slice_in_dim(items, n * size, size)
+        return better(found, rows, n * size), None
+
+    values, numbers = jax.lax.top_k(queries @ items[:size].T, k)
+    found, _ = jax.lax.scan(next_block, (values, numbers), jnp.arange(1, whole, dtype=jnp.int32))
+    return better(found, items[whole * size :], whole * size) if count % size else found
