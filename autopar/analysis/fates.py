@@ -88,7 +88,7 @@ class Fates(Interpreter[Fate]):
     def unknown(self, atom: Atom) -> Fate:
         """Of a number of the step, and of a leaf's rows."""
         own = atom.shape != ()
-        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jax_compat.is_float(atom.dtype):
+        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jax_compat.is_inexact(atom.dtype):
             return Fate(own)
         return Fate(own, events=frozenset({(atom, _NOT_FINITE)}))
 

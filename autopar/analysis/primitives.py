@@ -103,6 +103,10 @@ _FOLDED: Mapping[str, tuple[Primitive, Callable[..., Any]]] = {
     "or": (_ELEMENTWISE, np.bitwise_or),
     "xor": (_ELEMENTWISE, np.bitwise_xor),
     "not": (_ELEMENTWISE, np.invert),
+    "real": (replace(_ELEMENTWISE, linear=Linear.FIRST, keeps_zero=True), np.real),
+    "imag": (replace(_ELEMENTWISE, linear=Linear.FIRST, keeps_zero=True), np.imag),
+    "conj": (replace(_ELEMENTWISE, keeps_zero=True), np.conj),
+    "complex": (replace(_ELEMENTWISE, keeps_zero=True), lambda x, y: x + 1j * y),
     "one_minus_square": (_SMOOTH, lambda x: 1 - x * x),
 }
 _OTHERS: Mapping[str, Primitive] = {
@@ -110,10 +114,9 @@ _OTHERS: Mapping[str, Primitive] = {
     "sharding_constraint layout_constraint pvary": replace(_ODD, moves=True),
     "integer_pow asin atan round": _ODD,
     "clamp reduce_precision": _SMOOTH,
-    "real imag": replace(_ELEMENTWISE, linear=Linear.FIRST),
     "select_n acos acosh asinh atanh atan2 sinh cosh tan erf erfc erf_inv lgamma digamma igamma igammac": _ELEMENTWISE,
     "igamma_grad_a polygamma zeta bessel_i0e bessel_i1e eq_to lt_to le_to": _ELEMENTWISE,
-    "nextafter complex conj population_count clz shift_left shift_right_logical shift_right_arithmetic": _ELEMENTWISE,
+    "nextafter population_count clz shift_left shift_right_logical shift_right_arithmetic": _ELEMENTWISE,
     "bitcast_convert_type mul_add mulhi random_bits_like": _ELEMENTWISE,
     "cholesky eig eigh hessenberg householder_product lu geqrf qr schur svd triangular_solve tridiagonal": _MATRICES,
     "tridiagonal_solve lu_pivots_to_permutation": Primitive(core=1),

@@ -7,9 +7,11 @@ What that means for the families is for `analyze_rows` to say.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import ELEMENTWISE, MOVES
@@ -22,9 +24,11 @@ from autopar.ir.rowspace import (
     Access,
     Const,
     Free,
+    Off,
     Refusal,
     Row,
     Same,
+    Unknown,
     Value,
     can_be_run_again,
     representative,
@@ -74,6 +78,8 @@ class RowFlow(Interpreter[Value]):
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
     #: Families of which every step touches all rows: what they are off these may be said to be anything.
     pulled: set[int] = field(default_factory=set)
+    #: What a row value is made of -> the name of this function of an untouched row (`Unknown`).
+    functions: dict[Hashable, int] = field(default_factory=dict)
     _equations: Sequence[Equation] = ()
 
     def __post_init__(self) -> None:
@@ -190,10 +196,25 @@ class RowFlow(Interpreter[Value]):
     def plain(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         rule = RULES.get(equation.op)
         if rule is not None:
-            return rule(equation, operands, self)
+            return self._named(equation, operands, rule(equation, operands, self))
         if any(isinstance(v, Row) for v in operands):
             raise Mixes(f"{equation.op} has no rule for rows")
         return [None] * len(equation.outputs)
+
+    def _named(self, equation: Equation, operands: Sequence[Value], results: Sequence[Value]) -> Sequence[Value]:
+        """The results; those of which no more is known off the touched rows are named by what they are made of."""
+        if not any(isinstance(v, Row) and v.off == UNKNOWN for v in results):
+            return results
+        sources = tuple((a.type, _source(a, v)) for a, v in zip(equation.inputs, operands, strict=True))
+        try:
+            made = (equation.op, frozenset(equation.params.items()), sources)
+            name = self.functions.setdefault(made, len(self.functions))
+        except TypeError:  # parameters that can't be compared
+            return results
+        return [
+            dataclasses.replace(v, off=Unknown((name, k))) if isinstance(v, Row) and v.off == UNKNOWN else v
+            for k, v in enumerate(results)
+        ]
 
     # --- loops and branches ---
 
@@ -220,10 +241,10 @@ class RowFlow(Interpreter[Value]):
     def inside(self, value: Value) -> Value:
         if isinstance(value, Row) and value.axis == 0:
             raise Mixes("a scan over the rows of the table")
-        return Row(value.axis - 1, value.family, value.off) if isinstance(value, Row) else None
+        return Row(value.axis - 1, value.family, _in_turns(value.off)) if isinstance(value, Row) else None
 
     def outside(self, value: Value) -> Value:
-        return Row(value.axis + 1, value.family, value.off) if isinstance(value, Row) else None
+        return Row(value.axis + 1, value.family, _in_turns(value.off)) if isinstance(value, Row) else None
 
     def unconverged(self, equation: Equation) -> Sequence[Value]:
         raise Mixes("a loop whose carries don't converge")
@@ -330,6 +351,19 @@ class RowFlow(Interpreter[Value]):
             dense = value is None or (isinstance(value, Free) and row.axis not in value.axes)
             if dense and atom.shape != () and not (isinstance(row.off, Const)):
                 self.mixed_with_dense.append((row.family, equation))
+
+
+def _source(atom: Atom, value: Value) -> Hashable:
+    """What an operand is off the touched rows: equal sources are equal there."""
+    off = value.off if isinstance(value, (Row, Free)) else off_of(atom, value, 0)
+    if isinstance(off, Const):
+        return np.asarray(off.value).tobytes()
+    return atom if off == UNKNOWN else off
+
+
+def _in_turns(off: Off) -> Off:
+    """Of a value that a loop takes apart or stacks: a function's name is of one turn, or of all together."""
+    return UNKNOWN if isinstance(off, Unknown) else off
 
 
 def _softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:

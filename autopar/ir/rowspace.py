@@ -7,7 +7,7 @@ is on the rows that the step doesn't touch is its `off`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,7 +54,13 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Off the touched rows the value is some function of the row."""
+    """Off the touched rows the value is some function of the row.
+
+    Attributes:
+      function: Names the function: values of one name are equal there. None: nothing is known of it.
+    """
+
+    function: Hashable = None
 
     def __str__(self) -> str:
         return "some other function of the row"

@@ -37,11 +37,17 @@ def _fading_counts(p: Any, g: Any, s: Any, step: Any, norm: Any) -> Any:
     return p * jnp.where(s > 0.2, 1.0, 0.99) - 0.1 * g, s
 
 
+def _ftrl(p: Any, g: Any, s: Any, step: Any, norm: Any) -> Any:
+    n = s + g * g
+    return p - 0.1 * g - 0.1 * (jnp.sqrt(n) - jnp.sqrt(s)) * p, n
+
+
 OPTIMIZERS: Pieces = {
     **bad_ingredients.OPTIMIZERS,
     "shrinking": lambda p, g, s, step, norm: (p * (1 - 0.02 / (1 + step)) - 0.1 * g, s),
     "adam": _adam,
     "averaged": _averaged,
+    "ftrl": _ftrl,
     "fading counts": _fading_counts,
     "optax.adam": lambda p, g, s, step, norm: _by_optax(optax.adam(0.1, eps=1e-2), p, g, s),
     "optax.adamw": lambda p, g, s, step, norm: _by_optax(optax.adamw(0.1, eps=1e-2, weight_decay=0.1), p, g, s),
@@ -98,6 +104,8 @@ WRITES: Pieces = {
     "one column": lambda new, old, g, i, k: new.at[i, 0].set(1.0),
     "touched rows again": lambda new, old, g, i, k: jnp.where(jnp.any(g != 0, 1, keepdims=True), 0.9 * new, new),
     "untouched rows": lambda new, old, g, i, k: jnp.where(jnp.any(g != 0, 1, keepdims=True), new, 0.9 * new),
+    "its change added": lambda new, old, g, i, k: old + 0.5 * (new - old),
+    "where it moved": lambda new, old, g, i, k: jnp.where(new != old, 0.9 * new, new),
     "by the row's number": lambda new, old, g, i, k: jnp.where((jnp.arange(len(new)) % 4 == 1)[:, None], old, new),
     "one row by the step": lambda new, old, g, i, k: new.at[k % len(new)].set(0.0),
     "rolled": lambda new, old, g, i, k: jnp.roll(new, 1, 0),

@@ -1,7 +1,8 @@
 """Brute force over what an analysis claims, on small arrays of small integers.
 
 The step is analysed, each of its equations is run, and whatever the analysis says of a variable is checked: a `Row`
-must not change when another row of the operands does, and must be on the untouched rows what its `off` says; a `Free`
+must not change when another row of the operands does, and must be on the untouched rows what its `off` says, values of
+one function must be equal there; a `Free`
 must be the same all along its axes; a lookup must read no untouched row.
 """
 
@@ -17,7 +18,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.program import Block, Equation, Literal, Program, Var
-from autopar.ir.rowspace import Const, Free, Row, RowFacts, Same
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, RowFacts, Same, Unknown
 from autopar.ir.trace import block_of
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.classify import classify
@@ -147,12 +148,20 @@ def check(program: Program) -> set[str]:
     inputs = jax.tree.leaves(_arguments())
     leaves = dict(enumerate(np.asarray(x) for x in inputs))
     seen = set()
+    functions: dict[Any, tuple[Equation, np.ndarray]] = {}
     for event in _run(program.block, inputs):
         equation = event.equation
         values = [facts.value(a) for a in equation.inputs]
         results = [facts.value(v) for v in equation.outputs]
         for value, result in zip(results, event.results, strict=True):
             _check_off(equation, value, np.asarray(result), leaves)
+            if isinstance(value, Row) and isinstance(value.off, Unknown) and value.off != UNKNOWN:
+                rows = np.delete(np.moveaxis(np.asarray(result), value.axis, 0), TOUCHED, 0)
+                first, known = functions.setdefault(value.off.function, (equation, rows))
+                if first is equation:  # of a loop, at another turn
+                    functions[value.off.function] = equation, rows
+                else:
+                    np.testing.assert_array_equal(rows, known, f"{equation.op}, {first.op}: one function of the row")
         if not equation.bodies and any(isinstance(v, Row) for v in results):
             _check_parallel(event, values, results)
         role = facts.roles.get(equation)

@@ -25,14 +25,15 @@ _IDENTITIES = ELEMENTWISE & MOVES
 def fold(equation: Equation, offs: Sequence[Off]) -> Off:
     """What the result is off the touched rows, from what the operands are there."""
     op = equation.op
-    if op in _INEXACT and not jax_compat.is_float(equation.outputs[0].dtype):
+    if op in _INEXACT and not jax_compat.is_inexact(equation.outputs[0].dtype):
         return UNKNOWN  # integers divide and overflow in XLA's own way
     special = _SPECIAL.get(op)
     if special is not None:
         return special(equation, offs)
     if op in _IDENTITIES:
         return offs[0]
-    return _constants(equation, offs) or UNKNOWN
+    known = _constants(equation, offs) or (_combined(equation, offs) if op in _ALGEBRA else UNKNOWN)
+    return _of_equals(equation, offs) if known == UNKNOWN and op in _OF_EQUALS else known
 
 
 def _as(equation: Equation, value: Any) -> Any:
@@ -77,6 +78,26 @@ def _combined(equation: Equation, offs: Sequence[Off]) -> Off:
     return UNKNOWN
 
 
+#: What two equal operands give; None: the operand.
+_OF_EQUALS: Mapping[str, int | None] = {
+    "sub": 0,
+    "xor": 0,
+    **dict.fromkeys(("ne", "lt", "gt"), 0),
+    **dict.fromkeys(("eq", "le", "ge"), 1),
+    **dict.fromkeys(("max", "min", "and", "or"), None),
+}
+
+
+def _of_equals(equation: Equation, offs: Sequence[Off]) -> Off:
+    """Where the operands are the same function of the row. One value with itself is left alone: `x != x` and `x - x`
+    ask whether it is a NaN or an infinity."""
+    one, other = equation.inputs
+    if one is other or offs[0] != offs[1] or isinstance(offs[0], Const) or offs[0] == UNKNOWN:
+        return UNKNOWN
+    number = _OF_EQUALS[equation.op]
+    return offs[0] if number is None else Const(_as(equation, number))
+
+
 def _is_all(off: Off, number: int) -> bool:
     if not isinstance(off, Const):
         return False
@@ -89,8 +110,10 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
     if isinstance(off, Const):
         with np.errstate(all="ignore"):
             value = np.asarray(off.value)
+            if np.iscomplexobj(value) and not np.issubdtype(new, np.complexfloating):
+                return Const(np.zeros((), new)) if off.is_zero else UNKNOWN
             converted = value.astype(new)
-            kept = bool(converted.astype(value.dtype) == value) or jax_compat.is_float(new)
+            kept = jax_compat.is_inexact(new) or bool(converted.astype(value.dtype) == value)
             return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
     if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
         return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it
@@ -126,7 +149,6 @@ def _clamp(equation: Equation, offs: Sequence[Off]) -> Off:
 
 
 _SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
-    **dict.fromkeys(_ALGEBRA, lambda equation, offs: _constants(equation, offs) or _combined(equation, offs)),
     "convert_element_type": _convert,
     "integer_pow": _integer_pow,
     "select_n": _select,

@@ -106,8 +106,8 @@ class HostRows:
         numbers[count:] = spare
         pulled = self.rows.take(numbers, axis=0, mode="clip")
         padding = pulled[count:]
-        if state and padding.size and jax_compat.is_float(pulled.dtype):
-            finite = np.isfinite(padding[-1].astype(np.float32, copy=False))
+        if state and padding.size and jax_compat.is_inexact(pulled.dtype):
+            finite = np.isfinite(np.abs(padding[-1]).astype(np.float32, copy=False))
             if not finite.all():
                 padding[...] = np.where(finite, padding[-1], np.ones((), pulled.dtype))
         return rows_back(pulled, self.axis)

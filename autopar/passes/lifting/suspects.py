@@ -49,8 +49,8 @@ def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> t
 
 
 def _is_finite(scope: Scope, atom: Atom) -> bool:
-    """Whether a value can't be anything else: no float, a mask, or made of literals alone."""
-    if not jax_compat.is_float(atom.dtype):
+    """Whether a value can't be anything else: an integer, a mask, or made of literals alone."""
+    if not jax_compat.is_inexact(atom.dtype):
         return True
     if isinstance(atom, Literal):
         return bool(np.all(np.isfinite(np.asarray(atom.value))))

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 
 from autopar.analysis.rules import RULES
-from autopar.ir.rowspace import RowFacts
+from autopar.ir.rowspace import Const, Row, RowFacts, Same
 from tests.support.row_claims import ROWS, Build, Rows, analysed, check, equations
 
 #: Names that no public function of jax.lax or jax.numpy leads to.
@@ -184,6 +184,54 @@ def _complex(r: Rows) -> None:
         lax.real(z), lax.imag(z), lax.conj(z)
 
 
+def _functions(r: Rows) -> None:
+    """Functions of the row, made twice, of what is the leaf off the rows and of what isn't."""
+    for a, b in ((r.t, r.t + r.g), (jnp.sqrt(r.t), jnp.sqrt(r.t + r.g)), (r.t @ r.x[:3], (r.t - r.g) @ r.x[:3])):
+        a - b, a == b, a != b, a < b, a <= b, a > b, a >= b, jnp.maximum(a, b), jnp.minimum(a, b)
+        jnp.where(a != b, r.x, a), jnp.where(r.x > 2, a, b), jnp.sum(a - b, 1), jnp.sum(a - b, 0)
+    for a, b in ((r.q, r.q + r.d), (r.q * 3, (r.q + r.d) * 3)):
+        a ^ b, a & b, a | b, a - b
+
+
+def _other_functions(r: Rows) -> None:
+    """Functions of the row that differ by a parameter, a shape, a constant, a dense operand, or from turn to turn."""
+    wide = jnp.concatenate([r.g + 1, r.g + 1], 1)
+    for a, b in (
+        (jnp.sin(r.t), jnp.cos(r.t)),
+        (jnp.cumsum(r.t, 1), jnp.cumsum(r.t + r.g, 1)[:, ::-1]),
+        (r.t**2, (r.t + r.g) ** 3),
+        (r.t + r.x, r.t + r.x[::-1]),
+        (r.t + 1.0, r.t + 2.0),
+        (r.t * r.k, r.t * (r.k + 1)),
+        (jnp.sum(r.t[:, :2], 1), jnp.sum(r.t, 1)),
+        ((r.g + 1) @ jnp.ones((3, 2)) * r.t[:, :2], wide @ jnp.ones((6, 2)) * r.t[:, :2]),
+        (jnp.sin(r.t)[:, :1], jnp.sin(r.t)[:, 1:2]),
+        (*jnp.split(jnp.sin(r.t), (1,), 1)[:1], jnp.split(jnp.sin(r.t), (2,), 1)[1]),
+        (lax.sort((jnp.sin(r.t), r.t), num_keys=1)[0], lax.sort((jnp.sin(r.t), r.t), num_keys=1)[1]),
+        (r.m, r.m.transpose(0, 2, 1)),
+        (r.t + jnp.arange(3), r.t + jnp.arange(3)[::-1]),
+    ):
+        a - b, a == b, a != b, jnp.maximum(a, b), jnp.where(r.k > 2, a, b)
+
+
+def _functions_in_turns(r: Rows) -> None:
+    """What a loop carries, stacks and takes apart, and what its turns make of rows."""
+
+    def body(carry: Any, xs: Any) -> Any:
+        number, plane = xs
+        new = jnp.sin(r.t * number)
+        return new, (carry - new, new - jnp.sin((r.t + r.g) * number), jnp.sin(plane), new)
+
+    planes = jnp.stack([r.t, 2 * r.t, r.t + r.g])
+    last, (_, _, sines, each) = lax.scan(body, jnp.sin(r.t), (r.up[:, 0].repeat(2)[:3], planes))
+    last - each[0], each - sines, sines[0] - sines[2], each[1] - each[2], last - jnp.sin(r.t)
+    lax.scan(lambda c, n: (jnp.sin(r.t) + 0 * n, c - jnp.sin(r.t + r.g)), jnp.sin(r.t), r.up[:, 0])
+    once = lax.cond(r.k > 2, lambda: jnp.sin(r.t), lambda: jnp.cos(r.t))
+    both = lax.cond(r.k > 2, lambda: jnp.sin(r.t), lambda: jnp.sin(r.t + r.g))
+    again = jax.checkpoint(jnp.sin)(r.t)
+    once - jnp.sin(r.t), both - jnp.sin(r.t), again - both, jax.checkpoint(jnp.cos)(r.t) - once
+
+
 _NUMBERS = (lambda r: r.t, lambda r: r.g, lambda r: r.g + 1, lambda r: r.d + 2)
 _TRUTHS = (lambda r: r.t > 2, lambda r: r.g == 0, lambda r: r.g != 0)
 _SHIFTS = ("shift_left", "shift_right_logical", "shift_right_arithmetic")
@@ -265,6 +313,7 @@ CLAIMS: dict[str, Build] = {
     "remat": _remats,
     "cond": _conds,
 }
+FUNCTIONS = {"the same": _functions, "others": _other_functions, "in turns": _functions_in_turns}
 
 
 @pytest.mark.parametrize("op", CLAIMS)
@@ -272,6 +321,39 @@ def test_claims_hold(op: str) -> None:
     program = analysed(CLAIMS[op])
     assert [(s.refusal, s.notes) for s in program.rows.spaces] == [(None, ())], "the case mixes rows"
     assert op in check(program), f"no rows came out of {op}"
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_claims_of_functions_of_the_row_hold(name: str) -> None:
+    check(analysed(FUNCTIONS[name]))
+
+
+def _offs(build: Callable[[Rows], Any], op: str) -> list[Any]:
+    """What results of an op are off the touched rows."""
+    program = analysed(build)
+    made = (program.rows.value(v) for e in program.block.equations if e.op == op for v in e.outputs)
+    return [value.off for value in made if isinstance(value, Row)]
+
+
+@pytest.mark.parametrize(
+    ("op", "build", "off"),
+    [
+        ("sub", lambda r: jnp.sqrt(r.t + r.g) - jnp.sqrt(r.t), Const(0)),
+        ("ne", lambda r: (r.t - r.g) != r.t, Const(0)),
+        ("ge", lambda r: jnp.sin(r.t - r.g) >= jnp.sin(r.t), Const(1)),
+        ("max", lambda r: jnp.maximum(r.t - r.g, r.t), Same(3, np.dtype(np.float32))),
+        ("sub", lambda r: jnp.cumsum(r.t + r.g, 1) - jnp.cumsum(r.t, 1), Const(0)),
+    ],
+)
+def test_two_equal_functions_of_a_row(op: str, build: Build, off: Any) -> None:
+    assert off in _offs(build, op)
+
+
+@pytest.mark.parametrize("op", ["sub", "ne", "eq"])
+def test_a_value_with_itself_is_asked_whether_it_is_finite(op: str) -> None:
+    """`jnp.isnan(x)` is `x != x`."""
+    asked = {"sub": lambda r: r.t - r.t, "ne": lambda r: jnp.isnan(jnp.sin(r.t)), "eq": lambda r: r.t == r.t}[op]
+    assert not any(isinstance(off, Const) for off in _offs(lambda r: asked(r), op)[:1])
 
 
 def test_transposed_rows_are_not_unchanged() -> None:
