@@ -18,6 +18,7 @@ from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
 from autopar.analysis.unfollowed import OWN_IDS
+from autopar.analysis.values import atom_key, params_key
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.rowspace import (
     UNKNOWN,
@@ -207,9 +208,9 @@ class RowFlow(Interpreter[Value]):
             return results
         sources = tuple((a.type, _source(a, v)) for a, v in zip(equation.inputs, operands, strict=True))
         try:
-            made = (equation.op, frozenset(equation.params.items()), sources)
+            made = (equation.op, params_key(equation), sources)
             name = self.functions.setdefault(made, len(self.functions))
-        except TypeError:  # parameters that can't be compared
+        except TypeError:  # a parameter that can't be hashed
             return results
         return [
             dataclasses.replace(v, off=Unknown((name, k))) if isinstance(v, Row) and v.off == UNKNOWN else v
@@ -355,10 +356,10 @@ class RowFlow(Interpreter[Value]):
 
 def _source(atom: Atom, value: Value) -> Hashable:
     """What an operand is off the touched rows: equal sources are equal there."""
-    off = value.off if isinstance(value, (Row, Free)) else off_of(atom, value, 0)
+    off = value.off if isinstance(value, (Row, Free)) else UNKNOWN
     if isinstance(off, Const):
         return np.asarray(off.value).tobytes()
-    return atom if off == UNKNOWN else off
+    return atom_key(atom) if off == UNKNOWN else off
 
 
 def _in_turns(off: Off) -> Off:

@@ -159,7 +159,7 @@ def collect_ids(
             returned, value = _returned_by_scan(value, producers)
             inner = [*(() if access.known is None else access.known.equations), *inner, *returned]
             known = len(equations)
-            index = _append(inner, value, equations, numbering)
+            index = append_new(inner, value, equations, numbering)
             if access.known is None:
                 indices[access.equation] = Index(access.path, index, varies)
             follow_batch(equations[known:], axes, devices=devices)
@@ -220,7 +220,7 @@ def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[l
     return (inner, outside) if k >= scan.params["num_carry"] and varies == (True,) else ([], value)
 
 
-def _append(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:
+def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:
     """Add hoisted equations, those that exist already excepted; the value's name among them."""
     env: dict[Atom, Atom] = {}
     for equation in inner:

@@ -27,7 +27,7 @@ class Numbering:
         if equation.effects or equation.op in _NEVER:
             return None
         try:
-            key = (equation.op, _params_key(equation), tuple(map(atom_key, equation.inputs)), _bodies_key(equation))
+            key = (equation.op, params_key(equation), tuple(map(atom_key, equation.inputs)), _bodies_key(equation))
             earlier = self._seen.setdefault(key, equation.outputs)
         except TypeError:  # a parameter that can't be hashed: never equal to another
             return None
@@ -44,7 +44,12 @@ def atom_key(atom: Atom) -> Hashable:
     return atom
 
 
-def _params_key(equation: Equation) -> Hashable:
+def params_key(equation: Equation) -> Hashable:
+    """Equal for equal parameters.
+
+    Raises:
+      TypeError: one can't be hashed.
+    """
     scatter = equation.op.startswith("scatter") and equation.op != "scatter"
     items = [(k, v) for k, v in equation.params.items() if not (scatter and k in _IMPLIED)]
     key = tuple(sorted(items, key=lambda item: item[0]))
@@ -74,5 +79,5 @@ def block_key(block: Block) -> Hashable:
     lines = []
     for e in block.equations:
         inputs = tuple(map(key, e.inputs))
-        lines.append((e.op, _params_key(e), inputs, tuple(map(key, e.outputs)), _bodies_key(e), e.effects))
+        lines.append((e.op, params_key(e), inputs, tuple(map(key, e.outputs)), _bodies_key(e), e.effects))
     return (tuple(v.type for v in block.inputs), tuple(lines), tuple(map(key, block.outputs)))

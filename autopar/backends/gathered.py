@@ -6,6 +6,7 @@ to the routed rows. Source: Parallax, section 3.2 (Horovod's way with sparse gra
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from autopar.backends import single
 from autopar.backends.devices import Devices
-from autopar.backends.indices import find, local_index, scatter_rows, sorted_unique, untouched
+from autopar.backends.indices import as_bits, find, local_index, scatter_rows, sorted_unique, untouched
 from autopar.backends.protocol import Params
 from autopar.backends.single import SingleDevice
 
@@ -71,7 +72,8 @@ class GatheredRows(SingleDevice):
         axis, touched = params["axis"], route.rows.shape[0]
 
         def exchange(sums: Array, back: Array, *base: Array) -> Array:
-            rows = jax.lax.all_gather(jnp.moveaxis(sums, axis, 0), self._devices.axis, tiled=True)
+            gather = functools.partial(jax.lax.all_gather, axis_name=self._devices.axis, tiled=True)
+            rows = as_bits(gather, jnp.moveaxis(sums, axis, 0))
             start = jnp.moveaxis(base[0], axis, 0) if base else jnp.zeros((touched, *rows.shape[1:]), rows.dtype)
             return jnp.moveaxis(start.at[back].add(rows, mode="drop"), 0, axis)
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autopar.backends.devices import Devices
 from autopar.backends.indices import (
     along,
+    as_bits,
     cut,
     find,
     find_own,
@@ -86,7 +87,8 @@ class ShardedRows(RowBackend):
     def _exchange(self, parts: Array) -> Array:
         """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
         split = parts.reshape(self._devices.count, self._capacity, *parts.shape[1:])
-        return jax.lax.all_to_all(split, self._devices.axis, 0, 0).reshape(parts.shape)
+        received = as_bits(lambda sent: jax.lax.all_to_all(sent, self._devices.axis, 0, 0), split)
+        return received.reshape(parts.shape)
 
     def route(self, params: Params, *ids: Array) -> Route:
         count, end, capacity, shard_rows = self._devices.count, self._layout.stored, self._capacity, self._shard_rows

@@ -43,9 +43,9 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         Term("look up at owners", host.gather(s.owned, row)),
         sent("send rows", row),
         Term("copy rows to the device", rates.copy(s.requested * row)),
-        Term("copy gradients to the host", rates.copy(s.requested * row)),
-        sent("send gradients", row),
-        Term("add gradients at owners", host.scatter(s.owned, row)),
+        Term("copy gradients to the host", rates.copy(s.requested * s.sent_gradient)),
+        sent("send gradients", s.sent_gradient),
+        Term("add gradients at owners", host.scatter(s.owned, s.sent_gradient)),
         *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
     )
 
@@ -66,6 +66,7 @@ def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
 def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     """Method -> all that it does in a step, in the order in which it is done."""
     s, row, others = sizes, sizes.row_bytes, sizes.devices - 1
+    gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_requested, sent = s.devices * s.requested, s.devices * s.capacity
@@ -89,10 +90,10 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("look up at owners", rates.gather(sent, row)),
             routed("send rows", row),
             Term("pick rows", rates.gather(s.requested, row)),
-            Term("pack gradients", rates.scatter(s.requested, row)),
+            Term("pack gradients", rates.scatter(s.requested, gradient)),
             # Devices that all have the whole batch have its gradients, too.
-            routed("send gradients", row) if s.spread else Term("send gradients", 0.0),
-            Term("add gradients at owners", rates.scatter(sent, row)),
+            routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0),
+            Term("add gradients at owners", rates.scatter(sent, gradient)),
             *_update(rates, s, s.owned),
             *((Term("check capacities", rates.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
         ),
@@ -100,21 +101,21 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("route ids", rates.route(s.ids)),
             gathered("gather ids", s.requested, ID_BYTES),
             Term("route all ids", rates.route(all_requested)),
-            gathered("gather gradients", s.requested, row),
-            Term("add gradients", rates.scatter(all_requested, row)),
+            gathered("gather gradients", s.requested, gradient),
+            Term("add gradients", rates.scatter(all_requested, gradient)),
             *_update(rates, s, s.routed),
         ),
         "allreduce_rows": (
             gathered("gather ids", s.ids, ID_BYTES),
             Term("route all ids", rates.route(s.devices * s.ids)),
-            Term("zero rows", rates.walk(s.routed * row)),
-            reduced("reduce rows", s.routed * row),
+            Term("zero rows", rates.walk(s.routed * reduced_row)),
+            reduced("reduce rows", s.routed * reduced_row),
             *_update(rates, s, s.routed),
         ),
         "allreduce": (
-            Term("zero the gradient", rates.walk(s.extent * row)),
-            reduced("reduce the gradient", s.extent * row),
-            Term("update all rows", rates.update_s(2 * s.extent * (row + s.family_bytes))),
+            Term("zero the gradient", rates.walk(s.extent * reduced_row)),
+            reduced("reduce the gradient", s.extent * reduced_row),
+            Term("update all rows", rates.update_s(2 * s.extent * (gradient + s.family_bytes))),
         ),
     }
     for method, seconds in rates.fixed.items():
@@ -128,5 +129,5 @@ def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
     moved = rates.gather(rows, sizes.family_bytes) + rates.scatter(rows, sizes.family_bytes)
     return (
         Term("pull and commit rows", moved),
-        Term("update rows", rates.update_s(2 * rows * (sizes.row_bytes + sizes.family_bytes))),
+        Term("update rows", rates.update_s(2 * rows * (sizes.sent_gradient + sizes.family_bytes))),
     )

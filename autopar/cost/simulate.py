@@ -36,6 +36,7 @@ class TableLoad:
       ids: Ids that a device looks up in a step, duplicates included.
       rows: n -> distinct rows that n devices together look up in a step, expected.
       hosted: Whether its rows are in the memory of the hosts, unless another method is asked for.
+      gradient_bytes, reduced: Of gradients (`Sizes`).
     """
 
     path: str
@@ -45,6 +46,8 @@ class TableLoad:
     ids: int
     rows: Callable[[int], float]
     hosted: bool = False
+    gradient_bytes: int | None = None
+    reduced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,8 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
         extent=table.extent,
         row_bytes=table.row_bytes,
         family_bytes=table.family_bytes,
+        gradient_bytes=table.gradient_bytes,
+        reduced=table.reduced,
         ids=table.ids,
         requested=requested,
         routed=min(table.extent, devices * table.ids) + 1,

@@ -92,7 +92,7 @@ def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
     """What all methods have in common: a device reads its ids' rows, and adds up their gradients."""
     return (
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
-        Term("add up own gradients", rates.scatter(sizes.ids, sizes.row_bytes)),
+        Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),
     )
 
 

@@ -36,7 +36,7 @@ class Sizes:
     Attributes:
       devices: N.
       extent: V, rows of the table.
-      row_bytes: Bytes of a row of what is looked up.
+      row_bytes: Bytes of a row of what is looked up, as it is sent: a few columns, or a cast, of a row of the table.
       family_bytes: Bytes of a row of the table and of its slots.
       ids: Ids that each device looks up, duplicates included.
       requested: Distinct rows of them, at most.
@@ -48,6 +48,9 @@ class Sizes:
       checks: Whether the capacity is measured, so that each step checks it.
       spread: Whether the devices look up different rows; else all of them have the whole batch.
       constant: Whether each step looks up all rows, so that ids are sent but once: of a dense leaf on hosts.
+      gradient_bytes: Bytes of a row of gradients, as they are sent; None: as many as are looked up.
+      reduced: Bytes of a row of each gradient that is reduced over the devices ("allreduce", "allreduce_rows"); empty:
+        one of `sent_gradient` bytes.
     """
 
     devices: int
@@ -62,6 +65,18 @@ class Sizes:
     checks: bool = False
     spread: bool = True
     constant: bool = False
+    gradient_bytes: int | None = None
+    reduced: tuple[int, ...] = ()
+
+    @property
+    def sent_gradient(self) -> int:
+        """Bytes of a row of gradients, as they are sent."""
+        return self.row_bytes if self.gradient_bytes is None else self.gradient_bytes
+
+    @property
+    def reduced_gradients(self) -> tuple[int, ...]:
+        """Bytes of a row of each gradient that is reduced over the devices."""
+        return self.reduced or (self.sent_gradient,)
 
     def on_devices(self) -> Sizes:
         """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices."""

@@ -214,7 +214,7 @@ def compare_collectives(plan: Plan, collectives: Sequence[Collective]) -> Check:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
         return Check(plan.step, 1, tuple(rows))
     pool = _Pool.of(collectives, plan.devices)
-    rows = [row for table in plan.tables for row in _reduced(table, pool)]
+    rows = [row for table in plan.families for row in _reduced(table, pool)]
     rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool)]
     unplanned = None if _has_shards(plan) else 0
     rows += [CheckRow(op, "arrays that XLA moves", unplanned, *pool.rest(op)) for op in _OTHERS]
@@ -267,10 +267,12 @@ def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
         return []
-    nbytes = _nbytes(table.shape, table.dtype)
-    nbytes = nbytes if method == "allreduce" else sizes.routed * nbytes // sizes.extent
-    planned = Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices)
-    return [CheckRow("all-reduce", f"{table.path}, {method}", planned, *pool.take("all-reduce", nbytes))]
+    rows = sizes.extent if method == "allreduce" else sizes.routed
+    arrays = [rows * row for row in sizes.reduced_gradients]
+    planned = sum(Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices) for nbytes in arrays)
+    sent, counts = zip(*(pool.take("all-reduce", nbytes) for nbytes in arrays), strict=True)
+    what, several = f"{table.path}, {method}", len(arrays) > 1  # of which XLA may make one
+    return [CheckRow("all-reduce", what, planned, sum(sent), sum(counts), at_most=several)]
 
 
 def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:

@@ -66,8 +66,17 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
         """Where growth isn't known: all ids differ."""
         return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
 
-    sizes_and_rows = (table.path, sizes.extent, sizes.row_bytes, sizes.family_bytes, each, rows)
-    return TableLoad(*sizes_and_rows, hosted=table.where == "hosts")
+    return TableLoad(
+        table.path,
+        sizes.extent,
+        sizes.row_bytes,
+        sizes.family_bytes,
+        each,
+        rows,
+        hosted=table.where == "hosts",
+        gradient_bytes=sizes.gradient_bytes,
+        reduced=sizes.reduced,
+    )
 
 
 def client_workload(plan: Plan) -> Workload:

@@ -36,6 +36,7 @@ from autopar.passes.choosing.capacity import (
     tightened,
     with_layout,
 )
+from autopar.passes.choosing.row_bytes import row_bytes
 
 #: Rows that a table may have: one number more must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
@@ -125,7 +126,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     if method == "allreduce":
         who = "the strategy" if choices.told(space) is None else "the plan"
         several = choices.devices > 1 and not choices.hosts
-        sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1]) if several else None
+        sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
     beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred)
     if beside and method == "auto":  # update logs of devices and of hosts, say, don't go together
@@ -148,7 +149,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
     safe, tight = _sharded(program, space, ids, choices, stored)
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
-    sizes = _sizes(program, space, ids, tight)
+    sizes = _sizes(program, space, ids, tight, choices)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
         rates = choices.measured.rates
@@ -192,10 +193,10 @@ def _cheapest(cost: Mapping[str, float]) -> str:
 
 
 def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> bool:
-    row_bytes = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
+    own = max(1, sum(program.block.inputs[k].type.nbytes for k in space.leaves) // space.extent)
     if choices.options.accelerators:
-        return lifting_pays_on_accelerators(family_bytes=row_bytes * space.extent, deferred=space.deferred)
-    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=row_bytes, deferred=space.deferred)
+        return lifting_pays_on_accelerators(family_bytes=own * space.extent, deferred=space.deferred)
+    return lifting_pays(extent=space.extent, ids=ids.count, row_bytes=own, deferred=space.deferred)
 
 
 def _why_dense(
@@ -310,15 +311,18 @@ def _sharded(
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
-def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> Sizes:
+def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choices: Choices) -> Sizes:
     """What a step does with the family, in numbers, given its bounds by `ps`."""
     layout, requested, capacity = bounds_layout(sharded), sharded.requested, sharded.capacity
     assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
+    sent = row_bytes(program, space, ids, on_cpus=not choices.options.accelerators)
     return Sizes(
         devices=layout.devices,
         extent=space.extent,
-        row_bytes=sum(inputs[k].type.nbytes for k in space.tables) // space.extent,
+        row_bytes=sent.looked_up,
+        gradient_bytes=sent.gradients if any(ids.batched) else None,
+        reduced=sent.reduced,
         family_bytes=sum(inputs[k].type.nbytes for k in space.leaves) // space.extent,
         ids=ids.count_on(layout.devices),
         requested=requested // layout.devices,
@@ -332,12 +336,11 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds) -> S
 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
     """The same of a family on hosts, measured on the example where there is one."""
-    sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0))
+    sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
     sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
     if space.is_pulled:
-        return dataclasses.replace(
-            sizes, row_bytes=sum(_moved(space)) // (2 * space.extent), spread=True, constant=True
-        )
+        pulled, pushed = (size // space.extent for size in _moved(space))
+        return dataclasses.replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes

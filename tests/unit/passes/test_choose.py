@@ -17,6 +17,7 @@ from autopar.cost.measurements import Measurements
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.sizes import HEADROOM
 from autopar.passes.choose import choose, compares_methods
 from autopar.run.step import ParallelStep
 from tests.support.programs import ROWS, projected, sgd, tied
@@ -81,6 +82,23 @@ def test_an_example_says_how_much_room_there_is() -> None:
     assert bound.plan.tables[0].capacity == 3 and not bound.plan.tables[0].tight, "an owner's rows"
     assert measured.plan.tables[0].capacity == 3, "capacities are multiples of 8: nothing is saved here"
     assert measured.families[0].bounds.imbalance is not None and bound.families[0].bounds.imbalance is None
+
+
+def test_a_plan_that_is_followed_keeps_its_capacity_and_grows_it_with_the_headroom() -> None:
+    def step(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
+
+    shapes = jax.ShapeDtypeStruct((4000, 2), np.float32), jax.ShapeDtypeStruct((512,), np.int32)
+    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    options: dict[str, Any] = {"devices": 2, "strategy": "ps"}
+    ids = {analysed.rows.spaces[0].family: [np.arange(512, dtype=np.int32) % 32 * 100]}
+    made = choose(analysed, Options(**options), Measurements(ids=ids))[0].plan
+    capacities = [
+        choose(analysed, Options(**options, plan=made, headroom=HEADROOM * k))[0].plan.tables[0].capacity
+        for k in (1, 2, 100)
+    ]
+    assert made.tables[0].tight and made.tables[0].capacity == 32, "20 rows of an owner, with headroom, in steps of 8"
+    assert capacities == [32, 64, 512], "the last is one that no batch exceeds"
 
 
 def test_dense_leaves_in_shards() -> None:

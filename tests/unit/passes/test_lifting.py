@@ -80,6 +80,12 @@ def test_gradients_of_two_lookups_are_delivered_once() -> None:
     assert ops(after).count("ap.aggregate") == 2 and ops(after).count("ap.deliver") == 1 and "ap.push" not in ops(after)
 
 
+def test_rows_of_two_lookups_are_fetched_once() -> None:
+    assert ops(compiled(two_lookups(), "lift_rows", devices=2)).count("ap.lookup") == 2
+    assert ops(compiled(two_lookups(), "lift_rows", devices=2)).count("ap.fetch") == 1
+    assert "ap.fetch" not in ops(compiled(two_lookups(), "lift_rows")), "one device has all rows"
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_stages_read_what_earlier_ones_made(devices: int) -> None:
     options = {"strategy": {"table": ("ps", "hosts")}, "hosts": True, "devices": devices}
