@@ -219,11 +219,6 @@ def is_float(dtype: Any) -> bool:
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
-def is_inexact(dtype: Any) -> bool:
-    """Whether a dtype is a real or complex floating-point one, which has NaN and infinity."""
-    return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.inexact))
-
-
 def trace(
     fun: Callable[..., Any],
     args: tuple[Any, ...],

@@ -12,6 +12,9 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+import numpy as np
+
 from autopar import jax_compat
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES, Primitive
@@ -88,7 +91,7 @@ class Fates(Interpreter[Fate]):
     def unknown(self, atom: Atom) -> Fate:
         """Of a number of the step, and of a leaf's rows."""
         own = atom.shape != ()
-        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jax_compat.is_inexact(atom.dtype):
+        if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jnp.issubdtype(atom.dtype, np.inexact):
             return Fate(own)
         return Fate(own, events=frozenset({(atom, _NOT_FINITE)}))
 

@@ -232,7 +232,7 @@ class _Emitter:
             needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
         # Where the padding row may hide what they do by a predicate of its own.
         for value in (*named["frontier"], *named["finite"]):
-            if jax_compat.is_inexact(jnp.asarray(value).dtype):
+            if jnp.issubdtype(jnp.asarray(value).dtype, np.inexact):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
         for value in named["nonzero"]:
             needed = needed | jnp.any(value == 0)
@@ -300,7 +300,7 @@ def _rarely(value: Array) -> Array:
     barriers before it decides. A sweep that runs without need changes nothing, so it may wait in this way.
     """
     value = jnp.asarray(value)
-    if jax_compat.is_inexact(value.dtype):
+    if jnp.issubdtype(value.dtype, np.inexact):
         return jnp.any(jnp.isnan(value))
     if jnp.issubdtype(value.dtype, jnp.integer):
         return jnp.any(value == jnp.iinfo(value.dtype).min)

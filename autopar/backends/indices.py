@@ -174,7 +174,7 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
     numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
     # Where XLA would read them once more when they are written (on GPUs), it would keep a copy of the leaf for that.
     pulled = jax.lax.optimization_barrier(leaf.at[along(axis, numbers)].get(mode="clip"))
-    if not state or not jax_compat.is_inexact(pulled.dtype):
+    if not state or not jnp.issubdtype(pulled.dtype, np.inexact):
         return pulled
     last = along(axis, slice(-1, None))
     return pulled.at[last].set(jnp.where(jnp.isfinite(pulled[last]) | is_row, pulled[last], jnp.ones((), pulled.dtype)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
@@ -25,7 +26,7 @@ _IDENTITIES = ELEMENTWISE & MOVES
 def fold(equation: Equation, offs: Sequence[Off]) -> Off:
     """What the result is off the touched rows, from what the operands are there."""
     op = equation.op
-    if op in _INEXACT and not jax_compat.is_inexact(equation.outputs[0].dtype):
+    if op in _INEXACT and not jnp.issubdtype(equation.outputs[0].dtype, np.inexact):
         return UNKNOWN  # integers divide and overflow in XLA's own way
     special = _SPECIAL.get(op)
     if special is not None:
@@ -113,7 +114,7 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
             if np.iscomplexobj(value) and not np.issubdtype(new, np.complexfloating):
                 return Const(np.zeros((), new)) if off.is_zero else UNKNOWN
             converted = value.astype(new)
-            kept = jax_compat.is_inexact(new) or bool(converted.astype(value.dtype) == value)
+            kept = jnp.issubdtype(new, np.inexact) or bool(converted.astype(value.dtype) == value)
             return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
     if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
         return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it

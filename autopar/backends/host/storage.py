@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
 from autopar.ir.layout import RowLayout
 from autopar.mpi.buffers import allocate_table
 
@@ -106,7 +106,7 @@ class HostRows:
         numbers[count:] = spare
         pulled = self.rows.take(numbers, axis=0, mode="clip")
         padding = pulled[count:]
-        if state and padding.size and jax_compat.is_inexact(pulled.dtype):
+        if state and padding.size and jnp.issubdtype(pulled.dtype, np.inexact):
             finite = np.isfinite(np.abs(padding[-1]).astype(np.float32, copy=False))
             if not finite.all():
                 padding[...] = np.where(finite, padding[-1], np.ones((), pulled.dtype))

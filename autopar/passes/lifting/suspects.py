@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Atom, Equation, Literal
@@ -50,7 +50,7 @@ def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> t
 
 def _is_finite(scope: Scope, atom: Atom) -> bool:
     """Whether a value can't be anything else: an integer, a mask, or made of literals alone."""
-    if not jax_compat.is_inexact(atom.dtype):
+    if not jnp.issubdtype(atom.dtype, np.inexact):
         return True
     if isinstance(atom, Literal):
         return bool(np.all(np.isfinite(np.asarray(atom.value))))
