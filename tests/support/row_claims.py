@@ -2,8 +2,7 @@
 
 The step is analysed, each of its equations is run, and whatever the analysis says of a variable is checked: a `Row`
 must not change when another row of the operands does, and must be on the untouched rows what its `off` says, values of
-one function must be equal there; a `Free`
-must be the same all along its axes; a lookup must read no untouched row.
+one function must be equal there; a `Free` must be the same all along its axes; a lookup must read no untouched row.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from autopar.ir.trace import block_of
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.classify import classify
 from autopar.run.arguments import describe_leaves, find_states, read_call
+from autopar.run.positions import NamedArguments
 
 ROWS = 5
 TOUCHED = (1, 3)
@@ -78,7 +78,7 @@ def analysed(build: Build) -> Program:
         build(Rows(**state, **batch, g=g))
         return {**state, "t": state["t"] - 0.5 * g}, state["t"][batch["ids"]].sum()
 
-    call = read_call(step, _arguments(), {}, frozenset())
+    call = read_call(step, _arguments(), {}, NamedArguments())
     traced = jax_compat.trace(step, *call.shapes)
     inputs, outputs = describe_leaves(call, find_states(call, traced.out_info, None), traced.out_info)
     return analyze_rows(classify(Program(block_of(traced.jaxpr), inputs, outputs))[0])[0]
