@@ -171,7 +171,7 @@ def test_explain() -> None:
     step = autopar.parallelize(update, strategy={"params/emb": HOSTS})
     text = explained(step, *make_state(jax.random.key(0)), batch_of(0))
     assert "Plan of update (one process)" in text
-    assert "touched rows, ps on hosts" in text
+    assert "sparse, ps on hosts" in text
     assert re.search(r"Stages: device program of \d+ equations, route \(1\), pull \(2\)", text)
 
 

@@ -130,7 +130,7 @@ def test_a_table_that_lifts_beside_one_that_is_deferred() -> None:
     state = {"a": table(), "b": table() + 1}
     agree(step, state, IDS)
     told = autopar.explain(autopar.parallelize(step, strategy={"a": "allgather"}), state, IDS)
-    assert [(r.path, r.action) for r in told.rows] == [(k, "touched rows, others deferred") for k in "ab"]
+    assert [(r.path, r.action) for r in told.rows] == [(k, "sparse, others deferred") for k in "ab"]
     assert all("until they are read" in r.reason for r in told.rows)  # they are one family
 
 

@@ -224,7 +224,7 @@ def test_the_state_of_a_training_is_evaluated_where_it_is(monkeypatch: pytest.Mo
     np.testing.assert_allclose(evaluate(new["params"], np.arange(8)), params["emb"][:8] @ params["w"], rtol=1e-5)
     assert not new["params"]["emb"].is_deleted()
     text = explained(evaluate)
-    assert "touched rows, ps" in text and "Lookups in tables that are spread touch" in text
+    assert "sparse, ps" in text and "Lookups in tables that are spread touch" in text
     assert autopar.explain(evaluate).planned_bytes < 41 * 3 * 4
 
 
