@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import platform
 import sys
+from importlib.metadata import version
 
-from autopar import calibration
+from autopar import __version__, calibration
 from autopar.launch import launcher
 
 USAGE = """usage: python -m autopar COMMAND ...
+       python -m autopar --version
 
 commands:
   launch     start a script as several processes: python -m autopar launch -n 4 train.py
@@ -20,6 +23,10 @@ def main(arguments: list[str]) -> int:
         return launcher.main(arguments[1:])
     if arguments[:1] == ["calibrate"]:
         return calibration.main(arguments[1:])
+    if arguments[:1] == ["--version"]:
+        packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
+        print(f"autopar {__version__} ({packages}, Python {platform.python_version()})")
+        return 0
     if arguments and arguments[0] not in ("-h", "--help"):
         print(f"autopar: there is no command {arguments[0]!r}\n{USAGE}", file=sys.stderr)
         return 2

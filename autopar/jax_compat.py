@@ -230,6 +230,11 @@ def trace(
     return jax.jit(fun, static_argnums=static_argnums, static_argnames=static_argnames).trace(*args, **kwargs)
 
 
+def set_mesh_here() -> Any:
+    """The mesh of the user's `jax.set_mesh`, while JAX traces, too; an empty one where there is none."""
+    return _mesh.get_concrete_mesh()
+
+
 def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Positions and names that the `jax.jit` of a function was given; none of a function that it hasn't wrapped.
 

@@ -7,7 +7,7 @@ has to say of one primitive alone is a rule in its own dict, such as `analysis.r
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,10 +129,30 @@ _OTHERS: Mapping[str, Primitive] = {
     "reduce_sum cumsum": replace(_REDUCES, linear=Linear.FIRST),
     "reduce_max reduce_min reduce_prod": _REDUCES,
 }
-PRIMITIVES: Mapping[str, Primitive] = {
-    **{op: replace(primitive, fold=fold) for op, (primitive, fold) in _FOLDED.items()},
-    **{op: primitive for ops, primitive in _OTHERS.items() for op in ops.split()},
-}
+
+
+def described_once(entries: Iterable[tuple[str, Primitive]]) -> Mapping[str, Primitive]:
+    """The table of (name, primitive).
+
+    Raises:
+      ValueError: a name comes twice.
+    """
+    table: dict[str, Primitive] = {}
+    for op, primitive in entries:
+        if op in table:
+            raise ValueError(
+                f"the primitive {op!r} is described twice: leave one entry of autopar/analysis/primitives.py"
+            )
+        table[op] = primitive
+    return table
+
+
+PRIMITIVES = described_once(
+    [
+        *((op, replace(primitive, fold=fold)) for op, (primitive, fold) in _FOLDED.items()),
+        *((op, primitive) for ops, primitive in _OTHERS.items() for op in ops.split()),
+    ]
+)
 
 
 def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
+from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.backends.served import one_worker
@@ -44,6 +44,7 @@ RELATIVE = 1e-5
 TIMES_PLAIN = 4.0
 
 
+@explicit_meshes.outside_mesh
 def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
     """Run the plain and the planned step on copies of the arguments and compare.
 

@@ -105,14 +105,13 @@ def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int])
 def _partly_returned(
     call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
 ) -> tuple[Argument, str] | None:
-    """An argument of which an outermost part of the output is a part's new value, and the path of the first leaf that
-    is new; None if there is none. (A state that comes back with more leaves than it had is whole.)"""
+    """An argument of which a part of the output is a part's new value, and the path of the first leaf that is new; None
+    if there is none. (A state that comes back with more leaves than it had is whole.)"""
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
     evidence = carried(block, scaled="little")
-    returned = sorted(tops(tree), key=lambda top: top[0])
     for part in _parts(call, states, batches) if len(call.arguments) > 1 else ():
-        for o, treedef in returned:
+        for o, treedef in _parts_returned(part.argument, tree):
             if _is_alike(part, treedef, types[o:]):
                 pairs = [(part.input_ + n, o + n) for n in range(len(part.types))]
                 new = (i for i, o in pairs if block.outputs[o] is not block.inputs[i] and evidence[o] >> i & 1)
@@ -120,6 +119,18 @@ def _partly_returned(
                 if i is not None:
                     return part.argument, part.argument.paths[part.first + i - part.input_]
     return None
+
+
+def _parts_returned(argument: Argument, tree: Any) -> Iterator[tuple[int, Any]]:
+    """Lists the outermost parts of an output, with the number of each one's first leaf, and the parts of a dictionary
+    that has some of an argument's own keys."""
+    for first, treedef in sorted(tops(tree), key=lambda top: top[0]):
+        yield first, treedef
+        (kind, keys), (own_kind, own_keys) = (t.node_data() or (None, ()) for t in (treedef, argument.treedef))
+        if kind is own_kind is dict and set(keys) < set(own_keys):
+            for child in treedef.children():
+                yield first, child
+                first += child.num_leaves
 
 
 def _is_alike(part: _Part, treedef: Any, types: Sequence[ArrayType]) -> bool:

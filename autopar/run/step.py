@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.profiler import StepTraceAnnotation
 
-from autopar import jax_compat
+from autopar import explicit_meshes, jax_compat
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.compile import Compiled
@@ -113,6 +113,7 @@ class ParallelStep(PickledByOptions):
         return self.latest.compiled.plan if self.latest else None
 
     @uninterrupted
+    @explicit_meshes.outside_mesh
     @noting_lost_state
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.watch is not None and self.watch.is_due():
@@ -121,6 +122,8 @@ class ParallelStep(PickledByOptions):
         ready = self._last
         if key is None or key != ready.key:
             ready = self._prepare(args, kwargs, leaves, key)
+        if ready.is_explicit:
+            leaves = list(map(explicit_meshes.on_auto_mesh, leaves))
         runner, has_run = ready.runner, ready.has_run
         if runner is None or jax_compat.is_tracing():
             return self._traced(ready.entry, runner, leaves)
@@ -182,7 +185,8 @@ class ParallelStep(PickledByOptions):
             self._check_is_one_program(entry)
             ready = _Ready(key, entry, None)
         else:
-            ready = _Ready(key, entry, entry.table_runner if any(map(is_table, leaves)) else entry.runner)
+            runner = entry.table_runner if any(map(is_table, leaves)) else entry.runner
+            ready = _Ready(key, entry, runner, is_explicit=any(map(explicit_meshes.is_explicit, leaves)))
         if key is not None:
             self._ready[key] = self._last = ready
         return ready
@@ -202,6 +206,7 @@ class ParallelStep(PickledByOptions):
         with jax_compat.outside_traces():
             return runner(leaves)
 
+    @explicit_meshes.outside_mesh
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
         entry = self.entry(*args, **kwargs)
@@ -218,6 +223,7 @@ class ParallelStep(PickledByOptions):
                 "traced into one (jax.jit, jax.lax.scan, lower). Call it as it is"
             )
 
+    @explicit_meshes.outside_mesh
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
         """The plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, self.static)
@@ -252,7 +258,7 @@ class ParallelStep(PickledByOptions):
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
         """The flat dynamic arguments of a call, in the order of the program's inputs."""
-        return jax.tree.leaves(self.static.others(args, kwargs))
+        return list(map(explicit_meshes.on_auto_mesh, jax.tree.leaves(self.static.others(args, kwargs))))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
@@ -269,7 +275,7 @@ class ParallelStep(PickledByOptions):
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
         entry = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.entry
-        drifted = watch.look(entry, leaves)
+        drifted = watch.look(entry, list(map(explicit_meshes.on_auto_mesh, leaves)))
         if entry is None or not drifted:
             return
         remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
@@ -337,12 +343,14 @@ class ParallelStep(PickledByOptions):
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """Holds what runs calls of one kind; `runner` is None where they are traced. Its first run compiles."""
+    """Holds what runs calls of one kind; `runner` is None where they are traced. Its first run compiles. `is_explicit`:
+    arguments are on meshes with Explicit axes."""
 
     key: Any
     entry: Any
     runner: Runner | None
     has_run: bool = False
+    is_explicit: bool = False
 
 
 #: Before the first call.

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from autopar import jax_compat
+from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
@@ -51,6 +51,7 @@ def home_of(leaf: Any) -> Home:
     return ArrayHome(leaf.sharding) if isinstance(leaf, jax.ShapeDtypeStruct) else NumpyHome()
 
 
+@explicit_meshes.outside_mesh
 def materialize(tree: Any, *, copy: bool = True) -> Any:
     """The same tree with ordinary arrays in place of tables: for evaluation, for saving, for other processes.
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar import jax_compat
+from autopar import explicit_meshes, jax_compat
 from autopar.errors import CheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import Home
@@ -49,6 +49,8 @@ class TableLeaf(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         jax_compat.register_array_like(cls, TableLeaf.__jax_array__)
+        for name in {"materialize", "read", "current", "__getitem__", "__array__"} & vars(cls).keys():
+            setattr(cls, name, explicit_meshes.outside_mesh(getattr(cls, name)))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         flax = sys.modules.get("flax.serialization")  # it looks for the very class, and has no other way to ask it

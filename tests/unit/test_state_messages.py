@@ -106,6 +106,15 @@ def without_slots_of_one(state: Any, ids: Any) -> Any:
     return {"table": momentum(state["table"], state["slots"], ids)[0], "count": ids.sum()}
 
 
+def parameters_of_one(state: Any, ids: Any) -> Any:
+    return {"table": momentum(state["table"], state["slots"], ids)[0]}, ids.sum()
+
+
+def grown(state: Any, ids: Any) -> Any:
+    table, slots, count = momentum(state["table"], state["slots"], ids)[0], state["slots"], ids.sum()
+    return {"table": table, "slots": slots, "count": count}, count
+
+
 def adagrad_without_slots(params: Any, slots: Any, ids: Any) -> Any:
     gradients = jax.grad(lambda p: (p["t"][ids] ** 2).sum())(params)
     sums = jax.tree.map(lambda s, g: s + g**2, slots["sums"], gradients)
@@ -131,6 +140,12 @@ SLOTS = {"trace": make_table(), "count": jnp.int32(0)}
             r"under jax\.jit, .* a part of 'state', table\. .* return all of it",
             {"state_argnums": ()},
         ),
+        (
+            parameters_of_one,
+            ({"table": make_table(), "slots": SLOTS}, IDS),
+            r"under jax\.jit, .* a part of 'state', table\. .* return all of it",
+            {"state_argnums": ()},
+        ),
     ],
 )
 def test_a_part_of_the_state_that_is_not_returned_is_told_of(
@@ -139,3 +154,7 @@ def test_a_part_of_the_state_that_is_not_returned_is_told_of(
     with pytest.warns(autopar.StateWarning, match=told):
         autopar.parallelize(step, donate=False)(*arguments)
     autopar.parallelize(step, donate=False, **remedy)(*arguments)
+
+
+def test_nothing_is_told_of_a_state_that_comes_back_with_more() -> None:
+    autopar.parallelize(grown)({"table": make_table(), "slots": SLOTS}, IDS)

@@ -12,7 +12,7 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
+from autopar.analysis.primitives import PRIMITIVES, Linear, Primitive, described_once, those_that
 
 X = np.array([0.25, -0.5, 0.75, 0.0], np.float32)
 Y = np.array([0.5, 0.25, -0.75, 1.0], np.float32)
@@ -127,3 +127,8 @@ def test_constants_fold_as_in_jax(op: str) -> None:
     assert fold is not None
     given = [np.abs(X) + 0.1, np.abs(Y)][: _operands(op)]
     np.testing.assert_allclose(fold(*given), _call(op)(*given), rtol=1e-5)
+
+
+def test_a_primitive_is_described_once() -> None:
+    with pytest.raises(ValueError, match="'sinh' is described twice"):
+        described_once([("sinh", Primitive(elementwise=True)), ("cosh", Primitive()), ("sinh", Primitive())])

@@ -1,0 +1,77 @@
+"""Meshes with Explicit axes, as `jax.make_mesh` makes them: running on their arrays, and within `jax.set_mesh`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar import jax_compat
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
+    """A function that is run outside of the user's `jax.set_mesh`, if that mesh has Explicit axes.
+
+    There JAX refuses lookups of which it can't tell where they are to be. Arrays that the function returns are on the
+    user's mesh: within it JAX takes no others.
+    """
+
+    @functools.wraps(call)
+    def outside(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        mesh = jax_compat.set_mesh_here()
+        if mesh.empty or AxisType.Explicit not in mesh.axis_types:
+            return call(*args, **kwargs)
+        try:
+            if jax_compat.is_tracing():
+                return call(*args, **kwargs)
+            with jax.set_mesh(None):
+                return jax.tree.map(lambda x: _on_mesh(x, mesh), call(*args, **kwargs))
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:
+            if "mesh" in str(error) or "shard" in str(error):
+                error.add_note(
+                    "autopar says itself where values are, and runs outside of jax.set_mesh(...) with Explicit axes. "
+                    "Leave reshard and out_sharding= out of the step, and call a planned step as it is, not within "
+                    "another jax.jit"
+                )
+            raise
+
+    return outside
+
+
+def _on_mesh(leaf: Any, mesh: Any) -> Any:
+    """An array as one of a mesh over the same devices, without a copy, where that mesh can say where the array is."""
+    old = leaf.sharding if isinstance(leaf, jax.Array) else None
+    if not isinstance(old, NamedSharding):
+        return leaf
+    spec = PartitionSpec() if old.is_fully_replicated else old.spec
+    if len(old.mesh.axis_names) == 1:  # over all devices, as are all axes of another mesh
+        spec = PartitionSpec(*(None if entry is None else mesh.axis_names for entry in spec))
+    elif spec and old.mesh.axis_names != mesh.axis_names:
+        return leaf
+    new = NamedSharding(mesh, spec, memory_kind=old.memory_kind)
+    return jax.device_put(leaf, new) if new.is_equivalent_to(old, leaf.ndim) else leaf
+
+
+def is_explicit(leaf: Any) -> bool:
+    """Whether it is an array on a mesh with Explicit axes."""
+    sharding = leaf.sharding if type(leaf) is jax_compat.ConcreteArray else None
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_auto_mesh(leaf: Any) -> Any:
+    """Returns an array of a mesh with Explicit axes as one of the same mesh with Auto axes; anything else as it is."""
+    if not is_explicit(leaf):
+        return leaf
+    old = leaf.sharding
+    return jax.device_put(leaf, NamedSharding(_auto_mesh(old.mesh), old.spec, memory_kind=old.memory_kind))
+
+
+@functools.cache
+def _auto_mesh(mesh: Any) -> Any:
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
