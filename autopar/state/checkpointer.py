@@ -27,7 +27,7 @@ from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.bound_step import BoundStep
 from autopar.run.step import ParallelStep
-from autopar.state.files.dense import require_packages
+from autopar.state.files.dense import require_place
 from autopar.state.files.history import Best, History
 from autopar.state.files.places import Place
 from autopar.state.leaving import Leaving
@@ -125,7 +125,7 @@ class Checkpointer:
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
         self._group = everyone()
         if self._kept is not None:  # before hours of training
-            self._group.together(CheckpointError, functools.partial(require_packages, self._kept.path), "packages")
+            self._group.together(CheckpointError, functools.partial(require_place, self._kept.path), "a folder")
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
         if step is not None and not isinstance(step, (ParallelStep, BoundStep)):
             raise ArgumentsError(

@@ -20,12 +20,11 @@ from autopar.mpi.machines import exchange
 from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
-from autopar.state.files.manifest import LeafRecord, Manifest
+from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest
 from autopar.state.files.places import Place, mapped
 from autopar.state.files.rows import RowFiles
 from autopar.state.init import entry_of, hosted_inputs
 from autopar.state.resize import resized_axis
-from autopar.state.saving import NUMBERS
 from autopar.tables.home import ArrayHome, Home, NumpyHome, Source, Whole
 from autopar.tables.host import HostHome
 from autopar.tables.replica import Replica

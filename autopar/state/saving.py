@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.launch.group import Group
-from autopar.state.files.manifest import LeafRecord
+from autopar.state.files.manifest import NUMBERS, LeafRecord
 from autopar.state.files.rows import array_name
 from autopar.tables.averaging import average
 from autopar.tables.kinds import current, is_table, materialize
@@ -27,9 +27,6 @@ from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, replicas_of, settled
 from autopar.tables.served import session_of
 from autopar.tables.sharded import shards_of
-
-#: Types of Python numbers that a state may hold.
-NUMBERS: Mapping[Any, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
 
 @dataclass(frozen=True)

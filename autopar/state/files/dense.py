@@ -37,11 +37,18 @@ def require_orbax() -> Any:
     return orbax
 
 
-def require_packages(place: Place) -> None:
-    """Check that what saves and restores at a place is installed; a CheckpointError if it isn't."""
+def require_place(place: Place) -> None:
+    """Check that checkpoints can be kept in a place: what saves them is installed, and no file is in its way.
+
+    Raises:
+      CheckpointError: they can't.
+    """
     require_tensorstore()
-    if isinstance(place, Path):  # to a store Orbax writes with more packages only
-        require_orbax()
+    if not isinstance(place, Path):  # to a store Orbax writes with more packages only
+        return
+    require_orbax()
+    if place.is_file():
+        raise CheckpointError(f"{place} is a file: checkpoints are kept in a directory of their own")
 
 
 def _checkpointer(orbax: Any) -> Any:

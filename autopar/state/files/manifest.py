@@ -7,15 +7,17 @@ import json
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any, Literal
 
 import numpy as np
 
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
+from autopar.ir.typed_json import from_json
 from autopar.state.files.folder import POINTER
 from autopar.state.files.places import Place, write_file
-from autopar.state.files.structure import Node
+from autopar.state.files.structure import Node, leaf_numbers
 
 #: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone, format 2 no
 #: replicas; up to format 3 rows are in NumPy's files.
@@ -26,6 +28,8 @@ _CYCLIC = "dealt"
 
 #: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
 LeafKind = Literal["dense", "rows", "value", "empty"]
+#: Types of Python numbers that a state may hold.
+NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 #: What a leaf was: a jax.Array (or a table), a NumPy array, or a Python number.
 LeafType = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
@@ -149,21 +153,46 @@ class Manifest:
                     f"{version.parent / POINTER} has no checksum of {version / NAME}, which is in format "
                     f"{read['format']}: it was cut short, or written by hand"
                 )
-            leaves = tuple(_leaf(leaf) for leaf in read.pop("leaves"))
-            beside = tuple(_leaf(leaf) for leaf in read.pop("beside", ()))
-            dense = tuple(FileRecord(**file) for file in read.pop("dense"))
-            return Manifest(leaves=leaves, beside=beside, dense=dense, **read)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            manifest = from_json(Manifest, read, "manifest")
+            _check(manifest)
+            return manifest
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedCheckpointError(f"{version / NAME} is damaged: {type(error).__name__}: {error}") from error
 
 
-def _leaf(read: dict[str, Any]) -> LeafRecord:
-    layout = read.pop("layout")
-    if layout is not None:
-        layout["cyclic"] = layout.pop(_CYCLIC)
-    files = tuple(FileRecord(**file) for file in read.pop("files"))
-    shape = tuple(read.pop("shape"))
-    record = LeafRecord(**read, shape=shape, files=files, layout=None if layout is None else RowLayout(**layout))
-    if record.kind != "value":
-        _ = record.numpy_dtype  # a TypeError if there is no such dtype
-    return record
+def _check(manifest: Manifest) -> None:
+    """Check what a manifest says; a ValueError or TypeError if it can't be."""
+    if list(leaf_numbers(manifest.structure)) != list(range(len(manifest.leaves))):
+        raise ValueError("the structure isn't one of its leaves")
+    for file in manifest.files:
+        path = PurePosixPath(file.name)
+        if path.is_absolute() or ".." in path.parts or not path.parts or file.nbytes < 0:
+            raise ValueError(f"there is no file {file.name!r} of {file.nbytes} bytes in a checkpoint")
+    for leaf in (*manifest.leaves, *manifest.beside):
+        try:
+            wrong = _impossible(leaf)
+        except (ValueError, TypeError, KeyError) as error:  # of a dtype, or of a number
+            raise ValueError(f"{leaf.path}: {error}") from error
+        if wrong:
+            raise ValueError(f"{leaf.path}: {wrong}")
+
+
+def _impossible(leaf: LeafRecord) -> str | None:
+    """Returns what is wrong with a leaf."""
+    layout = leaf.layout
+    if not leaf.name or "/" in leaf.name or leaf.name in (".", ".."):
+        return f"{leaf.name!r} is no name of an array"
+    if leaf.kind == "value":
+        known = ("True", "False") if leaf.type == "bool" else (repr(NUMBERS[leaf.type](leaf.value)),)
+        return None if leaf.value in known else f"{leaf.value!r} is no Python {leaf.type}"
+    if leaf.type in NUMBERS or min(leaf.shape, default=0) < 0 or leaf.replicas < 0:
+        return f"there is no {leaf.type} of {leaf.dtype}{list(leaf.shape)} with {leaf.replicas} replicas"
+    _ = leaf.numpy_dtype  # a TypeError if there is no such dtype
+    if leaf.kind == "empty":
+        return None
+    if leaf.kind == "dense":
+        return "it has a layout of rows" if layout is not None or leaf.replicas else None
+    if layout is None or layout.devices < 1:
+        return "it has no layout of rows"
+    rows = leaf.replicas or (leaf.shape[leaf.axis] if 0 <= leaf.axis < len(leaf.shape) else -1)
+    return None if layout.extent == rows else f"its layout has {layout.extent} rows"

@@ -36,6 +36,27 @@ def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
     return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": nodes}
 
 
+def leaf_numbers(node: Node) -> Iterator[int]:
+    """Yields the leaves of a structure, in its order; a ValueError if it is none."""
+    match node:
+        case {"leaf": int(number)}:
+            yield number
+        case {"none": True}:
+            return
+        case {"list": list(nodes)} | {"tuple": list(nodes)} | {"other": str(), "children": list(nodes)}:
+            for child in nodes:
+                yield from leaf_numbers(child)
+        case {"dict": list(pairs)}:
+            for pair in pairs:
+                match pair:
+                    case [str() | int(), child]:
+                        yield from leaf_numbers(child)
+                    case _:
+                        raise ValueError(f"{str(pair)[:80]} is no entry of a dict")
+        case _:
+            raise ValueError(f"{str(node)[:80]} is no structure")
+
+
 def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
     """The tree of a structure that was described; a CheckpointError for other nodes than those above."""
     if "leaf" in node:

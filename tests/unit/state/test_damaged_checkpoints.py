@@ -180,3 +180,73 @@ def test_a_format_from_the_future(tmp_path: Path) -> None:
     (tmp_path / "CURRENT").write_text(f"version-000001 crc32={zlib.crc32(path.read_bytes()):08x}\n")
     with pytest.raises(autopar.CheckpointError, match="saved by autopar 9.0 in format 5, which is newer"):
         autopar.restore(tmp_path)
+
+
+def _forge(folder: Path, change: Any) -> None:
+    """Change what a manifest says, with a checksum that fits."""
+    file = folder / "version-000001/manifest.json"
+    manifest = json.loads(file.read_text())
+    change(manifest)
+    file.write_text(json.dumps(manifest))
+    (folder / "CURRENT").write_text(f"version-000001 crc32={zlib.crc32(file.read_bytes()):08x}\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("leaves", 0, "replicas"), True),
+        (("leaves", 0, "replicas"), -1),
+        (("leaves", 0, "replicas"), 3),
+        (("leaves", 0, "weak"), 1),
+        (("leaves", 0, "weak"), "no"),
+        (("leaves", 0, "axis"), 7),
+        (("leaves", 0, "layout"), None),
+        (("leaves", 0, "layout", "dealt"), 0),
+        (("leaves", 0, "layout", "devices"), 0),
+        (("leaves", 0, "layout", "extent"), 10**9),
+        (("leaves", 0, "shape"), [-1, 3]),
+        (("leaves", 0, "dtype"), "float31"),
+        (("leaves", 0, "kind"), "code"),
+        (("leaves", 0, "name"), "../../elsewhere"),
+        (("leaves", 0, "files", 0, "name"), "../../elsewhere"),
+        (("leaves", 0, "files", 0, "name"), "/etc/hostname"),
+        (("leaves", 0, "files", 0, "name"), ""),
+        (("leaves", 0, "files", 0, "nbytes"), -1),
+        (("dense", 0, "name"), "rows/../../elsewhere"),
+        (("leaves", 2, "value"), "maybe"),
+        (("leaves", 2, "type"), "jax"),
+        (("structure",), []),
+        (("structure",), {"dict": [["a", {"leaf": 0}]]}),
+        (("structure",), {"list": [{"leaf": -1}, {"leaf": 1}, {"leaf": 2}]}),
+        (("structure",), {"tuple": {"leaf": 0}}),
+        (("structure",), {"dict": [[{}, {"leaf": 0}]]}),
+        (("structure",), {"leaf": True}),
+        (("position",), 3),
+        (("ranks",), "two"),
+        (("beside",), {}),
+        (("else",), 1),
+    ],
+)
+def test_forged_manifests(place: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    """What a manifest says is checked, whatever its checksum."""
+    folder = tmp_path / "it"
+    autopar.save(folder, {"a": hosted(1.0), "b": True, "c": jnp.ones(3)})
+
+    def change(manifest: Any) -> None:
+        for key in place[:-1]:
+            manifest = manifest[key]
+        manifest[place[-1]] = value
+
+    assert autopar.restore(folder).state["b"] is True
+    _forge(folder, lambda manifest: None)
+    assert autopar.restore(folder).state["b"] is True
+    _forge(folder, change)
+    with pytest.raises(autopar.DamagedCheckpointError, match=r"manifest.json is damaged: "):
+        autopar.restore(folder)
+
+
+def test_a_file_in_place_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("notes")
+    with pytest.raises(autopar.CheckpointError, match="run is a file: checkpoints are kept in a directory of their"):
+        autopar.Checkpointer(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "notes"
