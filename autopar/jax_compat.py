@@ -219,15 +219,9 @@ def is_float(dtype: Any) -> bool:
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
-def trace(
-    fun: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    static_argnums: tuple[int, ...] = (),
-    static_argnames: tuple[str, ...] = (),
-) -> Any:
+def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
     """`jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
-    return jax.jit(fun, static_argnums=static_argnums, static_argnames=static_argnames).trace(*args, **kwargs)
+    return jax.jit(fun, **jit_options).trace(*args, **kwargs)
 
 
 def set_mesh_here() -> Any:

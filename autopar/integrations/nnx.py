@@ -164,7 +164,7 @@ class NnxStep(WrappedStep):
     def _step(self, graphs: Graphs) -> ParallelStep:
         change = "the nnx objects have another structure (a Variable, a static attribute)"
         remedy = "Keep what changes from call to call in Variables"
-        static = {"static_argnums": self._static.argnums, "static_argnames": self._static.argnames}
+        static = self._static.static_options
         make = lambda: autopar.parallelize(_pure(self.fun, dict(graphs.found)), **{**self.options, **static})  # noqa: E731
         return self._step_of(graphs, make, change, remedy)
 

@@ -104,7 +104,7 @@ def _compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verifica
 def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     call = read_call(step.fun, args, kwargs, step.static)
     shapes, named = call.shapes
-    again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, step.static.argnums, step.static.argnames)
+    again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, **step.static.static_options)
     old, new = (block_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:

@@ -120,7 +120,7 @@ class Planner:
         start = time.perf_counter()
         try:
             fun, notes = self._written_for(call)
-            traced = jax_compat.trace(fun, args, kwargs, self.static.argnums, self.static.argnames)
+            traced = jax_compat.trace(fun, args, kwargs, **self.static.static_options)
         except NameError as error:
             raise unknown_axis(self.name, error) from error
         seconds = time.perf_counter() - start

@@ -36,6 +36,11 @@ class NamedArguments:
             tuple(sorted({*self.argnums, *other.argnums})), tuple(sorted({*self.argnames, *other.argnames}))
         )
 
+    @property
+    def static_options(self) -> Mapping[str, Any]:
+        """Returns what `jax.jit` is given to take them as static."""
+        return {"static_argnums": self.argnums, "static_argnames": self.argnames}
+
     def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
         """Returns those of a call, by position or name."""
         return {k: v for k, v in (*enumerate(args), *sorted(kwargs.items())) if k in self}

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+
+import jax
+import jaxlib.version
+import numpy as np
 
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
@@ -15,6 +20,14 @@ from autopar.run.entry import Entry
 #: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
 _BYTES, _TIMES = 64 << 20, 4
 
+#: The option of LLVM with which XLA adds by the GPU's own instruction, which takes subnormal numbers for zeros.
+_ATOMICS = "-nvptx-allow-ftz-atomics"
+_SLOW_SCATTERS = (
+    "jaxlib {} adds updates to rows of float32 up to 2,000 times slower on NVIDIA GPUs where ids repeat (jax issue "
+    "38806), as at {}. Take jaxlib 0.11.1 or newer (Python 3.12), or start Python with "
+    f"XLA_FLAGS=--xla_backend_extra_options={_ATOMICS}, which takes subnormal numbers in such sums for zeros"
+)
+
 
 def warn_of_slow_plan(name: str, entry: Entry) -> None:
     """Warn of what costs much and needn't.
@@ -25,6 +38,22 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
     """
     for told in (*_dense_tables(entry), *_whole_tables(entry), *_undivided_batch(entry), *_large_results(entry)):
         warn(f"{name}: {told}", SlowPlanWarning)
+    if entry.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
+        scatters = (e for e in entry.compiled.analysed.block.walk() if e.op == "scatter-add")
+        first = next((e for e in scatters if e.outputs[0].dtype == np.float32), None)
+        if first is not None:
+            warn(f"{name}: {_SLOW_SCATTERS.format(jaxlib.version.__version__, first.where)}", SlowPlanWarning)
+
+
+def has_slow_scatters(device_kind: str) -> bool:
+    """Whether this jaxlib adds float32 updates to a device's memory in loops of compare-and-swap (jax#38806).
+
+    Args:
+      device_kind: As JAX names the device: "NVIDIA H100 80GB HBM3", say.
+    """
+    is_slow = (0, 10, 2) <= jaxlib.version.__version_info__[:3] < (0, 11, 1)
+    flags = os.environ.get("XLA_FLAGS", "")
+    return is_slow and "NVIDIA" in device_kind and _ATOMICS not in flags and "--xla_gpu_ftz=true" not in flags
 
 
 def undivided(entry: Entry) -> int:
