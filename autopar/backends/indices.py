@@ -199,9 +199,10 @@ def as_bits(move: Callable[[Array], Array], value: Array) -> Array:
     """What a collective makes of a value that only moves elements: those of small floats as bits, which XLA would widen
     to float32 on CPUs, and send twice as many bytes."""
     dtype = value.dtype
-    if not jax_compat.is_float(dtype) or dtype.itemsize > 2:
+    size = jnp.finfo(dtype).bits if jax_compat.is_float(dtype) else 0
+    if size not in (8, 16):
         return move(value)
-    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{8 * dtype.itemsize}"))
+    bits = jax.lax.bitcast_convert_type(value, jnp.dtype(f"uint{size}"))
     return jax.lax.bitcast_convert_type(move(bits), dtype)
 
 

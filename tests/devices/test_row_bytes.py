@@ -104,3 +104,16 @@ def test_rows_of_small_floats_arrive_bit_by_bit() -> None:
     for method in ("ps", "allgather"):
         mine, _ = autopar.parallelize(step, strategy=method, donate=False)({"emb": table}, IDS[:, :1])
         np.testing.assert_array_equal(np.asarray(mine["emb"], np.float32), np.asarray(theirs["emb"], np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "float8_e4m3fn"])
+def test_smaller_floats_travel_too(dtype: str) -> None:
+    """Two of 4 bits would be one of 8."""
+
+    def step(p: Any, i: Any) -> Any:
+        value, g = jax.value_and_grad(lambda p: jnp.sum(p["emb"].astype(dtype)[i].astype(float)))(p)
+        return {"emb": p["emb"] - g["emb"]}, value
+
+    state = {"emb": jnp.ones((ROWS, WIDTH))}
+    mine, theirs = autopar.parallelize(step, strategy="ps", donate=False)(state, IDS), jax.jit(step)(state, IDS)
+    np.testing.assert_array_equal(mine[0]["emb"], theirs[0]["emb"])
