@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import operator
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import explicit_meshes, jax_compat
-from autopar.errors import CheckpointError
+from autopar.cost.units import format_bytes
+from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import Home
+
+#: From so many bytes on, and so many reads of whole leaves of a kind and shape by functions of JAX, a warning.
+_LARGE_BYTES, _READS = 64 << 20, 10
+_reads: Counter[tuple[type, tuple[int, ...]]] = Counter()
 
 
 @dataclass(frozen=True)
@@ -110,12 +116,25 @@ class TableLeaf(abc.ABC):
         return self.materialize()
 
     def __jax_array__(self) -> Any:
+        self._count_read()
         with jax_compat.outside_traces():
             array = self.materialize()
             devices = array.devices()
             if len(devices) > 1 and next(iter(devices)).platform == "cpu":
                 array.block_until_ready()  # independent programs with collectives starve each other of CPUs' threads
             return array
+
+    def _count_read(self) -> None:
+        """Warns once where large leaves are read whole again and again."""
+        kind = type(self), self.shape
+        _reads[kind] += self.nbytes >= _LARGE_BYTES
+        if _reads[kind] == _READS:
+            warn(
+                f"functions of JAX have read {self!r} {_READS} times, {format_bytes(self.nbytes)} each time: all rows. "
+                "Look rows up in a planned function, autopar.parallelize(evaluate), or make ordinary arrays once, "
+                "autopar.materialize(state)",
+                SlowPlanWarning,
+            )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.ordinary().__reduce_ex__(protocol)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -108,3 +110,17 @@ def test_a_leaf_that_is_kept_twice_is_copied_once() -> None:
     leaf = _cases()["Table"].state()[0]["e"]
     first, second = copy.deepcopy([leaf, leaf])
     assert first is second is not leaf
+
+
+def test_large_leaves_that_are_read_whole_again_and_again_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = _cases()["Table"]
+    state = case.state()
+    monkeypatch.setattr("autopar.tables.leaf._LARGE_BYTES", state[0]["e"].nbytes)
+    monkeypatch.setattr("autopar.tables.leaf._reads", Counter())
+    for _ in range(9):
+        jnp.sum(state[0]["e"])
+    with pytest.warns(autopar.SlowPlanWarning, match="have read autopar.Table.* 10 times") as told:
+        state, _ = case.step(state, case.batch)
+        jax.jit(jnp.sum)(state[0]["e"])
+        jnp.sum(state[0]["e"])
+    assert len(told) == 1 and told[0].filename == __file__

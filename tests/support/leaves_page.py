@@ -39,7 +39,8 @@ with each kind; a test compares with NumPy.
 
 - **Reading takes all rows**: `table * 2`, `jnp.sum(table)` or `jax.jit(f)(table)` brings all rows up to date, and makes
   an array of the whole table in each call. An evaluation that looks rows up is faster planned,
-  `autopar.parallelize(evaluate)`: it reads these rows where they are.
+  `autopar.parallelize(evaluate)`: it reads these rows where they are. A `SlowPlanWarning` tells of 64 MiB or more that
+  were read so ten times.
 - **Copies**: `copy.deepcopy(state)` is a state of its own; training goes on from either. On one device a table's copy
   is an ordinary array. What waits for updates is
   brought up to date first. What is on its way through a pipeline, a client's replica or what servers keep becomes what
