@@ -205,7 +205,9 @@ class _Lookups(Interpreter[_Rows]):
         made = []
         for value, out in zip(results, equation.outputs, strict=True):
             kept = {(leaf, of) for leaf, of, _ in value.traces}
-            gone = {(k, equation) for k, of, size in axes if (k, of) not in kept and 2 * out.type.size >= size}
+            # What is smaller than a result that has rows of another leaf are weights: `w` of `(table @ w)[ids]`.
+            least = out.type.size if kept else 0
+            gone = {(k, equation) for k, of, n in axes if (k, of) not in kept and least <= n <= 2 * out.type.size}
             made.append(replace(value, lost=lost | gone))
         return made
 

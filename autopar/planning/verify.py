@@ -36,7 +36,7 @@ from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.run.wrapped_step import AnyStep, unwrapped
 from autopar.tables.averaging import average
-from autopar.tables.kinds import materialize
+from autopar.tables.kinds import is_table, materialize
 
 #: Error allowed, as a share of the largest change in a leaf.
 RELATIVE = 1e-5
@@ -175,7 +175,7 @@ def compare_runs(
 
 def _here(x: Any) -> Any:
     """The whole array on this process: plain steps are run by each process for itself."""
-    return jnp.asarray(local(x))
+    return jnp.asarray(local(x.materialize() if is_table(x) else x))
 
 
 def _wide(x: Any) -> Any:

@@ -73,7 +73,7 @@ REFUSED: Mapping[str, tuple[Form, str]] = {
         lambda g, t, n: jax.lax.cond(g.sum() > 0, lambda t: (t**2).sum(), lambda t: 0.0, t),
         "in a loop or branch",
     ),
-    "before and after": (lambda g, t, n: jnp.abs(n - t).max(), "and the update as well"),
+    "before and after": (lambda g, t, n: jnp.maximum(n, t).max(), "and the update as well"),
     "a callback": (lambda g, t, n: jax.debug.print("{}", t) or 0, "by debug_"),
 }
 

@@ -63,7 +63,8 @@ def end_of(name: str) -> End:
     moving, constant = _moved(entry)
     if entry.compiled.plan.defers:
         return End(name, "deferred", f"{moving}{_at_rest(entry)}")
-    notes = dict.fromkeys(_plain(note) for note in table.reason.split("; ")[1:])
+    reads, _, _ = table.reason.partition("; to change that")
+    notes = dict.fromkeys(_plain(note) for note in reads.split("; ")[1:])
     told = [f"constant: {constant}"] if constant else []
     return End(name, "constant" if constant else "identity", "; ".join([*told, *notes]))
 
