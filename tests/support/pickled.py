@@ -14,7 +14,7 @@ import pytest
 import autopar
 
 
-def check_no_part_is_pickled(leaf: Any, process: int) -> None:
+def assert_no_part_is_pickled(leaf: Any, process: int) -> None:
     """Collective; `process`: this one's number."""
     if process == 0:  # the others don't take part
         for act in (pickle.dumps, flax.serialization.to_bytes):

@@ -145,6 +145,7 @@ def await_visible(path: Place) -> None:
     while isinstance(path, Path) and not path.is_dir():
         if time.monotonic() > end:
             raise CheckpointError(
-                f"{path}, which rank 0 made, isn't there: checkpoints go to one file system that all ranks see"
+                f"{path}, which rank 0 made, isn't there: checkpoints go to one folder, which all ranks name alike, of "
+                "a file system that all of them see"
             )
         time.sleep(0.05)

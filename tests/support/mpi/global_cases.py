@@ -20,7 +20,7 @@ from autopar.measure import calibrate, loops, probe
 from autopar.run import slow_plans
 from tests.support import dense_steps
 from tests.support.explained import explained
-from tests.support.pickled import check_no_part_is_pickled
+from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.rates import RATES
 from tests.support.row_steps import make_state, step
 from tests.zoo import MODELS, OPTIMIZERS
@@ -198,7 +198,7 @@ def check_a_copy_of_the_state_is_whole_everywhere() -> None:
         spread = autopar.materialize(state, copy=False)["params"]["emb"]
         assert spread.is_fully_replicated == (rows == ROWS)  # which nothing divides
         if rows == ROWS:
-            check_no_part_is_pickled(state["params"]["emb"], RANK)
+            assert_no_part_is_pickled(state["params"]["emb"], RANK)
         before = jax.tree.map(np.array, read)
         planned(state, ids_of(rows))
         jax.tree.map(np.testing.assert_array_equal, read, before)
@@ -309,7 +309,8 @@ def check_explain_and_verify() -> None:
 def check_rates_are_the_first_ones() -> None:
     """Each rank would measure something else, and reads another cache."""
     calibrate._known.clear()
-    os.environ["XDG_CACHE_HOME"] += "/new"
+    cache = os.environ["XDG_CACHE_HOME"]
+    os.environ["XDG_CACHE_HOME"] = f"{cache}/new"
     mine = {"all_reduce": {"1024": 0.001 * (RANK + 1), "4194304": 1.0}}
     calibrate.measure_probes, kept = (lambda probes, budget, advance: mine), calibrate.measure_probes
     try:
@@ -319,6 +320,7 @@ def check_rates_are_the_first_ones() -> None:
         assert found.all_reduce(1) == 0.001 and "all_gather" in found.assumed
         assert calibrate.cache_file(devices, "rates-1-{}.json").exists() or RANK
     finally:
+        os.environ["XDG_CACHE_HOME"] = cache  # other cases have their files beside it
         calibrate.measure_probes = kept
         calibrate._known.clear()
 

@@ -33,7 +33,7 @@ from tests.support.mpi.lookup_cases import check_whole_reads as check_whole_read
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases
 from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # another one
 from tests.support.pairs import pairwise
-from tests.support.pickled import check_no_part_is_pickled
+from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.settings import set_options
 from tests.zoo import MODELS, OPTIMIZERS
 from tests.zoo.case import Case, concrete, initial_variables, zipf_ids
@@ -190,7 +190,7 @@ def check_results() -> None:
     evaluate = autopar.parallelize(lambda params, ids: params["emb"]["embedding"][ids].sum())
     ids = case.batches(7)["ids"]
     found = float(evaluate(state.params, ids))
-    check_no_part_is_pickled(table, RANK)
+    assert_no_part_is_pickled(table, RANK)
     whole = np.asarray(table)
     assert abs(found - whole[ids].sum()) < 1e-3
     for results in (None, "spread"):

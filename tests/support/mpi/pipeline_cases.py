@@ -18,7 +18,7 @@ from autopar.mpi.world import world
 from autopar.planning.replay import replay_minibatches
 from autopar.run.stage_executor import StageExecutor
 from tests.support.microbatched import batch, difference, language_model, numbers, stages_of
-from tests.support.pickled import check_no_part_is_pickled
+from tests.support.pickled import assert_no_part_is_pickled
 
 jax.config.update("jax_enable_x64", True)
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
@@ -90,12 +90,12 @@ def check_states_without_a_flush() -> None:
     for k in range(3):
         state, _ = planned(state, batch(k))
     autopar.save(folder, state)
-    check_no_part_is_pickled(state["params"]["words"], RANK)
+    assert_no_part_is_pickled(state["params"]["words"], RANK)
     read = np.asarray(state["params"]["words"])
     other = autopar.parallelize(step, pipeline=autopar.Pipeline(stages_of(COUNT), microbatches=2))
     found = autopar.restore(folder, make(), step=other, batch=batch(0)).state
     assert np.array_equal(read, np.asarray(found["params"]["words"]))
-    check_no_part_is_pickled(found["params"]["words"], RANK)
+    assert_no_part_is_pickled(found["params"]["words"], RANK)
     other(found, batch(3))
 
 

@@ -36,7 +36,7 @@ from tests.support.mpi.replica_task import (
     step_of,
     trained,
 )
-from tests.support.pickled import check_no_part_is_pickled
+from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.rates import RATES
 
 autopar.api.rates_of = lambda *_, **__: RATES
@@ -364,7 +364,7 @@ def check_what_is_refused() -> None:
         step(make_state(tx), minibatch(RANK, 0))
     step = autopar.parallelize(step_of(tx), sync=Average(every=3, delay=1))
     state = trained(step, make_state(tx), range(2))
-    check_no_part_is_pickled(state["params"]["w"], RANK)
+    assert_no_part_is_pickled(state["params"]["w"], RANK)
     with pytest.raises(autopar.StateError, match="replicas that became ordinary arrays"):
         step(autopar.materialize(state), minibatch(RANK, 2))
     with pytest.raises(autopar.StepError, match="was given replicas"):
