@@ -65,8 +65,9 @@ def is_explicit(leaf: Any) -> bool:
 
 
 def on_auto_mesh(leaf: Any) -> Any:
-    """Returns an array of a mesh with Explicit axes as one of the same mesh with Auto axes; anything else as it is."""
-    if not is_explicit(leaf):
+    """Returns an array of a mesh with Explicit axes as one of the same mesh with Auto axes; anything else, and an array
+    that is deleted, as it is."""
+    if not is_explicit(leaf) or leaf.is_deleted():
         return leaf
     old = leaf.sharding
     return jax.device_put(leaf, NamedSharding(_auto_mesh(old.mesh), old.spec, memory_kind=old.memory_kind))

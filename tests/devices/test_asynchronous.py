@@ -190,7 +190,7 @@ def test_states_are_drained_when_they_are_read(tmp_path: Path) -> None:
 
 
 def test_other_functions_take_a_state_that_is_on_its_way() -> None:
-    """An evaluation that is planned reads it, and so finishes its minibatches; `jax.jit` refuses it."""
+    """An evaluation reads it, planned or under `jax.jit`, and so finishes its minibatches."""
     step, make = language_model(SGD)
     planned, state = autopar.parallelize(step, pipeline=Pipeline(stages_of(2), "async")), make()
     for k in range(3):
@@ -199,12 +199,12 @@ def test_other_functions_take_a_state_that_is_on_its_way() -> None:
     def sum_of(params: Any) -> jax.Array:
         return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(params))
 
-    with pytest.raises(TypeError, match="PendingArray"):
-        jax.jit(sum_of)(state["params"])
+    under_jit = jax.jit(sum_of)(state["params"])
     found = autopar.parallelize(sum_of)(state["params"])
     params = autopar.materialize(state["params"])
     assert autopar.ended(state) == 0
-    np.testing.assert_allclose(float(found), float(sum_of(params)), rtol=1e-6)
+    for each in (found, under_jit):
+        np.testing.assert_allclose(float(each), float(sum_of(params)), rtol=1e-6)
 
 
 def test_a_drain_that_fails_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
