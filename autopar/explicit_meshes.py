@@ -59,7 +59,7 @@ def _on_mesh(leaf: Any, mesh: Any) -> Any:
 
 
 def is_explicit(leaf: Any) -> bool:
-    """Whether it is an array on a mesh with Explicit axes."""
+    """Returns whether a leaf is an array on a mesh with Explicit axes."""
     sharding = leaf.sharding if type(leaf) is jax_compat.ConcreteArray else None
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 

@@ -106,7 +106,7 @@ class Families:
 
     @functools.cached_property
     def producers(self) -> Mapping[Atom, Equation]:
-        """What makes the values at the top of the program."""
+        """Returns the equation that makes each value at the top of the program."""
         return {v: e for e in self.program.block.equations for v in e.outputs}
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:

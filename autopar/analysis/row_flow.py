@@ -363,7 +363,7 @@ def _source(atom: Atom, value: Value) -> Hashable:
 
 
 def _in_turns(off: Off) -> Off:
-    """Of a value that a loop takes apart or stacks: a function's name is of one turn, or of all together."""
+    """Forgets a function's name where a loop takes apart or stacks the value: it holds in one turn, or for all."""
     return UNKNOWN if isinstance(off, Unknown) else off
 
 

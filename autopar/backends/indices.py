@@ -196,8 +196,8 @@ def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
 
 
 def as_bits(move: Callable[[Array], Array], value: Array) -> Array:
-    """What a collective makes of a value that only moves elements: those of small floats as bits, which XLA would widen
-    to float32 on CPUs, and send twice as many bytes."""
+    """Runs a collective that only moves elements; small floats travel as bits, for XLA would widen them to float32 on
+    CPUs, and send twice as many bytes."""
     dtype = value.dtype
     size = jnp.finfo(dtype).bits if jax_compat.is_float(dtype) else 0
     if size not in (8, 16):

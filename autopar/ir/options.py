@@ -74,7 +74,7 @@ class Options:
         return self.sync.is_asynchronous
 
     def are_results_whole(self, program: Program) -> bool:
-        """Whether results by example are whole on every process: by default those of a function without state."""
+        """Returns whether every process has all results by example: by default those of a function without state."""
         return not program.new_states if self.results is None else self.results == "whole"
 
     @property

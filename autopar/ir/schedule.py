@@ -210,7 +210,7 @@ class Rule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether its schedules have the gradients of weights as tasks of their own."""
+        """Returns whether its schedules have the gradients of weights as tasks of their own."""
         return self.make(self.places((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
 
     @property

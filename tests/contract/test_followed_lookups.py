@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from tests.support.followed_lookups import STEPS, batch_of, state_of
+from tests.support.followed_lookups import STEPS, batch_of, state_of, trained
 
 
 @pytest.fixture(autouse=True)
@@ -22,16 +22,7 @@ def _double() -> Any:
 @pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")])
 @pytest.mark.parametrize("name", STEPS)
 def test_they_are_followed(name: str, strategy: Any) -> None:
-    step: Any = autopar.parallelize(STEPS[name], strategy=strategy, state_argnums=0)
-    plain = jax.jit(STEPS[name])
-    state, wanted = state_of(), state_of()
-    for seed in range(3):
-        state, loss = step(state, batch_of(seed))
-        wanted, other = plain(wanted, batch_of(seed))
-        np.testing.assert_allclose(loss, other, rtol=1e-12)
-    found = autopar.materialize(state)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-12), found, wanted)
-    table = step.plan.table("table")
+    table = trained(name, rtol=1e-12, strategy=strategy)
     assert table.lifted and "read whole" not in table.reason, table.reason
 
 

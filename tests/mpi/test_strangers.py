@@ -52,8 +52,8 @@ def test_who_writes_to_the_store_runs_no_code(run_ranks: Run, restores: bool) ->
 def test_the_coordinator_of_one_machine_listens_to_that_machine(run_ranks: Run) -> None:
     script = """
     import autopar, socket
-    from jax._src.distributed import global_state
-    address, port = global_state.coordinator_address.split(":")
+    from autopar import jax_compat
+    address, port = jax_compat._distributed.global_state.coordinator_address.split(":")
     socket.create_connection((address, int(port)), 10).close()
     try:
         socket.create_connection(("127.0.0.2", int(port)), 10).close()  # another address of this host

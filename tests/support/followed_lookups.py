@@ -10,6 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import autopar
+from autopar.ir.plan import TablePlan
+
 ROWS, WIDTH, BATCH, CANDIDATES = 640, 6, 16, 24
 
 
@@ -23,6 +26,20 @@ def batch_of(seed: int) -> Any:
     batch = {name: rng.integers(-3, ROWS, BATCH) for name in ("ids", "next", "users")}
     batch |= {"candidates": rng.integers(-3, ROWS, (BATCH, CANDIDATES)), "shared": rng.integers(-3, ROWS, CANDIDATES)}
     return {**batch, "reward": rng.normal(size=BATCH), "pick": rng.integers(-9, 2 * CANDIDATES, BATCH)}
+
+
+def trained(name: str, rtol: float, **options: Any) -> TablePlan:
+    """Trains three steps, planned and plain, compares what they return, and returns the plan of the table."""
+    step: Any = autopar.parallelize(STEPS[name], state_argnums=0, **options)
+    plain = jax.jit(STEPS[name])
+    state, wanted = state_of(), state_of()
+    for seed in range(3):
+        state, loss = step(state, batch_of(seed))
+        wanted, other = plain(wanted, batch_of(seed))
+        np.testing.assert_allclose(loss, other, rtol=rtol)
+    found = autopar.materialize(state)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=rtol), found, wanted)
+    return step.plan.table("table")
 
 
 def _moved(state: Any, table: Any, loss: Any) -> Any:

@@ -90,8 +90,8 @@ _OF_EQUALS: Mapping[str, int | None] = {
 
 
 def _of_equals(equation: Equation, offs: Sequence[Off]) -> Off:
-    """Where the operands are the same function of the row. One value with itself is left alone: `x != x` and `x - x`
-    ask whether it is a NaN or an infinity."""
+    """Returns what an equation of two operands is off the touched rows, if they are the same function of the row there.
+    One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity."""
     one, other = equation.inputs
     if one is other or offs[0] != offs[1] or isinstance(offs[0], Const) or offs[0] == UNKNOWN:
         return UNKNOWN
@@ -158,7 +158,7 @@ _SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
 
 
 def off_of(atom: Any, value: Value, axis: int) -> Off:
-    """What an operand is off the rows that lie along `axis`."""
+    """Returns what an operand is off the rows that lie along `axis`."""
     if isinstance(value, Row):
         return value.off
     if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
