@@ -1,8 +1,9 @@
 """The contract's oracle: the step's float32 program evaluated in float64.
 
-Every equation is evaluated twice side by side: as it is, and with its floats promoted to float64. What is no float
-(ids, random bits, predicates, counters) is taken from the first evaluation, so that both make the same choices. The
-two states are carried from step to step, so errors accumulate as they do in training. See docs/accuracy.md.
+Every equation is evaluated twice side by side: as it is, and with its floats promoted to float64, its complex numbers
+to complex128. What is neither (ids, random bits, predicates, counters) is taken from the first evaluation, so that both
+make the same choices. The two states are carried from step to step, so errors accumulate as they do in training. See
+docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -37,14 +38,19 @@ def oracle(block: Block) -> Callable[[Sequence[Array], Sequence[Array]], tuple[l
 
 
 def promote(value: Array) -> Array:
-    """A float as float64; everything else as it is."""
-    if jax_compat.is_float(value.dtype):
-        return value.astype(np.float64)
-    return value
+    """A float as float64, a complex number as complex128; everything else as it is."""
+    return value.astype(_wide(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
+
+
+def _wide(dtype: Any) -> Any:
+    """Returns the dtype that a value is promoted to, or its own."""
+    if jax_compat.is_float(dtype):
+        return np.dtype(np.float64)
+    return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
 def _promoted(type_: Any) -> bool:
-    return isinstance(type_, ArrayType) and jax_compat.is_float(type_.dtype)
+    return isinstance(type_, ArrayType) and bool(jnp.issubdtype(type_.dtype, jnp.inexact))
 
 
 def _block(block: Block, inputs: Sequence[Pair]) -> list[Pair]:
@@ -90,8 +96,8 @@ def _follows(equation: Equation) -> bool:
 def _promote_params(params: Mapping[str, Any]) -> dict[str, Any]:
     changed = dict(params)
     for name in _DTYPES:
-        if changed.get(name) is not None and jax_compat.is_float(changed[name]):
-            changed[name] = np.dtype(np.float64)
+        if changed.get(name) is not None:
+            changed[name] = _wide(changed[name])
     return changed
 
 
@@ -134,7 +140,7 @@ def _cast(pairs: Sequence[Pair], like: Sequence[Atom]) -> tuple[Pair, ...]:
         return value if jax_compat.is_key(dtype) else jax.lax.convert_element_type(value, dtype)
 
     kinds = zip(pairs, like, strict=False)
-    return tuple((strong(a, t.dtype), strong(b, np.float64 if _promoted(t.type) else t.dtype)) for (a, b), t in kinds)
+    return tuple((strong(a, t.dtype), strong(b, _wide(t.dtype))) for (a, b), t in kinds)
 
 
 def _remat(equation: Equation, operands: list[Pair]) -> list[Pair]:

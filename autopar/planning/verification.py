@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,3 +45,9 @@ class Verification:
         return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
 
     __repr__ = __str__
+
+
+def as_floats(value: Any) -> np.ndarray:
+    """Returns float64[...]; of complex numbers [2, ...], their real and imaginary parts, which are compared alike."""
+    array = np.asarray(value)
+    return (np.stack([np.real(array), np.imag(array)]) if np.iscomplexobj(array) else array).astype(np.float64)

@@ -28,7 +28,7 @@ from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
 from autopar.planning.replay_replicas import compare_replicas
 from autopar.planning.replay_served import compare_served
-from autopar.planning.verification import LeafCheck, Verification
+from autopar.planning.verification import LeafCheck, Verification, as_floats
 from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
@@ -211,7 +211,7 @@ def _keep_wide(keep: Callable[..., Any], inputs: Sequence[Any], wide: Sequence[A
     """The lazy rule in float64: the ids come from the float32 run."""
     with jax_compat.enable_x64():
         pairs = zip(inputs, wide, strict=True)
-        mixed = [w if jax_compat.is_float(x.dtype) else x for x, w in pairs]
+        mixed = [w if jnp.issubdtype(x.dtype, jnp.inexact) else x for x, w in pairs]
         return keep(mixed, outputs)
 
 
@@ -220,11 +220,11 @@ def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafChec
         plain, mine, truth = (jax.random.key_data(x) for x in (plain, mine, plain))
     if plain.dtype != mine.dtype or plain.shape != mine.shape:
         return LeafCheck(path, 0.0, np.inf, 0.0, False)
-    if not jax_compat.is_float(plain.dtype):
+    if not jnp.issubdtype(plain.dtype, jnp.inexact):
         differ = float(np.sum(np.asarray(plain) != np.asarray(mine)))
         return LeafCheck(path, float(plain.size), differ, 0.0, differ == 0)
-    a, b, t = (np.asarray(x).astype(np.float64) for x in (plain, mine, truth))
-    base = np.zeros_like(t) if start is None else np.asarray(start).astype(np.float64)
+    a, b, t = map(as_floats, (plain, mine, truth))
+    base = np.zeros_like(t) if start is None else as_floats(start)
     if not np.array_equal(_kind(a), _kind(b)):
         return LeafCheck(path, 0.0, np.inf, 0.0, False)
     finite = np.isfinite(a) & np.isfinite(t)

@@ -11,7 +11,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.pipeline import StagedStep
 from autopar.planning.replay import replay_minibatches
-from autopar.planning.verification import LeafCheck, Verification
+from autopar.planning.verification import LeafCheck, Verification, as_floats
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.entry import Entry
 from autopar.tables.kinds import copied, materialize
@@ -71,7 +71,7 @@ def replayed(path: str, size: float, error: float) -> LeafCheck:
 def compared_values(expected: Any, found: Any) -> tuple[float, float]:
     """Returns the largest value, and the largest difference."""
     pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
-    a, b = (np.asarray(x).astype(np.float64) for x in pair)
+    a, b = map(as_floats, pair)
     both = np.isnan(a) & np.isnan(b)
     error = np.where(both | (a == b), 0.0, np.abs(a - b))
     return float(np.max(np.abs(a), initial=0.0)), float(np.max(error, initial=0.0))

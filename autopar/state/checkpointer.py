@@ -118,6 +118,8 @@ class Checkpointer:
                 raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more, or None")
         if best is not None and (not isinstance(best, tuple) or len(best) != 2 or best[1] not in _CHOICES):
             raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
+        if best is not None and (not isinstance(best[0], str) or best[0] == "step"):  # which the file has besides
+            raise ArgumentsError(f"best={best!r}: a metric's name is a text other than 'step'")
         self.steps = 0
         self._kept = None if folder is None else History.of(folder)
         self._planned, self._maker = step, Maker(step, batch, call)

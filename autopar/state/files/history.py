@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import CheckpointError, PlanError, StateWarning, warn
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import plan_text
+from autopar.ir.typed_json import MalformedError, from_json
 from autopar.state.files.folder import POINTER, Folder
 from autopar.state.files.places import Place, named, place_of, put, remove_all
 
@@ -31,6 +33,10 @@ class Best:
     step: int
     name: str
     value: float
+
+    def __post_init__(self) -> None:
+        if self.step < 0 or math.isnan(self.value):
+            raise ValueError(f"step {self.step} can't be the best with {self.name} {self.value}")
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,12 @@ class History:
         return sorted(step for step, path in self._folders() if (path / POINTER).is_file())
 
     def best(self) -> Best | None:
-        """Which was the best; None if none was evaluated."""
+        """Returns which was the best; None if none was evaluated.
+
+        Raises:
+          CheckpointError: the file is none that `note_best` wrote. Which checkpoint is the best isn't guessed: the next
+            save would remove it.
+        """
         path = self.path / _BEST
         with named(path, "read"):
             try:
@@ -61,12 +72,16 @@ class History:
             except FileNotFoundError:
                 return None
         try:
-            read = json.loads(text)
-            step = read.pop("step")
-            ((name, value),) = read.items()
-            return Best(int(step), name, float(value))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{path} is damaged: remove it, and the next evaluation is the best") from error
+            read = from_json(Mapping[str, float], json.loads(text), _BEST)
+            names = [name for name in read if name != "step"]
+            if len(names) != 1:
+                raise MalformedError(f"{_BEST} has a step and one metric, not {sorted(read)}")
+            return from_json(Best, {"step": read.get("step"), "name": names[0], "value": read[names[0]]}, _BEST)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is damaged: remove it, and the next evaluation is the best (copy the best checkpoint first, "
+                f"the next save may remove it). {error}"
+            ) from error
 
     def note_best(self, best: Best) -> None:
         """Write down which is the best, down to the disk."""

@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.planning.verify import compare_runs
-from autopar.planning.verify_replay import replayed
+from autopar.planning.verify_replay import compared_values, replayed
 from tests.support.pairs import diagonal
 from tests.zoo import MODELS, OPTIMIZERS
 
@@ -66,6 +66,49 @@ def test_verify_raises_with_the_leaf_that_differs(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(entry, "run", lambda *xs: [run(*xs)[0] + jnp.float32(1e-3), *run(*xs)[1:]])
     with pytest.raises(autopar.VerificationError, match="WRONG .*table"):
         autopar.verify(planned, state, batch)
+
+
+def complex_step(state: dict[str, Any], ids: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+    """Real and complex numbers in turn, and loops that carry both."""
+
+    def loss_fn(p: dict[str, Any]) -> jax.Array:
+        z = p["z"][ids] * jnp.exp(1j * p["w"][ids])
+        (carried, total), _ = jax.lax.scan(lambda c, x: ((c[0] * x, c[1] + jnp.abs(c[0]).sum()), None), (z[0], 0.1), z)
+        return (jnp.abs(z * 1.7) ** 2).mean() + (p["w"][ids] * z.real).sum() + (total + carried.imag).sum()
+
+    grads = jax.grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * jnp.conj(g), state, grads), jnp.fft.fft(state["z"][0])
+
+
+def complex_example() -> tuple[dict[str, Any], jax.Array]:
+    parts = jax.random.normal(jax.random.key(0), (3, 50, 3))
+    return {"z": jax.lax.complex(parts[0], parts[1]), "w": parts[2]}, jnp.array([1, 4, 4, 7])
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allreduce"])
+def test_complex_leaves_have_the_same_tolerance(strategy: Any) -> None:
+    """Of rounding they may be off, in either part, of 1% of the change in one part they may not."""
+    entry = autopar.parallelize(complex_step, strategy=strategy).entry(*complex_example())
+    batches = [jax.tree.leaves(complex_example())] * 3
+    k = next(k for k, out in enumerate(entry.compiled.analysed.outputs) if out.path.endswith("z"))
+
+    def changed(by: Any) -> Any:
+        def run(*leaves: Any) -> list[Any]:
+            outs = list(entry.plain(*leaves))
+            outs[k] = by(outs[k], leaves[-2])
+            return outs
+
+        return compare_runs(entry, batches, planned=run)
+
+    assert compare_runs(entry, batches).ok
+    assert changed(lambda new, old: new + 1e-7 - 1e-7j).ok
+    for factor in (0.01, 0.01j):
+        found = changed(lambda new, old, by=factor: new + by * jnp.abs(new - old).max())
+        assert "z" in {leaf.path for leaf in found.leaves if not leaf.ok}, str(found)
+
+
+def test_a_replay_compares_imaginary_parts() -> None:
+    assert compared_values(np.array([1 + 2j]), np.array([1 + 3j])) == (2.0, 1.0)
 
 
 def test_lazy_is_compared_with_the_lazy_oracle() -> None:

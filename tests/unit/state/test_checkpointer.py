@@ -318,6 +318,8 @@ def test_bad_arguments(tmp_path: Path) -> None:
         ({"every": 2.5}, "every=2.5: give a whole number"),
         ({"best": "auc"}, "best='auc': give the name of a metric and max or min"),
         ({"best": ("auc", sum)}, "give the name of a metric"),
+        ({"best": ("step", max)}, "a metric's name is a text other than 'step'"),
+        ({"best": (1, max)}, "a metric's name is a text"),
     ):
         with pytest.raises(autopar.ArgumentsError, match=told):
             autopar.Checkpointer(tmp_path, **options)
@@ -332,9 +334,31 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with autopar.Checkpointer(tmp_path) as checkpoints:
         with pytest.raises(autopar.CheckpointError, match="has checkpoints: go on from them"):
             checkpoints.step({"x": 1})
-    (tmp_path / "best.json").write_text("{")
-    with pytest.raises(autopar.CheckpointError, match=r"best.json is damaged: remove it"):
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "an object"),
+        ('{"auc": 0.7}', "best.json.step is a whole number, not null"),
+        ('{"step": 1.5, "auc": 0.7}', "best.json.step is a whole number, not 1.5"),
+        ('{"step": "1", "auc": 0.7}', 'best.json.step is a number, not "1"'),
+        ('{"step": true, "auc": 0.7}', "best.json.step is a number, not true"),
+        ('{"step": 1, "auc": "0.7"}', 'best.json.auc is a number, not "0.7"'),
+        ('{"step": 1, "auc": NaN}', "step 1 can't be the best with auc nan"),
+        ('{"step": -1, "auc": 0.7}', "step -1 can't be the best"),
+        ('{"step": 1}', "a step and one metric"),
+        ('{"step": 1, "auc": 0.7, "loss": 1}', "a step and one metric"),
+    ],
+)
+def test_a_damaged_file_of_the_best(tmp_path: Path, text: str, told: str) -> None:
+    """It is an error: where the best isn't known, its checkpoint would be removed."""
+    (tmp_path / "best.json").write_text(text)
+    with pytest.raises(autopar.CheckpointError, match=f"best.json is damaged: remove it.*{told}"):
         autopar.Checkpointer(tmp_path)
+    (tmp_path / "best.json").write_text('{"step": 7, "auc": 1}')
+    assert autopar.Checkpointer(tmp_path).best_step() == 7
 
 
 def test_docstring_examples() -> None:
