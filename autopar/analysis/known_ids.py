@@ -30,11 +30,11 @@ def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[Kn
     """Yields ids that include those of an access, the narrower ones first.
 
     Args:
-      access: A gather or scatter at the top of the program.
-      producers: What makes the values there.
+      access: A gather or scatter.
+      producers: What makes the values of the block that it stands in.
     """
     equation = access.equation
-    if access.path or not (equation.op == "gather" or equation.op.startswith("scatter")):
+    if not (equation.op == "gather" or equation.op.startswith("scatter")):
         return
     numbers = equation.params["dimension_numbers"]
     mapped = numbers.start_index_map if equation.op == "gather" else numbers.scatter_dims_to_operand_dims
@@ -43,6 +43,8 @@ def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[Kn
         return
     if column is not equation.inputs[1]:
         yield KnownIds((), column)
+    if access.path:
+        return
     candidates = _Candidates(producers)
     compute = candidates.of(column)
     if compute is not None and candidates.source is not None and 0 not in candidates.source.shape:

@@ -20,7 +20,7 @@ from autopar.analysis.known_ids import known_ids
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.row_ids import index_atoms
 from autopar.analysis.unfollowed import APART, LAZY, OF_ROWS, OWN_IDS
-from autopar.ir.program import Atom, Equation, Program, Source
+from autopar.ir.program import Atom, Block, Equation, Program, Source
 from autopar.ir.rowspace import Access, Const, Refusal, RefusalKind, Row, RowSpace, Same
 from autopar.ir.slicing import hoist, needed_equations
 
@@ -99,15 +99,22 @@ class Families:
             return access
         others = (
             dataclasses.replace(access, known=ids)
-            for ids in known_ids(access, self.producers)
+            for ids in known_ids(access, self._producers(access))
             if not (self.lazy and ids.equations)
         )
         return next((a for a in others if family not in self._families_of_ids(a)), access)
 
     @functools.cached_property
-    def producers(self) -> Mapping[Atom, Equation]:
-        """Returns the equation that makes each value at the top of the program."""
-        return {v: e for e in self.program.block.equations for v in e.outputs}
+    def _made(self) -> Mapping[Atom, Equation]:
+        """Maps each value at the top of the program to the equation that makes it."""
+        return _producers(self.program.block)
+
+    def _producers(self, access: Access) -> Mapping[Atom, Equation]:
+        """Maps each value of the block that an access stands in to the equation that makes it."""
+        if not access.path:
+            return self._made
+        bodies = access.path[-1].bodies
+        return _producers(next(b for b in bodies if any(e is access.equation for e in b.equations)))
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         """Whether there is an update to save, or the rows are spread and would be brought together."""
@@ -289,6 +296,10 @@ class Families:
             for body in equation.bodies:
                 families |= self._families_in(body.equations)
         return families
+
+
+def _producers(block: Block) -> Mapping[Atom, Equation]:
+    return {v: e for e in block.equations for v in e.outputs}
 
 
 def _closed(spaces: list[RowSpace]) -> list[RowSpace]:

@@ -167,7 +167,7 @@ def collect_ids(
             if access.known is None:
                 spread[access.equation] = axis = _spread_axis(access, atom, index, axes, least)
             else:
-                spread[access.equation], axis = _known_axes(access, index, axes, least)
+                spread[access.equation], axis = _known_axes(access, index, sum(varies), axes, least)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
             if params["batch"] is not None and index.shape[params["batch"]] % devices:
                 params["more"] = -index.shape[params["batch"]] % devices
@@ -201,13 +201,16 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
     return axis if axes.get(index) == axis + len(index.shape) - rank else None
 
 
-def _known_axes(access: Access, index: Atom, axes: Mapping[Var, int], devices: int) -> tuple[int | None, int | None]:
-    """The batch axis of an access's own index operand, and that of the known ids in its place, which has the same
-    examples; None: every device has all of them, whatever it looks up."""
+def _known_axes(
+    access: Access, index: Atom, turns: int, axes: Mapping[Var, int], devices: int
+) -> tuple[int | None, int | None]:
+    """The batch axis of an access's own index operand, and that of the known ids in its place, whose leading axes are
+    the turns of loops, and which has the same examples; None: every device has all of them, whatever it looks up."""
     own = access.equation.inputs[1]
     axis = _spread_axis(access, own, own, axes, devices)
-    same = isinstance(index, Var) and axes.get(index) == axis and index.shape[:-1] == own.shape[:-1]
-    return axis, axis if same else None
+    if axis is None or not isinstance(index, Var) or index.shape[turns:-1] != own.shape[:-1]:
+        return axis, None
+    return axis, axis + turns if axes.get(index) == axis + turns else None
 
 
 def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[list[Equation], Atom]:

@@ -68,6 +68,27 @@ def double_q(state: Any, batch: Any) -> Any:
     return {"table": q - 0.1 * gradient, "users": target.at[batch["users"], best].add(0.1)}, loss
 
 
+def _in_turns(step: Any, turns: int) -> Any:
+    """A few train steps, each of a part of the batch, in the user's own loop."""
+
+    def steps(state: Any, batch: Any) -> Any:
+        parts = {k: x.reshape(turns, -1, *x.shape[1:]) for k, x in batch.items() if k != "shared"}
+        state, losses = jax.lax.scan(step, state, parts)
+        return state, losses.sum()
+
+    return steps
+
+
+def _q_of_rows(state: Any, batch: Any) -> Any:
+    """One transition; the best action of the next state is looked up in a checkpoint, or a branch."""
+    q, (row,), (following,) = state["table"], batch["ids"], batch["next"]
+    value = jax.checkpoint(lambda q: q[following, jnp.argmax(q[following])])(q)
+    value = jax.lax.cond(batch["reward"][0] > 0, lambda: value, lambda: q[following, jnp.argmin(q[following])])
+    action = jnp.argmax(q[row])
+    error = batch["reward"][0] + 0.9 * value - q[row, action]
+    return _moved(state, q.at[row, action].add(0.1 * error), error)
+
+
 def _hard_negatives(state: Any, batch: Any, candidates: Any, **mode: Any) -> Any:
     def loss_fn(state: Any) -> Any:
         table, users = state["table"], state["users"][batch["users"]]
@@ -155,6 +176,9 @@ STEPS: Mapping[str, Any] = {
     **RESHAPED,
     "Q-learning": q_learning,
     "double Q-learning": double_q,
+    "Q-learning in turns": _in_turns(q_learning, 4),
+    "double Q-learning in turns": _in_turns(double_q, 2),
+    "Q-learning, one by one": _in_turns(_q_of_rows, BATCH),
     "shared candidates": shared_candidates,
     "candidates of each example": own_candidates,
     "candidates, clipped": clipped_candidates,

@@ -273,7 +273,7 @@ class Scope(Writer):
     def index(self, access: Equation) -> Atom:
         """The index operand of an access."""
         index = self.indices.get(access)
-        if index is None and self.parent is None:  # which rows it may mean was known before
+        if index is None and access not in self.lifting.indices:  # which rows it may mean was known before
             return self.get(access.inputs[1])
         if index is None:
             assert self.parent is not None
