@@ -151,22 +151,14 @@ def _mask(ids: Any) -> Any:
     return (jax.random.uniform(jax.random.key(1), (ROWS,)) < 0.9).astype(jnp.float32)
 
 
-def _in_a_loop(table: Any, look: Callable[[Any, Any], Any], ids: Any) -> Any:
-    return lax.scan(lambda total, i: (total + look(table, i), None), jnp.zeros(WIDTH), ids)[0]
-
-
 FORMS: Mapping[str, Form] = {
-    "reshaped outside of a loop": Form(
-        training(lambda t, i: _in_a_loop(t.reshape(20, 60, WIDTH), lambda own, i: own[i // 60, i % 60], i)),
-        training(lambda t, i: _in_a_loop(t, lambda own, i: own[i // 60 * 60 + i % 60], i)),
-    ),
     "divided unevenly": Form(
         training(lambda t, i: t.reshape(400, 8, 3)[i % 400]),
         training(lambda t, i: t[(i % 400)[:, None] * 3 + jnp.arange(3)].reshape(BATCH, 8, 3)),
     ),
-    "tables side by side": Form(
-        training(lambda t, i: jax.vmap(lambda own, i: own[i])(t.reshape(2, ROWS // 2, WIDTH), i.reshape(2, -1) // 2)),
-        training(lambda t, i: t[i.reshape(2, -1) // 2 + jnp.array([[0], [ROWS // 2]])]),
+    "reshaped and transposed": Form(
+        training(lambda t, i: t.reshape(2, ROWS // 2, WIDTH).swapaxes(0, 1)[i // 2]),
+        training(lambda t, i: t[i[:, None] // 2 + jnp.array([0, ROWS // 2])]),
     ),
     "sparse product": Form(training(_bcoo), training(_by_row)),
     "compressed sparse product": Form(training(_bcsr), training(_by_row)),

@@ -157,6 +157,45 @@ def _written(state: Any, batch: Any) -> Any:
     return _moved(state, table, table[batch["next"]].sum())
 
 
+def _in_a_loop(table: Any, ids: Any) -> Any:
+    def turn(total: Any, i: Any) -> Any:
+        return total + _in_groups(table)[i // 32, i % 32] * grouped[i // 40, i % 9], grouped[i // 32, i % 32, 1]
+
+    grouped = jnp.tanh(_in_groups(table))
+    return jax.lax.scan(turn, jnp.zeros(WIDTH), ids)
+
+
+def _carried(table: Any, ids: Any) -> Any:
+    """A reshaped table that a loop changes, and another array of this shape, which is no table."""
+
+    def turn(carry: Any, i: Any) -> Any:
+        grouped, other = carry
+        row = grouped[i // 32, i % 32]
+        return (grouped.at[i // 32, i % 32].add(jnp.sin(row)), jnp.cos(other) + i), row
+
+    grouped = _in_groups(table)
+    (grouped, other), rows = jax.lax.scan(turn, (grouped, jnp.zeros_like(grouped)), ids)
+    return rows + grouped[ids // 32, ids % 32] + other[0, 0]
+
+
+def _in_a_branch(table: Any, ids: Any) -> Any:
+    grouped = _in_groups(table)
+    branches = [
+        lambda g: g[ids // 32, ids % 32],
+        lambda g: g[ids // 40, ids % 7] * 2,
+        lambda g: jnp.zeros((BATCH, WIDTH)),
+    ]
+    looked_up = jax.lax.switch(ids[0] % 3, branches, grouped)
+    return looked_up + jax.checkpoint(lambda g: jnp.sin(g[ids // 32, ids % 32]))(grouped)
+
+
+def _in_train_steps(state: Any, batch: Any) -> Any:
+    step = _reshaped(lambda t, i: _in_groups(t)[i // 32, i % 32])
+    ids = batch["ids"].reshape(4, -1)
+    state, losses = jax.lax.scan(lambda s, i: step(s, {"ids": i}), state, ids)
+    return jax.lax.scan(lambda s, i: step(s, {"ids": i}), state, ids)[0], losses.sum()
+
+
 RESHAPED: Mapping[str, Any] = {
     "rows in groups": _reshaped(lambda t, i: _in_groups(t)[i // 32, i % 32]),
     "rows in groups, filled": _reshaped(lambda t, i: _in_groups(t).at[i // 30, i % 40].get(mode="fill", fill_value=2)),
@@ -171,6 +210,20 @@ RESHAPED: Mapping[str, Any] = {
     "a column of groups": _reshaped(lambda t, i: t.reshape(20, 32, 3, 2)[:, i % 32, 1]),
     "scaled, and twice": _reshaped(_scaled_and_twice),
     "written": _written,
+    "one row": _reshaped(lambda t, i: _in_groups(t)[i[0] // 32, i[1] % 32] * _in_groups(t)[i[2] // 32]),
+    "in a loop": _reshaped(lambda t, i: jnp.concatenate([x.ravel() for x in _in_a_loop(t, i)])),
+    "carried": _reshaped(_carried),
+    "in a branch": _reshaped(_in_a_branch),
+    "in train steps": _in_train_steps,
+    "side by side": _reshaped(lambda t, i: jax.vmap(lambda own, i: own[i])(t.reshape(4, 160, WIDTH), i.reshape(4, -1))),
+    "side by side, filled": _reshaped(
+        lambda t, i: jax.vmap(lambda own, i: own.at[i].get(mode="fill", fill_value=2.0))(
+            t.reshape(4, 160, WIDTH), i.reshape(4, -1) // 3
+        )
+    ),
+    "side by side, a column": _reshaped(
+        lambda t, i: jnp.take_along_axis(t.reshape(4, 160, 2, WIDTH // 2), i.reshape(4, -1, 1, 1), 1, mode="clip")
+    ),
 }
 STEPS: Mapping[str, Any] = {
     **RESHAPED,
