@@ -28,6 +28,12 @@ def test_random_sessions(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check_sample(mode, tmp_path, monkeypatch)
 
 
+@pytest.mark.parametrize("mode", ["one", "optimised"])
+def test_this_jax_starts_with_what_a_mode_sets(mode: str) -> None:
+    environment = {**os.environ, **MODES[mode].environment}
+    subprocess.run([sys.executable, "-c", "import jax; jax.devices()"], env=environment, check=True, timeout=120)
+
+
 def test_a_planned_step_that_is_off_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallelize = autopar.parallelize
 

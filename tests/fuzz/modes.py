@@ -6,10 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import jax
+
 #: Pairs (name, value), as `parallelize` takes them; of `sync` its text.
 Options = tuple[tuple[str, Any], ...]
 #: Schedule, number of stages, slack (None of synchronous ones).
 Pipeline = tuple[str, int, int | None] | tuple[()]
+
+#: XLA's newer emitters take twice as long to compile; where they are all that there is, it ends at such a flag.
+_UNOPTIMISED = "--xla_backend_optimization_level=0"
+if jax.__version_info__ < (0, 11):
+    _UNOPTIMISED += " --xla_cpu_use_fusion_emitters=false"
 
 _ANYWHERE: tuple[Options, ...] = ((("replan", "off"),), (("microbatches", 2),))
 
@@ -31,7 +38,7 @@ class Mode:
     @property
     def environment(self) -> dict[str, str]:
         """Variables that JAX reads at its start."""
-        flags = "" if self.optimised else "--xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false"
+        flags = "" if self.optimised else _UNOPTIMISED
         return {
             "JAX_PLATFORMS": "cpu",
             "JAX_ENABLE_X64": "1",
