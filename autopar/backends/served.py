@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.backends.across import place_array
@@ -23,6 +25,8 @@ Array = Any
 #: What a server runs: leaves and ids -> what is pulled; leaves, clocks and what was pushed -> new leaves and clocks.
 PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
+#: (Number of an input, its array, where it is to be, what brings it there) -> the array there.
+Keep = Callable[[int, Array, Any, Callable[[Array], Array]], Array]
 
 
 class ServedPrograms:
@@ -33,6 +37,7 @@ class ServedPrograms:
       analysed: The analysed one, which knows the types of results.
       devices: Those of a worker, over which its minibatch is divided; None: one.
       placements: Of each input of the step the axis along which it may be divided, if there is one.
+      keep: Brings inputs that are no state to the devices, unless they are there from an earlier step; None: each time.
 
     Attributes:
       step: What each of them does.
@@ -46,8 +51,10 @@ class ServedPrograms:
         analysed: Program,
         devices: Devices | None = None,
         placements: Sequence[int | None] = (),
+        keep: Keep | None = None,
     ) -> None:
-        self._devices, self._placements = devices, placements
+        self._devices, self._placements, self._keep = devices, placements, keep
+        self._states = frozenset(analysed.new_states)
         self.step: ServedStep = program.served
         self._functions = [_server_functions(self.step, part, analysed) for part in self.step.servers]
         self.servers = [
@@ -86,7 +93,7 @@ class ServedPrograms:
         """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
         if self._ids is None:
             return [()] * len(self.step.servers)
-        ids = self._ids(*(self._placed(leaves[k], None) for k in self.step.id_inputs))
+        ids = self._ids(*(self._placed_input(k, leaves[k], None) for k in self.step.id_inputs))
         return [[ids[n] for n in part.ids] for part in self.step.servers]
 
     def work(
@@ -100,7 +107,8 @@ class ServedPrograms:
           leaves: The step's flat arguments, of which those of the state that servers keep aren't read.
         """
         given = [self._placed(x, None) for values in pulled for x in values]
-        own = [self._placed(leaves[k], self._placements[k] if self._placements else None) for k in self.step.own]
+        axes = self._placements or [None] * len(leaves)
+        own = [self._placed_input(k, leaves[k], axes[k]) for k in self.step.own]
         outputs = self._work(*given, *own)
         pushed: list[Sequence[Array]] = [[outputs[n] for n in part.pushed] for part in self.step.servers]
         rest, count = outputs[self.step.pushed :], len(self.step.results)
@@ -109,10 +117,22 @@ class ServedPrograms:
 
     def _placed(self, value: Array, axis: int | None) -> Array:
         """A value on all devices of the worker, divided along an axis if they divide it."""
+        sharding = self._sharding(value, axis)
+        return value if sharding is None else place_array(value, sharding)
+
+    def _placed_input(self, k: int, leaf: Array, axis: int | None) -> Array:
+        """An input there, which it may be already from an earlier step."""
+        sharding = self._sharding(leaf, axis)
+        if sharding is None or self._keep is None or k in self._states:
+            return self._placed(leaf, axis)
+        place = functools.partial(place_array, sharding=sharding, own=isinstance(leaf, jax.Array))
+        return self._keep(k, leaf, sharding, place)
+
+    def _sharding(self, value: Array, axis: int | None) -> NamedSharding | None:
         if self._devices is None:
-            return value
+            return None
         divided = axis is not None and value.shape[axis] % self._devices.count == 0
-        return place_array(value, self._devices.sharding(axis if divided else None))
+        return self._devices.sharding(axis if divided else None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from autopar.ir.program import Var
 from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
+from autopar.run.kept_placements import KeptArguments
 from autopar.run.stage_executor import StageExecutor
 from autopar.run.stage_leaves import StageLeaves
 from autopar.run.stage_values import Values
@@ -43,6 +44,7 @@ class AsynchronousRunner:
       devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
       donate: Whether a state that isn't on its way is updated in place. One that is, is in any case.
+      kept: Brings arguments that are no state to the stages.
     """
 
     def __init__(
@@ -53,11 +55,12 @@ class AsynchronousRunner:
         devices: Sequence[StageDevice],
         out_tree: Any,
         donate: bool,
+        kept: KeptArguments,
     ) -> None:
         assert step.asynchronous is not None, "minibatches aren't flushed"
         self.step, self.asynchronous, self.new_states, self._out_tree = step, step.asynchronous, new_states, out_tree
         several = len({device.process_index for device in devices}) > 1
-        self.donate, self._everywhere = donate, tuple(range(len(devices))) if several else ()
+        self.donate, self.kept, self._everywhere = donate, kept, tuple(range(len(devices))) if several else ()
         count = 2 * self.asynchronous.calls.last + 2
         self.timeline = asynchronous_timeline(step, count, self._everywhere)
         donated = _donated(step) if donate and not self.asynchronous.calls.stashes else {}
@@ -104,6 +107,7 @@ class AsynchronousRunner:
             for leaf in leaves if self.donate else ():
                 if isinstance(leaf, PendingArray):
                     leaf.flight.hand_on()
+        self.kept.look(leaves)
         arguments = self._arguments(leaves)
         clocks = self._clock(*(arguments[v] for v in self.asynchronous.clock.inputs))
         try:
@@ -180,7 +184,7 @@ class AsynchronousFlight:
         self._constants = [(k, leaf) for k, leaf in enumerate(leaves) if self._is_constant(k)]
         self._minibatches: dict[int, Minibatch] = {}
         self._given: dict[int, Mapping[Var, Any]] = {}
-        self._values = Values(runner.executor.devices, self._argument, runner.step.divided)
+        self._values = Values(runner.executor.devices, self._put, runner.step.divided)
         self._has_begun = False
         self._leaves.put(self._values)
         self._has_begun = True
@@ -298,6 +302,9 @@ class AsynchronousFlight:
 
     def _is_constant(self, k: int) -> bool:
         return self._runner.inputs[k][0] in self._asynchronous.constants
+
+    def _put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
+        return self._runner.kept.put(value.var, self._argument(value), device, axis)
 
     def _argument(self, value: Value) -> Any:
         """Finds what a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""

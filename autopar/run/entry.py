@@ -36,6 +36,7 @@ from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
 from autopar.run.elastic import ElasticRunner
 from autopar.run.hosts import HostRunner
+from autopar.run.kept_placements import KeptArguments
 from autopar.run.means import MeansRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
@@ -216,17 +217,17 @@ class Entry:
     def _pipeline_runner(self, pipeline: Pipeline) -> Runner:
         """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
         staged: StagedStep = self.compiled.program.staged
+        devices, analysed = self.stage_devices[: pipeline.devices], self.compiled.analysed
+        given = devices, self.out_tree, self.donate, KeptArguments(analysed, staged)
         if staged.asynchronous is not None:
-            devices, analysed = self.stage_devices[: pipeline.devices], self.compiled.analysed
-            states = analysed.new_states
-            return AsynchronousRunner(staged, states, analysed.echoes, devices, self.out_tree, self.donate)
-        devices, schedule = self.stage_devices[: pipeline.devices], pipeline.scheduled(staged.microbatches)
+            return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
+        schedule = pipeline.scheduled(staged.microbatches)
         wanted: dict[Var, Sequence[int]] = {}
         if len({device.process_index for device in devices}) > 1:
             arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
             wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
             wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
-        return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), devices, self.out_tree, self.donate)
+        return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
 
     @functools.cached_property
     def table_runner(self) -> Runner:

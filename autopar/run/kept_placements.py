@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 
 from autopar.backends.across import is_global
+from autopar.backends.stage_device import StageDevice
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
-from autopar.ir.program import ArrayType, Program
+from autopar.ir.pipeline import StagedStep
+from autopar.ir.program import ArrayType, Program, Var
 from autopar.jax_compat import ConcreteArray
 from autopar.tables.sharded import Table
 
@@ -127,6 +129,32 @@ class KeptPlacements:
             f"them put it on the devices anew: {remedy}; it then stays there as long as it lives",
             SlowPlanWarning,
         )
+
+
+class KeptArguments:
+    """Keeps what the stages of a pipeline are given, besides the state and the batch, on their devices.
+
+    Args:
+      program: The analysed step.
+      step: Its programs.
+    """
+
+    def __init__(self, program: Program, step: StagedStep) -> None:
+        self._kept = KeptPlacements(program, [1] * len(program.inputs))
+        others = {*step.homes, *step.results, *(whole for whole, _ in step.parts.values())}
+        self._numbers = {v: k for k, v in enumerate(step.inputs) if isinstance(v, Var) and v not in others}
+
+    def look(self, leaves: Sequence[Any]) -> None:
+        """Warn of large arrays of NumPy that were the same in several calls."""
+        for k in self._numbers.values():
+            if isinstance(leaves[k], np.ndarray):
+                self._kept.look(k, leaves[k])
+
+    def put(self, var: Var, array: Any, device: StageDevice, axis: int | None) -> Array:
+        """Brings what a call was given to a device, divided along an axis if one is given."""
+        if var not in self._numbers:
+            return device.put(array, axis)
+        return self._kept.placed(self._numbers[var], array, device.sharding(axis), lambda x: device.put(x, axis))
 
 
 def _is_constant(leaf: Any) -> bool:

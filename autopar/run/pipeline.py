@@ -15,6 +15,7 @@ from autopar.ir.program import Var
 from autopar.ir.timeline import Timeline
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
+from autopar.run.kept_placements import KeptArguments
 from autopar.run.stage_executor import StageExecutor
 from autopar.run.stage_leaves import StageLeaves
 from autopar.run.stage_values import Arguments, Values
@@ -30,12 +31,19 @@ class PipelineRunner:
       devices: All of them, by number; this process runs the programs of its own.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
+      kept: Brings other arguments to the stages.
     """
 
     def __init__(
-        self, step: StagedStep, timeline: Timeline, devices: Sequence[StageDevice], out_tree: Any, donate: bool
+        self,
+        step: StagedStep,
+        timeline: Timeline,
+        devices: Sequence[StageDevice],
+        out_tree: Any,
+        donate: bool,
+        kept: KeptArguments,
     ) -> None:
-        self._step, self._out_tree, self._donate = step, out_tree, donate
+        self._step, self._out_tree, self._donate, self._kept = step, out_tree, donate, kept
         self.timeline = timeline
         self._executor = StageExecutor(step, timeline, devices, _last_readers(step) if donate else {})
         self.messages = self._executor.messages
@@ -58,8 +66,9 @@ class PipelineRunner:
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
         self._executor.compile()  # before anything is given away
-        arguments = Arguments(self._leaves.arguments(leaves), self._step)
-        values = Values(self._executor.devices, arguments, self._step.divided)
+        self._kept.look(leaves)
+        arguments = Arguments(self._leaves.arguments(leaves), self._step, self._kept)
+        values = Values(self._executor.devices, arguments.put, self._step.divided)
         self._leaves.put(values)  # before any of their devices donates its own
         for leaf in leaves if self._donate else ():
             if isinstance(leaf, StageArray):

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.errors import StateError, StepError
 from autopar.run.agreement import check_same_arrays, warn_if_alone
+from autopar.run.kept_placements import KeptPlacements
 from autopar.servers.session import Session
 from autopar.sync import Async
 from autopar.tables.kinds import materialize
@@ -31,7 +34,10 @@ class ServedRunner:
         self._analysed, self._sync = compiled.analysed, sync
         self._clients, self._out_tree = clients, out_tree
         devices = clients.devices if clients.devices.mesh.size > 1 else None
-        self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, compiled.bound.placements)
+        placements = compiled.bound.placements
+        copies = [0 if devices is None else 1 if along is not None else devices.mesh.size for along in placements]
+        self._kept = KeptPlacements(compiled.analysed, copies)
+        self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, placements, self._kept.placed)
         inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
         shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
         self._mode = f"{compiled.plan.served}, {shapes} (program {self.programs.digest})"
@@ -59,6 +65,9 @@ class ServedRunner:
             )
         else:
             self._check_whole(leaves)
+        for k, leaf in enumerate(leaves):
+            if k not in self._types and isinstance(leaf, np.ndarray):
+                self._kept.look(k, leaf)
         results = session.step(self.programs, leaves)
         for k, out in self._analysed.new_states.items():
             results[out] = ServedLeaf(session, k, self._types[k])

@@ -20,6 +20,7 @@ from autopar.ir.program import RouteType, Var
 from autopar.ir.timeline import Microbatch, SumOf, Value
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.point_to_point import Incoming, PointToPoint
+from autopar.run.kept_placements import KeptArguments
 
 Array = Any
 
@@ -30,10 +31,11 @@ class Arguments:
     Args:
       arrays: By the step's inputs.
       step: The programs.
+      kept: Brings them to devices.
     """
 
-    def __init__(self, arrays: Mapping[Var, Any], step: StagedStep) -> None:
-        self._arrays, self._parts = arrays, step.parts
+    def __init__(self, arrays: Mapping[Var, Any], step: StagedStep, kept: KeptArguments) -> None:
+        self._arrays, self._parts, self._kept = arrays, step.parts, kept
         wholes = step.parts.values()
         self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
 
@@ -41,12 +43,12 @@ class Arguments:
         """An argument as it is."""
         return self._arrays[var]
 
-    def __call__(self, value: Value) -> Any:
-        """An argument, or a microbatch's part of it."""
+    def put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
+        """Brings an argument, or a microbatch's part of it, to a device, divided along an axis if one is given."""
         if value.var not in self._parts:
-            return self._arrays[value.var]
+            return self._kept.put(value.var, self._arrays[value.var], device, axis)
         assert isinstance(value.part, Microbatch), "parts are of microbatches"
-        return self._slices[self._parts[value.var][0]][value.part.number]
+        return device.put(self._slices[self._parts[value.var][0]][value.part.number], axis)
 
 
 class Values:
@@ -54,19 +56,22 @@ class Values:
 
     Args:
       devices: By number.
-      argument: Says what the call was given.
+      put: Brings what a call was given to a device, divided along an axis if one is given.
       divided: As in `StagedStep`.
     """
 
     def __init__(
-        self, devices: Mapping[int, StageDevice], argument: Callable[[Value], Any], divided: Mapping[Var, int]
+        self,
+        devices: Mapping[int, StageDevice],
+        put: Callable[[Value, StageDevice, int | None], Array],
+        divided: Mapping[Var, int],
     ) -> None:
-        self._devices, self._argument, self._divided = devices, argument, divided
+        self._devices, self._put, self._divided = devices, put, divided
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
 
     def empty(self) -> Values:
         """Makes one of the same devices, which hold nothing."""
-        return Values(self._devices, self._argument, self._divided)
+        return Values(self._devices, self._put, self._divided)
 
     def has(self, value: Value, device: int) -> bool:
         """Whether a device has made or been sent it."""
@@ -80,7 +85,7 @@ class Values:
         """The value on a device, an argument being put there when it is first read."""
         held = self._held[device]
         if value not in held:
-            held[value] = self._devices[device].put(self._argument(value), self._divided.get(value.var))
+            held[value] = self._put(value, self._devices[device], self._divided.get(value.var))
         array = held[value]
         if isinstance(array, Arriving):
             with PROGRESS.during("waiting for another stage", "waits"):

@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.backends import served
+from autopar.backends.stage_device import StageDevice
 from autopar.run import devices, hosts, kept_placements
 from tests.support.meshes import mesh_of
 
@@ -184,4 +186,118 @@ def test_on_hosts(warned: list[warnings.WarningMessage], monkeypatch: pytest.Mon
     assert shapes.count((V, W)) == 1 + 3
     assert ["vectors" in str(w.message) for w in warned] == [True]
     del vectors, given
+    assert kept() == 0
+
+
+def layers(state: Any, vectors: jax.Array, ids: jax.Array) -> Any:
+    """Each layer reads the vectors."""
+
+    def loss_fn(weights: Any) -> jax.Array:
+        h = vectors[ids]
+        for name in sorted(weights):
+            h = jnp.tanh(h @ weights[name]) + vectors[(ids + 1) % V]
+        return (h**2).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, state, grads), loss
+
+
+def weights() -> Any:
+    return {name: jnp.eye(W) + 0.1 for name in "abcd"}
+
+
+def in_stages(schedule: str, step: Any = layers, **options: Any) -> Any:
+    pipeline = autopar.Pipeline(2, schedule, microbatches=2 if schedule == "1f1b" else None, **options)
+    return autopar.parallelize(step, pipeline=pipeline, state_argnums=0, batch_axis=AXES)
+
+
+@pytest.fixture
+def put(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Shapes of the arrays that stages were given."""
+    shapes, put_ = [], StageDevice.put
+
+    def counted(self: StageDevice, value: Any, axis: int | None = None) -> Any:
+        shapes.append(value.shape)
+        return put_(self, value, axis)
+
+    monkeypatch.setattr(StageDevice, "put", counted)
+    return shapes
+
+
+@pytest.mark.usefixtures("every_byte_counts")
+@pytest.mark.parametrize("schedule", ["1f1b", "stash"])
+def test_in_stages(schedule: str, put: list[Any], warned: list[warnings.WarningMessage]) -> None:
+    """Each of two stages is given them once; NumPy's in each call."""
+    planned, vectors, mine, theirs = in_stages(schedule), vectors_of(), weights(), weights()
+    given = np.array(vectors)
+    for k in range(8):
+        given[0] = k
+        mine, a = planned(mine, vectors if k < 4 else given, IDS)
+        theirs, b = jax.jit(layers)(theirs, vectors if k < 4 else given, IDS)
+        if schedule == "1f1b":
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert put.count((V, W)) == 2 * max(1, k - 2)
+    assert not warned
+    for _ in range(3):
+        mine, _ = planned(mine, given, IDS)
+    (told,) = (str(w.message) for w in warned)
+    assert "vectors" in told and "jax.numpy.asarray" in told
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "stash"])
+def test_stages_let_go_of_what_is_gone(schedule: str) -> None:
+    planned, vectors, state = in_stages(schedule), vectors_of(), weights()
+    for _ in range(3):
+        state, _ = planned(state, vectors, IDS)
+    autopar.drain(state)
+    del vectors
+    gc.collect()
+    assert not [x for x in jax.live_arrays() if x.shape == (V, W) and not x.is_deleted()]
+
+
+@pytest.mark.filterwarnings("ignore:Some donated buffers")  # of the leaf that a new array replaces
+def test_stages_return_arguments_that_may_be_given_away() -> None:
+    """As a result, and as the new state."""
+
+    def swaps(state: Any, vectors: jax.Array, ids: jax.Array) -> Any:
+        new, loss = layers(state["layers"], vectors, ids)
+        return {"layers": new, "last": vectors}, loss + state["last"].sum()
+
+    planned, vectors, others = in_stages("1f1b", swaps), vectors_of(), vectors_of(1)
+    mine, theirs = ({"layers": weights(), "last": jnp.ones((V, W))} for _ in range(2))
+    for given in (vectors, vectors, others, vectors, mine["last"], vectors):
+        (theirs, b) = jax.jit(swaps)(theirs, np.asarray(given), IDS)
+        (mine, a) = planned(mine, given, IDS)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+        np.testing.assert_array_equal(mine["last"], theirs["last"])
+    assert not vectors.is_deleted()
+
+
+@pytest.mark.usefixtures("every_byte_counts")
+def test_a_worker_of_servers(monkeypatch: pytest.MonkeyPatch, warned: list[warnings.WarningMessage]) -> None:
+    """On several devices; on one nothing is placed."""
+    shapes, place = [], served.place_array
+
+    def counted(value: Any, *args: Any, **options: Any) -> jax.Array:
+        shapes.append(value.shape)
+        return place(value, *args, **options)
+
+    monkeypatch.setattr(served, "place_array", counted)
+    planned = autopar.parallelize(
+        layers, sync=autopar.sync.Async(staleness=1), mesh=FOUR, state_argnums=0, batch_axis=AXES
+    )
+    vectors, mine, theirs = vectors_of(), weights(), weights()
+    given = np.array(vectors)
+    for k in range(8):
+        given[0] = k
+        mine, a = planned(mine, vectors if k < 4 else given, IDS + k)
+        theirs, b = jax.jit(layers)(theirs, vectors if k < 4 else given, IDS + k)
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert shapes.count((V, W)) == max(1, k - 2)
+    assert not [w for w in warned if w.category is autopar.SlowPlanWarning]
+    for _ in range(3):
+        mine, _ = planned(mine, given, IDS + k)
+    (told,) = (str(w.message) for w in warned if w.category is autopar.SlowPlanWarning)
+    assert "vectors" in told and "jax.numpy.asarray" in told
+    del vectors
     assert kept() == 0
