@@ -86,6 +86,21 @@ def _carried(t: Any, i: Any) -> Any:
     return lax.scan(body, jnp.zeros_like(t[0]), (t[i], jnp.arange(len(i)) % 3 == 0))[1]
 
 
+def _of_elements(t: Any, i: Any) -> Any:
+    elements = t.reshape(-1, 1)
+    return lax.map(lambda k: elements[k % len(t) * t.shape[1] + jnp.arange(t.shape[1]), 0], i)
+
+
+def _carried_in_a_group(t: Any, i: Any) -> Any:
+    return lax.scan(lambda g, k: (g.at[0, k].multiply(0.5), g[0, k] + g[0, i[0]]), t.reshape(1, *t.shape), i)[1]
+
+
+def _of_a_group(t: Any, i: Any) -> Any:
+    group = jnp.tanh(t.reshape(1, *t.shape))
+    h = lax.cond(i[0] > 1, lambda g: g[0, i], lambda g: g[0 * i, i[::-1]] * 2, group)
+    return h + jax.checkpoint(lambda g: jnp.sin(g[0, i]))(group) + lax.map(lambda k: group[0, k], i)
+
+
 LOOKUPS: Pieces = {
     **bad_ingredients.LOOKUPS,
     "zeros where out of range": lambda t, i: t.at[i].get(mode="fill", fill_value=0),
@@ -104,6 +119,14 @@ LOOKUPS: Pieces = {
     "by distinct ids": lambda t, i: _unique(t, i),
     "sorted and back": lambda t, i: t[jnp.sort(i)][jnp.argsort(jnp.argsort(i))],
     "flat": lambda t, i: t.reshape(-1)[(i % len(t))[:, None] * t.shape[1] + jnp.arange(t.shape[1])],
+    "in groups of one": lambda t, i: t.reshape(len(t), 1, -1)[i, 0] + t.reshape(1, *t.shape)[0 * i, i],
+    "of elements": lambda t, i: _of_elements(t, i),
+    "of a group": lambda t, i: _of_a_group(t, i),
+    "carried in a group": lambda t, i: _carried_in_a_group(t, i),
+    "side by side": lambda t, i: jax.vmap(lambda own, i: own[i])(t.reshape(1, *t.shape), i[None])[0],
+    "in the order of a column": lambda t, i: t[i[jnp.argsort(lax.stop_gradient(t[i, 0]), stable=True)]],
+    "largest columns": lambda t, i: t[i] * t[i, jnp.argmax(t[i], 1)][:, None],
+    "largest columns, mapped": lambda t, i: lax.map(lambda k: t[k] * t[k, jnp.argmax(t[k])], i),
     "along an axis": lambda t, i: jnp.take_along_axis(t, (i % len(t))[:, None], axis=0),
     "quotient and remainder": lambda t, i: t[jnp.abs(i) // 4] * t[i % 4],
     "summed by segments": lambda t, i: jax.ops.segment_sum(t[i], jnp.arange(len(i)) // 2, num_segments=len(i)),
