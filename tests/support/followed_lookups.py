@@ -89,6 +89,18 @@ def _q_of_rows(state: Any, batch: Any) -> Any:
     return _moved(state, q.at[row, action].add(0.1 * error), error)
 
 
+def _q_by_gradient(state: Any, batch: Any) -> Any:
+    """One transition, by the gradient of one element."""
+    (row,), (following,), (reward,) = batch["ids"], batch["next"], batch["reward"]
+
+    def loss_fn(q: Any) -> Any:
+        value = jax.lax.stop_gradient(q[following, jnp.argmax(q[following])])
+        return jnp.square(reward + 0.9 * value - q[row, jnp.argmax(q[row])])
+
+    loss, gradient = jax.value_and_grad(loss_fn)(state["table"])
+    return _moved(state, state["table"] - 0.1 * gradient, loss)
+
+
 def _hard_negatives(state: Any, batch: Any, candidates: Any, **mode: Any) -> Any:
     def loss_fn(state: Any) -> Any:
         table, users = state["table"], state["users"][batch["users"]]
@@ -215,6 +227,17 @@ RESHAPED: Mapping[str, Any] = {
     "carried": _reshaped(_carried),
     "in a branch": _reshaped(_in_a_branch),
     "in train steps": _in_train_steps,
+    "largest columns of groups": _reshaped(
+        lambda t, i: _in_groups(t)[i // 32, i % 32, jnp.argmax(_in_groups(t)[i // 32, i % 32], -1)]
+    ),
+    "columns of groups, filled": _reshaped(
+        lambda t, i: _in_groups(t).at[i // 30, i % 40, i % 8 - 1].get(mode="fill", fill_value=-2)
+    ),
+    "columns of groups, dropped": lambda state, batch: _moved(
+        state,
+        _in_groups(state["table"]).at[(i := batch["ids"]) // 30, i % 40, i % 8 - 1].add(0.5).reshape(ROWS, WIDTH),
+        0.0,
+    ),
     "side by side": _reshaped(lambda t, i: jax.vmap(lambda own, i: own[i])(t.reshape(4, 160, WIDTH), i.reshape(4, -1))),
     "side by side, filled": _reshaped(
         lambda t, i: jax.vmap(lambda own, i: own.at[i].get(mode="fill", fill_value=2.0))(
@@ -232,6 +255,7 @@ STEPS: Mapping[str, Any] = {
     "Q-learning in turns": _in_turns(q_learning, 4),
     "double Q-learning in turns": _in_turns(double_q, 2),
     "Q-learning, one by one": _in_turns(_q_of_rows, BATCH),
+    "Q-learning by gradient, one by one": _in_turns(_q_by_gradient, BATCH),
     "shared candidates": shared_candidates,
     "candidates of each example": own_candidates,
     "candidates, clipped": clipped_candidates,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -24,7 +23,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.expand import expand
-from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.passes.normalizing.reshaped_accesses import Places, Shape, accessed, common_factors
 
 #: Of ids: others don't hold a table's numbers of rows, or wrap around.
@@ -43,19 +42,23 @@ class _Walk:
     """Rewrites blocks.
 
     Attributes:
+      shapes: Those of the states.
       pure: Values that are made of states alone, element by element, and those into which something is scattered.
       views: Reshaped value -> the same in the shape of its table.
       tables: Reshaped shape -> that of its table.
       uniform: Value -> the scalar that all its elements are.
+      joined: Result of a concatenation, of which an index may be made -> it.
       env: Value -> what takes its place.
       count: Lookups and scatters that were rewritten.
     """
 
     def __init__(self, pure: set[Var]) -> None:
+        self.shapes = {var.shape for var in pure if isinstance(var.type, ArrayType)}
         self.pure: set[Atom] = set(pure)
         self.views: dict[Atom, Atom] = {}
         self.tables: dict[Shape, Shape] = {}
         self.uniform: dict[Atom, Atom] = {}
+        self.joined: dict[Atom, Equation] = {}
         self.env: dict[Atom, Atom] = {}
         self.count = 0
 
@@ -150,6 +153,8 @@ class _Walk:
             return [equation, *self._elementwise(equation)]
         if op == "broadcast_in_dim" and equation.inputs[0].shape == ():
             self.uniform[equation.outputs[0]] = equation.inputs[0]
+        elif op == "concatenate":
+            self.joined[equation.outputs[0]] = equation
         elif op == "reshape":
             return self._reshape(equation)
         elif op == "gather" and equation.inputs[0] in self.views:
@@ -205,18 +210,25 @@ class _Walk:
         return [*made, *self._viewed(equation, scattered), *back]
 
     def _sliced(self, equation: Equation) -> list[Equation]:
-        """A dynamic slice of single places (as `t[i]` of one id is), or an update, by way of a gather, or a scatter."""
+        """A dynamic slice of single places (as `t[i]` of one id is), or an update, by way of a gather, or a scatter.
+
+        An update by several axes, as the gradient of `t[i, j]` of one element is, is a scatter in any case: it has a
+        rule for rows.
+        """
         operand, out, before = equation.inputs[0], equation.outputs[0], self.count
         is_read = equation.op == "dynamic_slice"
         part = out.shape if is_read else equation.inputs[1].shape
         places = tuple(d for d, (taken, size) in enumerate(zip(part, operand.shape, strict=True)) if taken != size)
-        if self._in_table(operand, equation)[0] is None or any(part[d] != 1 for d in places) or not places:
+        is_element = not is_read and len(places) > 1 and operand in self.uniform and operand.shape in self.shapes
+        is_followed = is_element or self._in_table(operand, equation)[0] is not None
+        if not is_followed or not places or any(part[d] != 1 for d in places):
             return [equation]
         windows, sizes = tuple(range(len(part) - len(places))), [n for d, n in enumerate(part) if d not in places]
 
         def access(operand: Any, *rest: Any) -> Any:
             starts = rest[-len(part) :]
-            index = jnp.stack([jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in places])
+            starts = [jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in places]
+            index = jnp.concatenate([start[None] for start in starts])
             if is_read:
                 numbers = jax.lax.GatherDimensionNumbers(windows, places, places)
                 return jax.lax.gather(operand, index, numbers, part, mode="clip").reshape(part)
@@ -224,7 +236,10 @@ class _Walk:
             return jax.lax.scatter(operand, index, rest[0].reshape(sizes), numbers, mode="clip")
 
         made = [e for one in expand(access, equation, equation.inputs, out) for e in self._rewritten(one)]
-        return made if self.count > before else [equation]
+        if self.count == before and not is_element:
+            return [equation]
+        self.count = max(self.count, before + 1)
+        return made
 
     def _in_table(self, atom: Atom, equation: Equation) -> tuple[Atom | None, list[Equation]]:
         """A value of an equation in the shape of its table, and what makes it: zeros are made anew."""
@@ -251,8 +266,14 @@ class _Walk:
         if not picked.intersection(factors.table[0]) or factors.fine[0] > np.iinfo(np.int32).max:
             return None
         self.count += 1
-        access = functools.partial(accessed, equation, factors, places)
-        return expand(access, equation, (view, indices, *updates), None if updates else equation.outputs[0])
+        joined = self.joined.get(indices)
+        is_last = joined is not None and joined.params["dimension"] == len(indices.shape) - 1
+        parts = joined.inputs if joined is not None and is_last else (indices,)  # columns may depend on rows
+
+        def access(table: Any, *rest: Any) -> Any:
+            return accessed(equation, factors, places, table, rest[: len(parts)], *rest[len(parts) :])
+
+        return expand(access, equation, (view, *parts, *updates), None if updates else equation.outputs[0])
 
 
 def _reshaped(equation: Equation, atom: Atom, out: Var) -> list[Equation]:

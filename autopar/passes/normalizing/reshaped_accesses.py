@@ -100,10 +100,10 @@ class Places:
 
 
 def accessed(
-    equation: Equation, factors: Factors, places: Places, table: Any, indices: Any, updates: Any = None
+    equation: Equation, factors: Factors, places: Places, table: Any, indices: Sequence[Any], updates: Any = None
 ) -> Any:
     """The gather's result, or the scatter's in the shape of the table."""
-    sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices.shape[:-1]
+    sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices[0].shape[:-1]
     taken = [f for d in places.windows for f in factors.reshaped[d]]  # factors that are taken whole
     rows = [f for f in taken if f in factors.table[0]]  # those by which rows lie beside each other
     rest = [f for f in taken if f not in rows]
@@ -134,7 +134,7 @@ def accessed(
 
 
 def _index(
-    equation: Equation, factors: Factors, places: Places, indices: Any, rows: Sequence[int]
+    equation: Equation, factors: Factors, places: Places, indices: Sequence[Any], rows: Sequence[int]
 ) -> tuple[Any, list[int]]:
     """Index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
@@ -142,26 +142,34 @@ def _index(
       equation: The gather or scatter.
       factors: Of its operand and the table.
       places: What it takes.
-      indices: [*ids, axes], its own.
+      indices: Its own in parts, [*ids, axes] each.
       rows: Factors by which rows lie beside each other that are taken together.
     """
     sizes, shape, mode = factors.sizes, equation.inputs[0].shape, str(equation.params["mode"])
-    indices = indices.astype(np.int64 if indices.dtype.itemsize == 8 else np.int32)
-    parts = {d: indices[..., k] for k, d in enumerate(places.indexed)}
-    lead = indices.shape[:-1]
-    parts |= {d: jax.lax.broadcasted_iota(indices.dtype, lead, axis) for d, axis in places.paired}
-    within = functools.reduce(jnp.logical_and, ((part >= 0) & (part < shape[d]) for d, part in parts.items()))
+    dtype = np.dtype(np.int64 if indices[0].dtype.itemsize == 8 else np.int32)
+    components = (part[..., k].astype(dtype) for part in indices for k in range(part.shape[-1]))
+    parts, lead = dict(zip(places.indexed, components, strict=True)), indices[0].shape[:-1]
+    parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in places.paired}
+    is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
     ids: dict[int, Any] = {}
+    outside: list[Any] = []  # which ids mean no row
     for d, part in parts.items():
-        left = jnp.clip(part, 0, shape[d] - 1).reshape(*part.shape, *[1] * len(rows))
+        part = part.reshape(*part.shape, *[1] * len(rows))
+        left = jnp.clip(part, 0, shape[d] - 1)
         for f in reversed(factors.reshaped[d]):
             ids[f], left = left % sizes[f], left // sizes[f]
+        is_outside = (part < 0) | (part >= shape[d])
+        first = next(iter(factors.reshaped[d]), None)
+        if not is_clipped and first in factors.others:  # a column alone: the rows don't depend on it
+            ids[first] = jnp.where(is_outside, sizes[first], ids[first])
+        elif not is_clipped:
+            outside.append(is_outside)
     for k, f in enumerate(rows):
-        ids[f] = jax.lax.broadcasted_iota(indices.dtype, [sizes[f] if d == k else 1 for d in range(len(rows))], k)
-    row = functools.reduce(lambda row, f: row * sizes[f] + ids[f], factors.table[0], np.zeros((), indices.dtype))
-    is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
-    if not is_clipped:  # no row
-        row = jnp.where(within.reshape(*within.shape, *[1] * len(rows)), row, factors.fine[0])
+        ids[f] = jax.lax.broadcasted_iota(dtype, [sizes[f] if d == k else 1 for d in range(len(rows))], k)
+    row = functools.reduce(lambda row, f: row * sizes[f] + ids[f], factors.table[0], np.zeros((), dtype))
+    for is_outside in outside:
+        row = jnp.where(is_outside, factors.fine[0], row)
     columns = [f for f in factors.others if f in ids]
     full = (*lead, *(sizes[f] for f in rows))
-    return jnp.stack([jnp.broadcast_to(x, full) for x in (row, *(ids[f] for f in columns))], -1), columns
+    joined = [jnp.broadcast_to(x, full)[..., None] for x in (row, *(ids[f] for f in columns))]
+    return jnp.concatenate(joined, -1), columns
