@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import ELEMENTWISE, MOVES
 from autopar.analysis.rules import ALIGNED, RULES, Mixes
 from autopar.analysis.rules.elementwise import off_of
+from autopar.analysis.sums_of_rows import why_summed
 from autopar.analysis.unfollowed import OWN_IDS
 from autopar.analysis.values import atom_key, params_key
 from autopar.ir.program import Atom, Block, Equation, Program, Var
@@ -45,7 +45,6 @@ _NO_WHILE = (
 _OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", OWN_IDS)
 
 #: What hands values on as they are, one by one.
-_HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 
 
 @dataclass(eq=False)
@@ -282,7 +281,7 @@ class RowFlow(Interpreter[Value]):
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
         """An equation that needs all rows: read them, or refuse the families it needs them of."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
-        refusal = self._refusal(equation, mixes)
+        refusal = self._refusal(equation, mixes, max((a.shape[v.axis] for a, v in rows), default=0))
         possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)
         for _, row in rows:
             (self.dense_reads if possible else self.refusals).append((row.family, refusal))
@@ -306,12 +305,9 @@ class RowFlow(Interpreter[Value]):
             elif all(a in self.whole and not (self.path and self.whole[a]) for a in sources):
                 self.could_read_whole.append((family, equation))
 
-    def _refusal(self, equation: Equation, mixes: Mixes) -> Refusal:
-        if mixes.kind != "sum" or equation not in _softmaxes(self._equations):
-            return Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
-        reason = f"{equation.op} over all rows of the table, for a full softmax"
-        remedy = "use a sampled softmax, or accept that this table stays dense"
-        return Refusal(reason, equation.source, remedy, "softmax")
+    def _refusal(self, equation: Equation, mixes: Mixes, rows: int) -> Refusal:
+        summed = why_summed(equation, mixes.reason, rows, self._equations) if mixes.kind == "sum" else None
+        return summed or Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
 
     def _after(self, equation: Equation) -> None:
         """Which committed leaves the results depend on (top level only)."""
@@ -365,28 +361,3 @@ def _source(atom: Atom, value: Value) -> Hashable:
 def _in_turns(off: Off) -> Off:
     """Forgets a function's name where a loop takes apart or stacks the value: it holds in one turn, or for all."""
     return UNKNOWN if isinstance(off, Unknown) else off
-
-
-def _softmaxes(equations: Sequence[Equation]) -> frozenset[Equation]:
-    """The sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the normalizer
-    alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
-    made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
-
-    def origin(atom: Atom) -> Atom:
-        while atom in made and made[atom].op in _HANDS_ON and len(made[atom].inputs) == 1:
-            atom = made[atom].inputs[0]
-        return atom
-
-    softmaxes: set[Equation] = set()
-    maxima = [e for e in equations if e.op == "reduce_max"]
-    for equation in equations:
-        exponential = made.get(origin(equation.inputs[0])) if equation.op == "reduce_sum" else None
-        if exponential is None or exponential.op not in ("exp", "exp2"):
-            continue
-        softmaxes.add(equation)
-        shifted = made.get(origin(exponential.inputs[0]))
-        if shifted is not None and shifted.op == "sub":
-            logits = origin(shifted.inputs[0])
-            same_axes = (m for m in maxima if m.params["axes"] == equation.params["axes"])
-            softmaxes.update(m for m in same_axes if origin(m.inputs[0]) is logits)
-    return frozenset(softmaxes)

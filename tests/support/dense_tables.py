@@ -143,6 +143,19 @@ def _sines_of_rows(table: Any, ids: Any) -> tuple[Any, Any]:
     return table.at[ids].set(jnp.sin(table[ids])), table[ids].sum()
 
 
+def _sevenths(table: Any, ids: Any) -> Any:
+    return table[ids].sum(0) + (table * (jnp.arange(ROWS) % 7 == ids[0] % 7)[:, None]).sum(0)
+
+
+def _sevenths_by_ids(table: Any, ids: Any) -> Any:
+    rows = jnp.nonzero(jnp.arange(ROWS) % 7 == ids[0] % 7, size=ROWS // 7 + 1, fill_value=len(table))[0]
+    return table[ids].sum(0) + table.at[rows].get(mode="fill", fill_value=0).sum(0)
+
+
+def _by_a_mask(table: Any, ids: Any) -> Any:
+    return table[ids].sum(0) + (jnp.arange(ROWS) % 7 == ids[0] % 7) @ table
+
+
 def _noise(shape: Any) -> Any:
     return 1e-3 * jax.random.normal(jax.random.key(0), shape)
 
@@ -196,6 +209,8 @@ FORMS: Mapping[str, Form] = {
         training(lookup, lambda t, g, i: (lambda n: n.at[i].set(n[i] * _mask(i)[i, None]))(descent(t, g, i))),
         same=False,
     ),
+    "rows by a mask": Form(training(_sevenths), training(_sevenths_by_ids)),
+    "rows by a mask, as a product": Form(training(_by_a_mask), training(_sevenths_by_ids)),
     "a scatter of functions": Form(_sines, _sines_of_rows),
     "made anew": Form(lambda t, i: (jnp.zeros_like(t).at[i].set(1.0), t[i].sum())),
     "drawn anew": Form(lambda t, i: (_noise(t.shape), t[i].sum())),
