@@ -113,6 +113,10 @@ class TableLeaf(abc.ABC):
                 "autopar.materialize(state), or autopar.average(state) of replicas, collective as well, makes ordinary "
                 "arrays, which one process may pickle"
             )
+        return self._written()
+
+    def _written(self) -> Any:
+        """Returns all of it, in the memory where it is, for a file."""
         return self.materialize()
 
     def __jax_array__(self) -> Any:

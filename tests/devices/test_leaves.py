@@ -106,6 +106,21 @@ def test_one_process_pickles_no_part_of_a_leaf(kind: str, monkeypatch: pytest.Mo
             act(state)
 
 
+def test_a_table_in_host_memory_is_written_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may have no room for it."""
+    state = _cases()["HostTable"].state()
+    arrays = jax.tree.map(np.asarray, state)
+
+    def on_a_device(_: Any) -> Any:
+        raise AssertionError("the table was brought to a device")
+
+    monkeypatch.setattr(autopar.HostTable, "materialize", on_a_device)
+    read = pickle.loads(pickle.dumps(state))
+    assert isinstance(read[0]["e"], np.ndarray)
+    _same(read, arrays)
+    _same(flax.serialization.from_bytes(arrays, flax.serialization.to_bytes(state)), arrays)
+
+
 def test_a_leaf_that_is_kept_twice_is_copied_once() -> None:
     leaf = _cases()["Table"].state()[0]["e"]
     first, second = copy.deepcopy([leaf, leaf])

@@ -49,7 +49,8 @@ with each kind; a test compares with NumPy.
   of several processes is collective: all of them read. `pickle` and `to_bytes` are what one process does by itself, so
   there they are a `CheckpointError` for all leaves of which this process has a part, or a replica of its own: call
   `autopar.save(path, state)` on all, or `autopar.materialize(state)` on all and pickle what it returns on one. A
-  `ServedLeaf` is pickled by any worker, as it is on the servers then.
+  `ServedLeaf` is pickled by any worker, as it is on the servers then. A `HostTable` is written from the memory of the
+  host, as an array of NumPy: a device may have no room for it.
 - **Flax** knows these leaves from the first step on that runs after it was imported; its `msgpack_serialize` takes
   plain trees of arrays only (`materialize`).
 - **Steps** are copied and pickled like functions: by name from a module, else (`cloudpickle`, so Ray) as the function
