@@ -96,7 +96,7 @@ Value = Row | Free | None
 
 
 #: What an equation does that needs all rows, the most telling ones first: those that make a gradient dense.
-RefusalKind = Literal["body", "softmax", "sum", "product", "scatter", "replayed", "other"]
+RefusalKind = Literal["body", "softmax", "sum", "product", "scatter", "lost", "replayed", "other"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,8 @@ class Refusal:
       source: The line of the user's code.
       remedy: What would change it.
       kind: What passes go by: in a loop's or a branch's body, a softmax, another sum over all rows, a product with
-        them, a scatter of them, rows that would be replayed in vain, or something else.
+        them, a scatter of them, rows that are joined with others or moved, rows that would be replayed in vain, or
+        something else.
     """
 
     reason: str

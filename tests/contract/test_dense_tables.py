@@ -40,6 +40,14 @@ def test_a_dense_table_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert table.remedy and all(part in text for part in (table.reason, table.remedy, table.line))
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"), [("a row of zeros behind", "concatenates"), ("a row of zeros ahead, beside a lookup", "pads")]
+)
+def test_the_reason_is_what_makes_the_gradient_dense(name: str, reason: str) -> None:
+    plan, _ = _equals_plain(FORMS[name].dense, FORMS[name].dense)
+    assert plan.tables[0].reason.startswith(reason)
+
+
 def test_a_large_table_of_a_softmax_has_a_remedy() -> None:
     table, ids = jax.ShapeDtypeStruct((300_000, 16), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
     (row,) = autopar.explain(autopar.parallelize(FORMS["softmax"].dense, state_argnums=0), table, ids).rows

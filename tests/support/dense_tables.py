@@ -113,6 +113,10 @@ def _with_padding(table: Any, ids: Any) -> Any:
     return jnp.where((ids == 0)[:, None], 0.0, table[ids - 1])
 
 
+def _padded(ids: Any) -> Any:
+    return jnp.where(jnp.arange(BATCH) % 2 == 0, ids, ROWS)
+
+
 def _joined(table: Any, ids: Any) -> Any:
     zeros = jnp.zeros((3, WIDTH), table.dtype)
     low, high = jnp.minimum(ids, ROWS - 1), jnp.maximum(ids - ROWS, 0)
@@ -178,6 +182,14 @@ FORMS: Mapping[str, Form] = {
     "shard_map": Form(training(_shard_map), training(lookup)),
     "clients": Form(clients, clients_by_rows),
     "padded": Form(training(lambda t, i: jnp.pad(t, ((1, 0), (0, 0)))[i]), training(_with_padding)),
+    "a row of zeros behind": Form(
+        training(lambda t, i: jnp.concatenate([t, t[:1] * 0])[_padded(i)]),
+        training(lambda t, i: t.at[_padded(i)].get(mode="fill", fill_value=0)),
+    ),
+    "a row of zeros ahead, beside a lookup": Form(
+        training(lambda t, i: t[i] + jnp.pad(t, ((1, 0), (0, 0)))[i]),
+        training(lambda t, i: t[i] + _with_padding(t, i)),
+    ),
     "joined": Form(training(lambda t, i: jnp.concatenate([t, jnp.zeros((3, WIDTH))])[i]), training(_joined)),
     "reversed": Form(training(lambda t, i: t[::-1][i]), training(lambda t, i: t[len(t) - 1 - i])),
     "repeated": Form(

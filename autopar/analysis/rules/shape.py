@@ -49,13 +49,14 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     for axis, size in enumerate(new):
         if size == old[value.axis] and math.prod(new[:axis]) == before:
             return [Row(axis, value.family, constant_or_unknown(value.off))]
-    raise Mixes(*LOST["reshape"])
+    raise Mixes(*LOST["reshape"], kind="lost")
 
 
 #: What to do in place of one table made of several.
 _APART_ROWS = (
-    "look up rows of each by itself, and select: jnp.where(ids < len(a), a[jnp.minimum(ids, len(a) - 1)], "
-    "b[jnp.maximum(ids - len(a), 0)])"
+    "where rows of zeros follow, for ids of padding, look up the table itself, t.at[ids].get(mode='fill', fill_value=0); "
+    "else rows of each by itself, and select: jnp.where((ids < len(a))[..., None], "
+    "a[jnp.minimum(ids, len(a) - 1)], b[jnp.maximum(ids - len(a), 0)])"
 )
 #: Why rows aren't followed along their own axis.
 _REFUSED = {
@@ -95,7 +96,7 @@ def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis)
         return [None]
     axis = rows[0].axis
     if axis == equation.params["dimension"] or any(r.axis != axis for r in rows):
-        raise Mixes("concatenates rows", _APART_ROWS)
+        raise Mixes("concatenates rows", _APART_ROWS, kind="lost")
     offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
     same = all(isinstance(o, Const) and o == offs[0] for o in offs)
     return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
@@ -126,7 +127,7 @@ def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda con
         along = equation.params[parameter]
         along = along if isinstance(along, tuple) else (along,)
         if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
-            raise Mixes(f"{equation.op} along the rows")
+            raise Mixes(f"{equation.op} along the rows", kind="lost")
         family = analysis.unite(rows)
         offs = [r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN for r in rows]
         offs = offs if len(offs) == len(equation.outputs) else [UNKNOWN] * len(equation.outputs)
@@ -163,7 +164,7 @@ def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Valu
     """A pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
     _, row = row_operand(values)
     if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
-        raise Mixes(*LOST["pad"])
+        raise Mixes(*LOST["pad"], kind="lost")
     filled = off_of(equation.inputs[1], values[1], 0)
     same = isinstance(row.off, Const) and filled == row.off
     return [Row(row.axis, row.family, row.off if same else UNKNOWN)]
