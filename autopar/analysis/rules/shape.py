@@ -54,9 +54,9 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
 
 #: What to do in place of one table made of several.
 _APART_ROWS = (
-    "where rows of zeros follow, for ids of padding, look up the table itself, t.at[ids].get(mode='fill', fill_value=0); "
-    "else rows of each by itself, and select: jnp.where((ids < len(a))[..., None], "
-    "a[jnp.minimum(ids, len(a) - 1)], b[jnp.maximum(ids - len(a), 0)])"
+    "where rows of zeros follow, for ids of padding, look up t.at[ids].get(mode='fill', fill_value=0); else look up "
+    "rows of each by itself, and select: jnp.where((ids < len(a))[..., None], a[jnp.minimum(ids, len(a) - 1)], "
+    "b[jnp.maximum(ids - len(a), 0)])"
 )
 #: Why rows aren't followed along their own axis.
 _REFUSED = {
