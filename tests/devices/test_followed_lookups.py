@@ -17,3 +17,11 @@ def test_they_are_followed(name: str, emit: Any) -> None:
     with jax.enable_x64(True):
         table = trained(name, rtol=1e-10, strategy="ps", emit=emit, mesh=mesh_of(4))
     assert table.lifted, table.reason
+
+
+@pytest.mark.parametrize("name", ["halves", "a column of groups", "reshaped zeros"])
+def test_devices_that_do_not_divide_the_rows(name: str) -> None:
+    """Gradients are added to reshaped zeros, which are made of the rows that a device has."""
+    with jax.enable_x64(True):
+        table = trained(name, rtol=1e-10, strategy="ps", emit="pmap", mesh=mesh_of(3))
+    assert table.lifted, table.reason

@@ -60,6 +60,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 2): ("check_batches_that_devices_do_not_divide", "check_ids_of_other_examples"),
         (3, 1): ("check_some_of_the_contract",),
     },
+    "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {
         (2, 1): (),
         (2, 2): ("check_beside_a_table",),
@@ -120,6 +121,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 2): ("check_contract",),
         (4, 2): ("check_contract",),
     },
+    "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},
     "pipeline_cases": {
         (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
         (3, 1): (

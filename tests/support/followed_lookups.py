@@ -208,6 +208,13 @@ def _in_train_steps(state: Any, batch: Any) -> Any:
     return jax.lax.scan(lambda s, i: step(s, {"ids": i}), state, ids)[0], losses.sum()
 
 
+def _zeros_written(state: Any, batch: Any) -> Any:
+    """A gradient that is added to reshaped zeros."""
+    table, ids = state["table"], batch["ids"]
+    gradient = jnp.zeros(ROWS * WIDTH).reshape(ROWS, WIDTH).at[ids].add(table[ids])
+    return _moved(state, table - 0.1 * gradient, table[batch["next"]].sum())
+
+
 RESHAPED: Mapping[str, Any] = {
     "rows in groups": _reshaped(lambda t, i: _in_groups(t)[i // 32, i % 32]),
     "rows in groups, filled": _reshaped(lambda t, i: _in_groups(t).at[i // 30, i % 40].get(mode="fill", fill_value=2)),
@@ -247,6 +254,7 @@ RESHAPED: Mapping[str, Any] = {
     "side by side, a column": _reshaped(
         lambda t, i: jnp.take_along_axis(t.reshape(4, 160, 2, WIDTH // 2), i.reshape(4, -1, 1, 1), 1, mode="clip")
     ),
+    "reshaped zeros": _zeros_written,
 }
 STEPS: Mapping[str, Any] = {
     **RESHAPED,

@@ -15,7 +15,7 @@ from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
+from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
@@ -229,6 +229,10 @@ class Scope(Writer):
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
         """A value of no family, made anew for the rows."""
         out = equation.outputs[0]
+        if equation.op == "reshape":  # of a constant
+            value = self.lifting.facts.value(out)
+            assert isinstance(value, Free) and isinstance(value.off, Const), "the rules follow no other"
+            return self.full(Literal.scalar(value.off.value, out.dtype), self.at(out.type, axis, family))
         if equation.op == "iota" and equation.params["dimension"] == axis:
             extent = self.lifting.spaces[family].extent
             type_ = self.at(out.type, axis, family)
@@ -238,8 +242,6 @@ class Scope(Writer):
         for atom in equation.inputs:
             inner = _operand_axis(equation, atom, axis)
             inputs.append(self.get(atom) if inner is None else self.at_rows(atom, inner, family))
-        if equation.op == "reshape":  # of a constant: its rows are equal
-            return self.pull(self.get(out), axis, family)
         return self.again(equation, inputs, axis, family)
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
