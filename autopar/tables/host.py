@@ -121,18 +121,18 @@ class HostTable(PlacedLeaf):
 
     def materialize(self) -> jax.Array:
         """The table as an ordinary array of this process. Collective."""
-        return jnp.asarray(np.asarray(self))
+        return jnp.asarray(self._on_host())
 
     def _written(self) -> np.ndarray:
-        return np.asarray(self)  # a device may have no room for it
+        return self._on_host()  # a device may have no room for it
 
     @uninterrupted
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def _on_host(self) -> np.ndarray:
         table = np.empty((self.layout.extent, *self._storage.rows.shape[1:]), self.dtype)
         for start in range(0, self.layout.extent, _BLOCK_ROWS):
             numbers = np.arange(start, min(start + _BLOCK_ROWS, self.layout.extent))
             table[numbers] = self.read_rows(numbers)
-        return np.moveaxis(table, 0, self.axis).astype(dtype or self.dtype, copy=False)
+        return np.moveaxis(table, 0, self.axis)
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of an array. Rows picked by numbers are read by themselves. Collective."""
@@ -141,7 +141,7 @@ class HostTable(PlacedLeaf):
             isinstance(numbers, (np.ndarray, jax.Array)) and np.issubdtype(numbers.dtype, np.integer)
         )
         if self.axis or not picks or isinstance(numbers, bool):
-            return np.asarray(self)[index]
+            return self._on_host()[index]
         wanted = np.asarray(numbers, np.int64)
         extent = self.layout.extent
         if wanted.size and (wanted.min() < -extent or wanted.max() >= extent):

@@ -20,7 +20,7 @@ from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
 from autopar.tables.home import Home
 
-#: From so many bytes on, and so many reads of whole leaves of a kind and shape by functions of JAX, a warning.
+#: From so many bytes on, and so many reads of whole leaves of a kind and shape by JAX and NumPy, a warning.
 _LARGE_BYTES, _READS = 64 << 20, 10
 _reads: Counter[tuple[type, tuple[int, ...]]] = Counter()
 
@@ -55,7 +55,7 @@ class TableLeaf(abc.ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         jax_compat.register_array_like(cls, TableLeaf.__jax_array__)
-        for name in {"materialize", "read", "current", "__getitem__", "__array__"} & vars(cls).keys():
+        for name in {"materialize", "read", "current", "__getitem__", "_on_host"} & vars(cls).keys():
             setattr(cls, name, explicit_meshes.outside_mesh(getattr(cls, name)))
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -81,6 +81,10 @@ class TableLeaf(abc.ABC):
     @abc.abstractmethod
     def materialize(self) -> Any:
         """The table as an ordinary array, which later steps leave alone."""
+
+    @abc.abstractmethod
+    def _on_host(self) -> np.ndarray:
+        """Returns the table as an array of NumPy. Collective where others have a part of it."""
 
     def read(self) -> Any:
         """As `materialize`, but it may be an array that the next step updates: to be read at once."""
@@ -128,15 +132,20 @@ class TableLeaf(abc.ABC):
                 array.block_until_ready()  # independent programs with collectives starve each other of CPUs' threads
             return array
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        self._count_read()
+        array = self._on_host()
+        return array.astype(dtype or array.dtype, copy=False)
+
     def _count_read(self) -> None:
         """Warns once where large leaves are read whole again and again."""
         kind = type(self), self.shape
         _reads[kind] += self.nbytes >= _LARGE_BYTES
         if _reads[kind] == _READS:
             warn(
-                f"functions of JAX have read {self!r} {_READS} times, {format_bytes(self.nbytes)} each time: all rows. "
-                "Look rows up in a planned function, autopar.parallelize(evaluate), or make ordinary arrays once, "
-                "autopar.materialize(state)",
+                f"functions of JAX or NumPy have read {self!r} {_READS} times, {format_bytes(self.nbytes)} each time: "
+                "all rows. Look rows up in a planned function, autopar.parallelize(evaluate), or make ordinary arrays "
+                "once, autopar.materialize(state)",
                 SlowPlanWarning,
             )
 
@@ -241,9 +250,9 @@ class StandingLeaf(TableLeaf):
         leaf = self.current()
         return leaf.materialize() if isinstance(leaf, TableLeaf) else copied(leaf)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = np.asarray(self.current())
-        return np.array(array, dtype or array.dtype)
+    def _on_host(self) -> np.ndarray:
+        leaf = self.current()
+        return leaf._on_host() if isinstance(leaf, TableLeaf) else np.array(leaf)  # later steps update it in place
 
     def __getitem__(self, index: Any) -> Any:
         leaf = self.current()

@@ -109,8 +109,8 @@ class Table(PlacedLeaf):
         """
         return ordinary(self._live(), self.layout, self.axis, Devices.of_array(self.stored, self.axis))
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return on_host(self._live(), self.layout, self.axis).astype(dtype or self.dtype, copy=False)
+    def _on_host(self) -> np.ndarray:
+        return on_host(self._live(), self.layout, self.axis)
 
     def __getitem__(self, index: Any) -> jax.Array:
         """As of an array. Rows picked by numbers, or by a short slice, are read by themselves.

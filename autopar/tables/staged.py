@@ -182,13 +182,12 @@ class StageArray(PlacedLeaf):
 
     def materialize(self) -> jax.Array:
         """An ordinary array of this process. Collective."""
-        return jnp.asarray(np.asarray(self))
+        return jnp.asarray(self._on_host())
 
     @uninterrupted  # the others wait for this rank
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def _on_host(self) -> np.ndarray:
         parts = [self._read(place, value) for place, value in zip(self._places, self.values, strict=True)]
-        array = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return array.astype(dtype or self._dtype, copy=False)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
         """A part, of which its first rank tells the others."""
@@ -200,7 +199,7 @@ class StageArray(PlacedLeaf):
 
     def __getitem__(self, index: Any) -> np.ndarray:
         """As of an array. Collective."""
-        return np.asarray(self)[index]
+        return self._on_host()[index]
 
     @property
     def _where(self) -> str:

@@ -179,6 +179,10 @@ CASES = """
     columns = np.arange(8.0).reshape(2, 4)
     both = {"state": spread, "columns": jax.make_array_from_callback(columns.shape, sharding, lambda k: columns[k])}
     autopar.save("spread", both)
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    fails("can't be written by TensorStore: ", lambda: autopar.save("spread", both))
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     found = autopar.restore("spread").state
     np.testing.assert_array_equal(found["columns"], columns)
     for a, b in zip(jax.tree.leaves(found["state"]), values, strict=True):

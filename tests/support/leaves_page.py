@@ -37,8 +37,8 @@ with each kind; a test compares with NumPy.
 | NumPy | an array of NumPy |
 | the kind's name | a leaf of that kind, on buffers of its own: a copy to go on from |
 
-- **Reading takes all rows**: `table * 2`, `jnp.sum(table)` or `jax.jit(f)(table)` brings all rows up to date, and makes
-  an array of the whole table in each call. An evaluation that looks rows up is faster planned,
+- **Reading takes all rows**: `table * 2`, `jnp.sum(table)`, `jax.jit(f)(table)` or `np.asarray(table)` brings all rows
+  up to date, and makes an array of the whole table in each call. An evaluation that looks rows up is faster planned,
   `autopar.parallelize(evaluate)`: it reads these rows where they are. A `SlowPlanWarning` tells of 64 MiB or more that
   were read so ten times.
 - **Copies**: `copy.deepcopy(state)` is a state of its own; training goes on from either. On one device a table's copy
