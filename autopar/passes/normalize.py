@@ -1,6 +1,6 @@
 """Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`) in the
-tables themselves (`follow_reshapes`), their gradients those of all examples (`sink_sums`), what names examples by
-number is batched (`batch_indices`), and broadcasts are written down (`expand_broadcasts`).
+tables themselves (`follow_joins`, `follow_reshapes`), their gradients those of all examples (`sink_sums`), what names
+examples by number is batched (`batch_indices`), and broadcasts are written down (`expand_broadcasts`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
 equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
@@ -17,6 +17,7 @@ from autopar.ir.program import Atom, Block, Equation, Program, count_equations
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.normalizing.batch_indices import batch_indices
 from autopar.passes.normalizing.expand_broadcasts import expand_broadcasts
+from autopar.passes.normalizing.follow_joins import follow_joins
 from autopar.passes.normalizing.follow_reshapes import follow_reshapes
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
 from autopar.passes.normalizing.sink_sums import sink_sums
@@ -28,6 +29,7 @@ def normalize(program: Program) -> tuple[Program, str]:
     counting = Counting(program.block)
     program, batched = batch_indices(program, counting)
     program, lookups = recognise_lookups(program, counting)
+    program, joined = follow_joins(program)
     program, reshaped = follow_reshapes(program)
     block = expand_broadcasts(program.block)
     before = count_equations(block)
@@ -42,6 +44,8 @@ def normalize(program: Program) -> tuple[Program, str]:
         note += f"; {batched} gathers and scatters by numbers of examples are batched"
     if lookups:
         note += f"; {lookups} products with one-hot matrices are lookups and their gradients"
+    if joined:
+        note += f"; {joined} lookups in joined tables, and scatters of their gradients, are in the parts"
     if reshaped:
         note += f"; {reshaped} lookups in reshaped tables, and scatters of their gradients, are in the tables"
     return dataclasses.replace(program, block=block), note

@@ -113,6 +113,10 @@ def _with_padding(table: Any, ids: Any) -> Any:
     return jnp.where((ids == 0)[:, None], 0.0, table[ids - 1])
 
 
+def _one_by_one(table: Any, ids: Any) -> Any:
+    return lax.map(lambda i: table[i], ids)
+
+
 def _padded(ids: Any) -> Any:
     return jnp.where(jnp.arange(BATCH) % 2 == 0, ids, ROWS)
 
@@ -181,16 +185,18 @@ FORMS: Mapping[str, Form] = {
     "compressed sparse product": Form(training(_bcsr), training(_by_row)),
     "shard_map": Form(training(_shard_map), training(lookup)),
     "clients": Form(clients, clients_by_rows),
-    "padded": Form(training(lambda t, i: jnp.pad(t, ((1, 0), (0, 0)))[i]), training(_with_padding)),
+    "padded": Form(training(lambda t, i: _one_by_one(jnp.pad(t, ((1, 0), (0, 0))), i)), training(_with_padding)),
     "a row of zeros behind": Form(
-        training(lambda t, i: jnp.concatenate([t, t[:1] * 0])[_padded(i)]),
+        training(lambda t, i: _one_by_one(jnp.concatenate([t, t[:1] * 0]), _padded(i))),
         training(lambda t, i: t.at[_padded(i)].get(mode="fill", fill_value=0)),
     ),
     "a row of zeros ahead, beside a lookup": Form(
-        training(lambda t, i: t[i] + jnp.pad(t, ((1, 0), (0, 0)))[i]),
+        training(lambda t, i: t[i] + _one_by_one(jnp.pad(t, ((1, 0), (0, 0))), i)),
         training(lambda t, i: t[i] + _with_padding(t, i)),
     ),
-    "joined": Form(training(lambda t, i: jnp.concatenate([t, jnp.zeros((3, WIDTH))])[i]), training(_joined)),
+    "joined": Form(
+        training(lambda t, i: _one_by_one(jnp.concatenate([t, jnp.zeros((3, WIDTH))]), i)), training(_joined)
+    ),
     "reversed": Form(training(lambda t, i: t[::-1][i]), training(lambda t, i: t[len(t) - 1 - i])),
     "repeated": Form(
         training(lambda t, i: jnp.broadcast_to(t, (2, ROWS, WIDTH))[:, i]),

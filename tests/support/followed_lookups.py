@@ -1,5 +1,5 @@
 """Lookups that are followed: by ids that depend on rows of the table itself, though which rows may be meant is known
-before, and behind reshapes that split rows or merge them evenly."""
+before, behind reshapes that split rows or merge them evenly, and where other rows are joined to the table."""
 
 from __future__ import annotations
 
@@ -256,8 +256,45 @@ RESHAPED: Mapping[str, Any] = {
     ),
     "reshaped zeros": _zeros_written,
 }
+
+
+def _joined_tables(state: Any, batch: Any) -> Any:
+    def loss_fn(state: Any) -> Any:
+        both = jnp.concatenate([state["table"] * 2, state["users"]]) / 3
+        own = both[(batch["ids"] * 2)] * jax.lax.stop_gradient(both)[batch["next"]]
+        return jnp.square(own + both.at[batch["users"] + ROWS].get(mode="clip")).mean()
+
+    loss, gradient = jax.value_and_grad(loss_fn)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradient), loss
+
+
+def _padding(ids: Any) -> Any:
+    """Ids of which some are of padding, or out of range."""
+    return jnp.where(jnp.arange(BATCH) % 3 == 0, ROWS - 1 + jnp.arange(BATCH) % 5, ids)
+
+
+def _behind(table: Any) -> Any:
+    return jnp.concatenate([table, table[:1] * 0, jnp.ones((2, WIDTH))])
+
+
+JOINED: Mapping[str, Any] = {
+    "zeros behind": _reshaped(lambda t, i: _behind(t)[_padding(i)]),
+    "zeros behind, filled": _reshaped(lambda t, i: _behind(t).at[_padding(i)].get(mode="fill", fill_value=3)),
+    "zeros behind, clipped": _reshaped(lambda t, i: _behind(t).at[_padding(i)].get(mode="clip")),
+    "zeros around": _reshaped(lambda t, i: jnp.pad(t, ((1, 2), (0, 0)))[_padding(i)] + t[i]),
+    "a row ahead, and columns": _reshaped(
+        lambda t, i: (
+            jnp.pad(t, ((1, 0), (0, 0)), constant_values=2).at[_padding(i), i % 8 - 1].get(mode="fill", fill_value=5)
+        )
+    ),
+    "zeros behind, in train steps": lambda state, batch: jax.lax.scan(
+        lambda s, i: JOINED["zeros behind"](s, {"ids": i}), state, jnp.stack([batch["ids"], batch["next"]])
+    ),
+    "two tables": _joined_tables,
+}
 STEPS: Mapping[str, Any] = {
     **RESHAPED,
+    **JOINED,
     "Q-learning": q_learning,
     "double Q-learning": double_q,
     "Q-learning in turns": _in_turns(q_learning, 4),

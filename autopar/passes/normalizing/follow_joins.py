@@ -1,0 +1,261 @@
+"""Lookups in a table to which other rows are joined become lookups in each of the parts, of which one is selected.
+
+    jnp.concatenate([t, zeros])[i]   ->  jnp.where(i < len(t), t[min(i, len(t) - 1)], zeros[max(i - len(t), 0)])
+    jnp.pad(t, ((1, 0), (0, 0)))[i]     the same, of zeros and t
+
+The scatters of their gradients, of which a slice is taken for each part, become scatters into each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.ir.expand import expand
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+
+_FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
+_UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
+#: Of ids: others don't hold a table's numbers of rows, or wrap around.
+_INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
+_SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"})
+
+
+def follow_joins(program: Program) -> tuple[Program, int]:
+    """The program with such lookups and scatters in the parts, and how many there were."""
+    pairs = zip(program.block.inputs, program.inputs, strict=True)
+    walk = _Walk({var for var, input_ in pairs if input_.role in ("state", "table")})
+    block = walk.block(program.block)
+    return (dataclasses.replace(program, block=block), walk.count) if walk.count else (program, 0)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How parts are joined: along an axis, and how many rows each has."""
+
+    axis: int
+    sizes: tuple[int, ...]
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """Where each part begins."""
+        return tuple(int(n) for n in np.cumsum((0, *self.sizes[:-1])))
+
+    def ids(self, index: Any, place: int, is_clipped: bool) -> list[Any]:
+        """Index vectors into each part, out of range where they mean another's row, or none."""
+        row = _wide(index[..., place])
+        row = jnp.clip(row, 0, sum(self.sizes) - 1) if is_clipped else row
+        spans = list(zip(self.starts, self.sizes, strict=True))
+        rows = (jnp.where((row >= start) & (row < start + size), row - start, size) for start, size in spans)
+        return [_with(index, place, own) for own in rows]
+
+
+class _Walk:
+    """Rewrites blocks.
+
+    Attributes:
+      pure: Values that are made of states alone, element by element.
+      joined: Value -> how it is joined, and the parts.
+      layouts: Shape of such a value -> how it is joined.
+      uniform: Value -> the scalar that all its elements are.
+      env: Value -> what takes its place.
+      count: Lookups and scatters that were rewritten.
+    """
+
+    def __init__(self, pure: set[Var]) -> None:
+        self.pure: set[Atom] = set(pure)
+        self.joined: dict[Atom, tuple[_Layout, tuple[Atom, ...]]] = {}
+        self.layouts: dict[tuple[int, ...], _Layout] = {}
+        self.uniform: dict[Atom, Atom] = {}
+        self.env: dict[Atom, Atom] = {}
+        self.count = 0
+
+    def block(self, block: Block) -> Block:
+        equations: list[Equation] = []
+        for equation in block.equations:
+            inputs = tuple(self.env.get(a, a) for a in equation.inputs)
+            if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
+                equation = dataclasses.replace(equation, inputs=inputs)
+            equation = equation.with_bodies([self._body(equation, body) for body in equation.bodies])
+            equations += self._rewritten(equation)
+        outputs = tuple(self.env.get(a, a) for a in block.outputs)
+        same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
+        return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
+
+    def _body(self, equation: Equation, body: Block) -> Block:
+        skipped = len(equation.inputs) - len(body.inputs)
+        if equation.op in ("scan", "remat", "cond"):
+            known = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
+            pairs = list(zip(body.inputs, equation.inputs[skipped:], strict=True))[:known]
+            self.pure.update(v for v, a in pairs if a in self.pure)
+        return self.block(body)
+
+    def _rewritten(self, equation: Equation) -> list[Equation]:
+        """The equation, or what takes its place; the parts of values that are joined besides."""
+        op, (operand, *_) = equation.op, (*equation.inputs, None)
+        if op in ELEMENTWISE:
+            variables = [a for a in equation.inputs if isinstance(a, Var)]
+            if variables and all(a in self.pure for a in variables):
+                self.pure.update(equation.outputs)
+            return [equation, *self._elementwise(equation)]
+        if op == "broadcast_in_dim" and equation.inputs[0].shape == ():
+            self.uniform[equation.outputs[0]] = equation.inputs[0]
+        elif op == "concatenate":
+            if any(a in self.pure for a in equation.inputs):
+                self._join(equation, equation.params["dimension"], equation.inputs)
+        elif op in ("slice", "pad") and operand in self.joined:
+            part = self._part(equation)
+            if part is not None:
+                self.env[equation.outputs[0]] = part
+        elif op == "pad" and operand in self.pure:
+            return self._pad(equation)
+        elif op == "split" and operand in self.joined:
+            layout, parts = self.joined[operand]
+            if layout == _Layout(equation.params["axis"], tuple(equation.params["sizes"])):
+                self.env.update(zip(equation.outputs, parts, strict=True))
+        elif op == "gather" and operand in self.joined:
+            return self._gather(equation)
+        elif op in _SCATTERS:
+            return self._scatter(equation)
+        return [equation]
+
+    def _join(self, equation: Equation, axis: int, parts: tuple[Atom, ...]) -> None:
+        sizes = tuple(a.shape[axis] for a in parts)
+        if 0 not in sizes and len(sizes) > 1 and not jax_compat.is_key(parts[0].dtype):
+            layout = _Layout(axis, sizes)
+            self.joined[equation.outputs[0]] = layout, parts
+            self.layouts.setdefault(equation.outputs[0].shape, layout)
+
+    def _pad(self, equation: Equation) -> list[Equation]:
+        """Rows of one number are joined to a table at its ends."""
+        (table, number), padding = equation.inputs, equation.params["padding_config"]
+        axes = [d for d, sizes in enumerate(padding) if tuple(sizes) != (0, 0, 0)]
+        if len(axes) != 1 or padding[axes[0]][2] or min(padding[axes[0]]) < 0:
+            return [equation]
+        made: list[Equation] = []
+        parts: list[Atom] = [table]
+        for size, place in ((padding[axes[0]][0], 0), (padding[axes[0]][1], len(parts))):
+            if size:
+                shape = (*table.shape[: axes[0]], size, *table.shape[axes[0] + 1 :])
+                made += expand(lambda x, shape=shape: jnp.broadcast_to(x, shape), equation, (number,))
+                parts.insert(place if place == 0 else len(parts), made[-1].outputs[0])
+        self._join(equation, axes[0], tuple(parts))
+        return [equation, *made]
+
+    def _part(self, equation: Equation) -> Atom | None:
+        """The part that a slice, or a pad by less than nothing, takes."""
+        layout, parts = self.joined[equation.inputs[0]]
+        shape, params = equation.inputs[0].shape, equation.params
+        if equation.op == "slice":
+            if params["strides"] is not None and any(n != 1 for n in params["strides"]):
+                return None
+            taken = list(zip(params["start_indices"], params["limit_indices"], strict=True))
+        else:
+            if any(low > 0 or high > 0 or inner for low, high, inner in params["padding_config"]):
+                return None
+            taken = [(-low, n + high) for (low, high, _), n in zip(params["padding_config"], shape, strict=True)]
+        if any(one != (0, n) for d, (one, n) in enumerate(zip(taken, shape, strict=True)) if d != layout.axis):
+            return None
+        spans = zip(layout.starts, layout.sizes, parts, strict=True)
+        return next((part for start, n, part in spans if tuple(taken[layout.axis]) == (start, start + n)), None)
+
+    def _elementwise(self, equation: Equation) -> list[Equation]:
+        """The equation once more for each of the parts that it takes."""
+        layouts = {self.joined[a][0] for a in equation.inputs if a in self.joined}
+        known = (a.shape == () or a in self.joined or a in self.uniform for a in equation.inputs)
+        if len(layouts) != 1 or not all(known):
+            return []
+        (layout,) = layouts
+        params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
+        made, parts = list[Equation](), list[Atom]()
+        for k in range(len(layout.sizes)):
+            atoms = [self.joined[a][1][k] if a in self.joined else self.uniform.get(a, a) for a in equation.inputs]
+            shape = next(a.shape for a, whole in zip(atoms, equation.inputs, strict=True) if whole in self.joined)
+
+            def again(*operands: Any, shape: Any = shape) -> Any:
+                pairs = zip(operands, equation.inputs, strict=True)
+                operands = tuple(jnp.broadcast_to(x, shape) if a.shape else x for x, a in pairs)
+                return jax_compat.bind(equation.primitive, operands, params)[0]
+
+            made += expand(again, equation, atoms)
+            parts.append(made[-1].outputs[0])
+        self.joined[equation.outputs[0]] = layout, tuple(parts)
+        return made
+
+    def _gather(self, equation: Equation) -> list[Equation]:
+        layout, parts = self.joined[equation.inputs[0]]
+        numbers, out = equation.params["dimension_numbers"], equation.outputs[0]
+        is_clipped = "FILL" not in str(equation.params["mode"])
+        place = _place(equation, layout, numbers.start_index_map, numbers.collapsed_slice_dims, is_clipped)
+        if place is None:
+            return [equation]
+        self.count += 1
+        params = {**equation.params, **_UNORDERED, "mode": _FILL}
+        params |= {"fill_value": 0} if is_clipped else {}  # there is no such id
+        examples = tuple(d for d in range(len(out.shape)) if d not in numbers.offset_dims)
+
+        def access(index: Any, *parts: Any) -> Any:
+            found = None
+            for part, own in zip(parts, layout.ids(index, place, is_clipped), strict=True):
+                rows = jax_compat.bind(equation.primitive, (part, own), params)[0]
+                is_own = jax.lax.broadcast_in_dim(own[..., place] < part.shape[layout.axis], out.shape, examples)
+                found = rows if found is None else jnp.where(is_own, rows, found)
+            return found
+
+        return expand(access, equation, (equation.inputs[1], *parts), out)
+
+    def _scatter(self, equation: Equation) -> list[Equation]:
+        operand, index, updates = equation.inputs
+        layout = self.joined[operand][0] if operand in self.joined else self.layouts.get(operand.shape)
+        if layout is None or (operand not in self.joined and operand not in self.uniform):
+            return [equation]
+        numbers, is_clipped = equation.params["dimension_numbers"], "CLIP" in str(equation.params["mode"])
+        mapped = numbers.scatter_dims_to_operand_dims
+        place = _place(equation, layout, mapped, numbers.inserted_window_dims, is_clipped)
+        if place is None:
+            return [equation]
+        self.count += 1
+        params, shape = {**equation.params, **_UNORDERED, "mode": _FILL}, list(operand.shape)
+        made, parts = list[Equation](), list[Atom]()
+        for k, size in enumerate(layout.sizes):
+            shape[layout.axis] = size
+
+            def access(part: Any, index: Any, updates: Any, k: int = k, to: Any = (*shape,)) -> Any:
+                own = layout.ids(index, place, is_clipped)[k]
+                return jax_compat.bind(equation.primitive, (jnp.broadcast_to(part, to), own, updates), params)[0]
+
+            part = self.joined[operand][1][k] if operand in self.joined else self.uniform[operand]
+            made += expand(access, equation, (part, index, updates))
+            parts.append(made[-1].outputs[0])
+        out = equation.outputs[0]
+        self.joined[out] = layout, tuple(parts)
+        self.pure.update((*parts, out))
+        return [*made, *expand(lambda *parts: jnp.concatenate(parts, layout.axis), equation, parts, out)]
+
+
+def _place(
+    equation: Equation, layout: _Layout, mapped: Sequence[int], gone: Sequence[int], is_clipped: bool
+) -> int | None:
+    """Which component of the index vectors is the row; None where it isn't one of single rows that can be parted."""
+    if layout.axis not in mapped or layout.axis not in gone or str(equation.inputs[1].dtype) not in _INTEGERS:
+        return None
+    return None if is_clipped and len(mapped) > 1 else mapped.index(layout.axis)  # others would be clipped, too
+
+
+def _wide(ids: Any) -> Any:
+    """Ids in 32 bits, or in 64 as they are."""
+    return ids.astype(np.int64 if ids.dtype.itemsize == 8 else np.int32)
+
+
+def _with(index: Any, place: int, ids: Any) -> Any:
+    """Index vectors with other ids in one place."""
+    parts = [_wide(index[..., k])[..., None] if k != place else ids[..., None] for k in range(index.shape[-1])]
+    return jnp.concatenate(parts, -1)
