@@ -8,7 +8,6 @@ The scatters of their gradients, of which a slice is taken for each part, become
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,21 +19,16 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.expand import expand
-from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program import Atom, Equation, Program
+from autopar.passes.normalizing.rewriter import INTEGERS, UNORDERED, Rewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
-_UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
-#: Of ids: others don't hold a table's numbers of rows, or wrap around.
-_INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"})
 
 
 def follow_joins(program: Program) -> tuple[Program, int]:
     """The program with such lookups and scatters in the parts, and how many there were."""
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    walk = _Walk({var for var, input_ in pairs if input_.role in ("state", "table")})
-    block = walk.block(program.block)
-    return (dataclasses.replace(program, block=block), walk.count) if walk.count else (program, 0)
+    return _Walk(program).run(program)
 
 
 @dataclass(frozen=True)
@@ -58,57 +52,32 @@ class _Layout:
         return [_with(index, place, own) for own in rows]
 
 
-class _Walk:
+class _Walk(Rewriter):
     """Rewrites blocks.
 
     Attributes:
-      pure: Values that are made of states alone, element by element.
       joined: Value -> how it is joined, and the parts.
       layouts: Shape of such a value -> how it is joined.
-      uniform: Value -> the scalar that all its elements are.
-      env: Value -> what takes its place.
-      count: Lookups and scatters that were rewritten.
     """
 
-    def __init__(self, pure: set[Var]) -> None:
-        self.pure: set[Atom] = set(pure)
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
         self.joined: dict[Atom, tuple[_Layout, tuple[Atom, ...]]] = {}
         self.layouts: dict[tuple[int, ...], _Layout] = {}
-        self.uniform: dict[Atom, Atom] = {}
-        self.env: dict[Atom, Atom] = {}
-        self.count = 0
 
-    def block(self, block: Block) -> Block:
-        equations: list[Equation] = []
-        for equation in block.equations:
-            inputs = tuple(self.env.get(a, a) for a in equation.inputs)
-            if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
-                equation = dataclasses.replace(equation, inputs=inputs)
-            equation = equation.with_bodies([self._body(equation, body) for body in equation.bodies])
-            equations += self._rewritten(equation)
-        outputs = tuple(self.env.get(a, a) for a in block.outputs)
-        same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
-        return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
-
-    def _body(self, equation: Equation, body: Block) -> Block:
-        skipped = len(equation.inputs) - len(body.inputs)
+    def nested(self, equation: Equation) -> list[Equation]:
+        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
         if equation.op in ("scan", "remat", "cond"):
             known = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
-            pairs = list(zip(body.inputs, equation.inputs[skipped:], strict=True))[:known]
-            self.pure.update(v for v, a in pairs if a in self.pure)
-        return self.block(body)
+            pure = [k for k, a in enumerate(equation.inputs[skipped:][:known]) if a in self.pure]
+            self.pure.update(body.inputs[k] for body in equation.bodies for k in pure)
+        return [equation.with_bodies([self.block(body) for body in equation.bodies])]
 
-    def _rewritten(self, equation: Equation) -> list[Equation]:
-        """The equation, or what takes its place; the parts of values that are joined besides."""
+    def rewritten(self, equation: Equation) -> list[Equation]:
         op, (operand, *_) = equation.op, (*equation.inputs, None)
         if op in ELEMENTWISE:
-            variables = [a for a in equation.inputs if isinstance(a, Var)]
-            if variables and all(a in self.pure for a in variables):
-                self.pure.update(equation.outputs)
             return [equation, *self._elementwise(equation)]
-        if op == "broadcast_in_dim" and equation.inputs[0].shape == ():
-            self.uniform[equation.outputs[0]] = equation.inputs[0]
-        elif op == "concatenate":
+        if op == "concatenate":
             if any(a in self.pure for a in equation.inputs):
                 self._join(equation, equation.params["dimension"], equation.inputs)
         elif op in ("slice", "pad") and operand in self.joined:
@@ -198,7 +167,7 @@ class _Walk:
         if place is None:
             return [equation]
         self.count += 1
-        params = {**equation.params, **_UNORDERED, "mode": _FILL}
+        params = {**equation.params, **UNORDERED, "mode": _FILL}
         params |= {"fill_value": 0} if is_clipped else {}  # there is no such id
         examples = tuple(d for d in range(len(out.shape)) if d not in numbers.offset_dims)
 
@@ -223,7 +192,7 @@ class _Walk:
         if place is None:
             return [equation]
         self.count += 1
-        params, shape = {**equation.params, **_UNORDERED, "mode": _FILL}, list(operand.shape)
+        params, shape = {**equation.params, **UNORDERED, "mode": _FILL}, list(operand.shape)
         made, parts = list[Equation](), list[Atom]()
         for k, size in enumerate(layout.sizes):
             shape[layout.axis] = size
@@ -237,7 +206,6 @@ class _Walk:
             parts.append(made[-1].outputs[0])
         out = equation.outputs[0]
         self.joined[out] = layout, tuple(parts)
-        self.pure.update((*parts, out))
         return [*made, *expand(lambda *parts: jnp.concatenate(parts, layout.axis), equation, parts, out)]
 
 
@@ -245,7 +213,7 @@ def _place(
     equation: Equation, layout: _Layout, mapped: Sequence[int], gone: Sequence[int], is_clipped: bool
 ) -> int | None:
     """Which component of the index vectors is the row; None where it isn't one of single rows that can be parted."""
-    if layout.axis not in mapped or layout.axis not in gone or str(equation.inputs[1].dtype) not in _INTEGERS:
+    if layout.axis not in mapped or layout.axis not in gone or str(equation.inputs[1].dtype) not in INTEGERS:
         return None
     return None if is_clipped and len(mapped) > 1 else mapped.index(layout.axis)  # others would be clipped, too
 

@@ -25,56 +25,32 @@ from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.passes.normalizing.reshaped_accesses import Places, Shape, accessed, common_factors
-
-#: Of ids: others don't hold a table's numbers of rows, or wrap around.
-_INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
+from autopar.passes.normalizing.rewriter import INTEGERS, Rewriter
 
 
 def follow_reshapes(program: Program) -> tuple[Program, int]:
     """The program with such lookups and scatters in the tables themselves, and how many there were."""
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    walk = _Walk({var for var, input_ in pairs if input_.role in ("state", "table")})
-    block = walk.block(program.block)
-    return (dataclasses.replace(program, block=block), walk.count) if walk.count else (program, 0)
+    return _Walk(program).run(program)
 
 
-class _Walk:
+class _Walk(Rewriter):
     """Rewrites blocks.
 
     Attributes:
       shapes: Those of the states.
-      pure: Values that are made of states alone, element by element, and those into which something is scattered.
       views: Reshaped value -> the same in the shape of its table.
       tables: Reshaped shape -> that of its table.
-      uniform: Value -> the scalar that all its elements are.
       joined: Result of a concatenation, of which an index may be made -> it.
-      env: Value -> what takes its place.
-      count: Lookups and scatters that were rewritten.
     """
 
-    def __init__(self, pure: set[Var]) -> None:
-        self.shapes = {var.shape for var in pure if isinstance(var.type, ArrayType)}
-        self.pure: set[Atom] = set(pure)
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.shapes = {var.shape for var in self.pure if isinstance(var.type, ArrayType)}
         self.views: dict[Atom, Atom] = {}
         self.tables: dict[Shape, Shape] = {}
-        self.uniform: dict[Atom, Atom] = {}
         self.joined: dict[Atom, Equation] = {}
-        self.env: dict[Atom, Atom] = {}
-        self.count = 0
 
-    def block(self, block: Block) -> Block:
-        equations: list[Equation] = []
-        for equation in block.equations:
-            inputs = tuple(self.env.get(a, a) for a in equation.inputs)
-            if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
-                equation = dataclasses.replace(equation, inputs=inputs)
-            equations += self._nested(equation) if equation.bodies else self._rewritten(equation)
-        outputs = tuple(self.env.get(a, a) for a in block.outputs)
-        same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
-        return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
-
-    def _nested(self, equation: Equation) -> list[Equation]:
-        """A loop, checkpoint or branch whose bodies are rewritten."""
+    def nested(self, equation: Equation) -> list[Equation]:
         if equation.op not in ("scan", "remat", "cond"):
             return [equation.with_bodies([self.block(body) for body in equation.bodies])]
         apart: set[int] = set()
@@ -143,17 +119,11 @@ class _Walk:
             self.pure.add(inputs[k])
         return self.block(Block(tuple(inputs), (*start, *body.equations), body.outputs) if views else body)
 
-    def _rewritten(self, equation: Equation) -> list[Equation]:
-        """The equation, or what takes its place; values in the shapes of their tables besides."""
-        variables = [a for a in equation.inputs if isinstance(a, Var)]
+    def rewritten(self, equation: Equation) -> list[Equation]:
         op = equation.op
         if op in ELEMENTWISE:
-            if variables and all(a in self.pure for a in variables):
-                self.pure.update(equation.outputs)
             return [equation, *self._elementwise(equation)]
-        if op == "broadcast_in_dim" and equation.inputs[0].shape == ():
-            self.uniform[equation.outputs[0]] = equation.inputs[0]
-        elif op == "concatenate":
+        if op == "concatenate":
             self.joined[equation.outputs[0]] = equation
         elif op == "reshape":
             return self._reshape(equation)
@@ -235,7 +205,7 @@ class _Walk:
             numbers = jax.lax.ScatterDimensionNumbers(windows, places, places)
             return jax.lax.scatter(operand, index, rest[0].reshape(sizes), numbers, mode="clip")
 
-        made = [e for one in expand(access, equation, equation.inputs, out) for e in self._rewritten(one)]
+        made = [e for one in expand(access, equation, equation.inputs, out) for e in self.rewritten(one)]
         if self.count == before and not is_element:
             return [equation]
         self.count = max(self.count, before + 1)
@@ -260,7 +230,7 @@ class _Walk:
         operand, indices = equation.inputs[:2]
         factors = common_factors(view.shape, operand.shape)
         places = Places.of(equation)
-        if factors is None or places is None or str(indices.dtype) not in _INTEGERS:
+        if factors is None or places is None or str(indices.dtype) not in INTEGERS:
             return None
         picked = {f for d in places.indexed for f in factors.reshaped[d]}
         if not picked.intersection(factors.table[0]) or factors.fine[0] > np.iinfo(np.int32).max:

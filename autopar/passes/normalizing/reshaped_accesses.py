@@ -14,9 +14,9 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.program import Equation
+from autopar.passes.normalizing.rewriter import UNORDERED
 
 Shape = tuple[int, ...]
-_UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def accessed(
     if updates is None:
         numbers = jax.lax.GatherDimensionNumbers(window, tuple(sorted(gone)), gone)
         slices = [1 if d in gone else n for d, n in enumerate(fine.shape)]
-        params = {"dimension_numbers": numbers, "slice_sizes": tuple(slices), **_UNORDERED}
+        params = {"dimension_numbers": numbers, "slice_sizes": tuple(slices), **UNORDERED}
         found = jax_compat.bind(equation.primitive, (fine, index), {**equation.params, **params})[0]
         back = [len(batch) + by_factor.index(k) for k in range(len(taken))]
         found = jnp.transpose(found, (*range(len(batch)), *back))
@@ -128,7 +128,7 @@ def accessed(
     moved = jnp.reshape(moved, (*batch, *(sizes[f] for f in taken)))
     moved = jnp.transpose(moved, (*range(len(batch)), *(len(batch) + k for k in by_factor)))
     numbers = jax.lax.ScatterDimensionNumbers(window, tuple(sorted(gone)), gone)
-    params = {"dimension_numbers": numbers, **_UNORDERED}
+    params = {"dimension_numbers": numbers, **UNORDERED}
     made = jax_compat.bind(equation.primitive, (fine, index, moved), {**equation.params, **params})[0]
     return jnp.reshape(made, table.shape)
 
