@@ -50,7 +50,7 @@ class Options:
     log_steps: int | None = None
     #: State leaves whose rows can't be deferred, and why.
     undeferred: Mapping[int, Refusal] = field(default_factory=dict)
-    #: Paths of dense leaves -> the axis along which they are spread where "ps" keeps them in shards; others: any.
+    #: Paths of leaves that came in shards -> the axis along which they stay so, by "ps" or "tensor".
     spread_axes: Mapping[str, int] = field(default_factory=dict)
     #: How the replicas of clients come together, and how many there are; None: all processes train one state.
     sync: Sync | None = None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -16,9 +16,17 @@ from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.layout import even_axis
 from autopar.ir.options import Options
+from autopar.ir.plan import Plan
 from autopar.ir.program import Input
-from autopar.ir.strategy import asked_of
+from autopar.ir.strategy import TENSOR, asked_of
 from autopar.tables.kinds import spread_as
+
+
+class Stay(NamedTuple):
+    """How a leaf stays in shards: by a method, along an axis of its."""
+
+    method: str
+    axis: int
 
 
 def shards_given(inputs: Sequence[Input], leaves: Sequence[Any]) -> dict[str, str]:
@@ -28,28 +36,47 @@ def shards_given(inputs: Sequence[Input], leaves: Sequence[Any]) -> dict[str, st
     return {"the state's shards": ", ".join(specs)}
 
 
-def made_whole(compiled: Compiled, devices: Devices | None, leaves: Sequence[Any]) -> dict[str, int | None]:
+def made_whole(compiled: Compiled, devices: Devices | None, leaves: Sequence[Any]) -> dict[str, Stay | None]:
     """Finds leaves of the state that come in shards, and that a plan has whole on every device.
 
     Returns:
-      Path -> the axis along which the devices can divide the leaf; None if they can't, or if others than those of the
-      data axis have its shards.
+      Path -> how the leaf can stay in shards; None if it can't: others than the devices of the data or the tensor axis
+      have them, or these can't divide it.
     """
     bound, inputs = compiled.bound, compiled.analysed.inputs
-    if devices is None or bound.on_hosts or bound.plan.sync is not None:
+    if devices is None or bound.on_hosts:
         return {}
-    whole = [
-        k
-        for k, (input_, leaf) in enumerate(zip(inputs, leaves, strict=True))
-        if input_.role == "state" and bound.place(k) == (None, None) and k not in bound.uneven and _is_in_shards(leaf)
-    ]
-    return {inputs[k].path: _axis(leaves[k], devices) for k in whole}
+    plan, whole = bound.plan, dict[str, Stay | None]()
+    by_rows = {table.path for table in plan.tables} if plan.served is not None else set[str]()  # are pulled
+    for k, (input_, leaf) in enumerate(zip(inputs, leaves, strict=True)):
+        is_whole = bound.place(k) == (None, None) and k not in bound.uneven and input_.path not in by_rows
+        if input_.role == "state" and is_whole and _is_in_shards(leaf):
+            whole[input_.path] = _stay(input_.path, leaf, plan, devices)
+    return whole
+
+
+def _stay(path: str, leaf: jax.Array, plan: Plan, devices: Devices) -> Stay | None:
+    if devices.mesh.size == 1:
+        return None
+    groups = () if plan.tensor is None else plan.tensor.groups
+    divided = next((group.axes[path] for group in groups if path in group.axes), None)
+    if divided is not None and _axes(leaf) == {devices.tensor_axis}:
+        return Stay(TENSOR, divided)
+    axis = _axis(leaf, devices)
+    return None if axis is None else Stay("ps", axis)
 
 
 def _is_in_shards(leaf: Any) -> bool:
     if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf) or jax_compat.is_key(leaf.dtype):
         return False
     return isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_replicated
+
+
+def _axes(leaf: jax.Array) -> set[str]:
+    """The axes of a mesh over which an array is spread."""
+    assert isinstance(leaf.sharding, NamedSharding), "it is in shards"
+    parts = [part if isinstance(part, tuple) else (part,) for part in leaf.sharding.spec if part is not None]
+    return {name for names in parts for name in names if leaf.sharding.mesh.shape[name] > 1}
 
 
 def _axis(leaf: jax.Array, devices: Devices) -> int | None:
@@ -61,22 +88,28 @@ def _axis(leaf: jax.Array, devices: Devices) -> int | None:
     return even_axis(leaf.shape, axis, devices.count)
 
 
-def in_shards(options: Options, whole: Mapping[str, int | None]) -> Options:
+def in_shards(options: Options, whole: Mapping[str, Stay | None]) -> Options:
     """Returns the options by which leaves stay in shards that the user's strategy leaves to autopar."""
-    axes = {path: axis for path, axis in whole.items() if axis is not None and _is_open(options, path)}
-    if not axes or options.hosts:
+    given = {path: stay for path, stay in whole.items() if stay is not None and _is_open(options, path)}
+    if not given or options.hosts or options.is_asynchronous:  # what others answer with is whole
         return options
     rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
-    return dataclasses.replace(options, strategy={**dict.fromkeys(axes, "ps"), **rest}, spread_axes=axes)
+    strategy = {**{path: stay.method for path, stay in given.items()}, **rest}
+    return dataclasses.replace(options, strategy=strategy, spread_axes={p: stay.axis for p, stay in given.items()})
 
 
 def _is_open(options: Options, path: str) -> bool:
     return options.plan is None and asked_of(options.strategy, path).method == "auto"
 
 
+def _in_order(paths: Iterable[str]) -> list[str]:
+    """Parameters before their slots."""
+    return sorted(paths, key=lambda path: (len(path), path))
+
+
 def shard_notes(options: Options) -> list[str]:
     """Says which leaves stay in shards because they came so."""
-    paths = [*options.spread_axes]
+    paths = _in_order(options.spread_axes)
     others = f", and {len(paths) - 3} others" if len(paths) > 3 else ""
     return [f"In shards, as they came: {', '.join(paths[:3])}{others}."] if paths else []
 
@@ -84,17 +117,37 @@ def shard_notes(options: Options) -> list[str]:
 def warn_of_whole_leaves(compiled: Compiled, devices: Devices | None, options: Options, leaves: Sequence[Any]) -> None:
     """Warn of leaves that come in shards and are whole on every device, where the user didn't say so."""
     whole = made_whole(compiled, devices, leaves)
-    paths = [path for path in whole if options.plan is not None or _is_open(options, path)]
-    paths.sort(key=lambda path: (len(path), path))  # parameters before their slots
-    if not paths:
+    paths = _in_order(path for path in whole if options.plan is not None or _is_open(options, path))
+    if not paths or devices is None:
         return
-    assert devices is not None, "one device has no shards"
     given = {input_.path: leaf for input_, leaf in zip(compiled.analysed.inputs, leaves, strict=True)}
     others = f" (and {len(paths) - 1} other leaves)" if len(paths) > 1 else ""
+    size = format_bytes(sum(given[p].nbytes for p in paths))
+    if compiled.bound.plan.served is None:
+        where = f"after the step each of {devices.mesh.size} devices has all of it, {size} each"
+    else:
+        where = f"servers keep all of it, {size}, which each device of a worker has in each step"
     warn(
-        f"{compiled.analysed.name}: {paths[0]}{others} came in shards, {given[paths[0]].sharding.spec}, and after the "
-        f"step each of {devices.mesh.size} devices has all of it, {format_bytes(sum(given[p].nbytes for p in paths))} "
-        f"each. What the {devices.count} devices of the data axis can divide stays in shards; products can be divided "
-        "over another axis of the mesh, strategy='tensor' (docs/devices.md)",
+        f"{compiled.analysed.name}: {paths[0]}{others} came in shards, {given[paths[0]].sharding.spec}, and {where}. "
+        f"{_remedy(options, given[paths[0]], devices)} (docs/devices.md)",
         SlowPlanWarning,
+    )
+
+
+def _remedy(options: Options, leaf: jax.Array, devices: Devices) -> str:
+    if options.is_asynchronous:
+        return "Where clients average, sync=autopar.sync.Average(every=...), it stays in shards"
+    if devices.mesh.size == 1:
+        return "Clients that have several devices each keep it in shards: give fewer, clients="
+    names = _axes(leaf)
+    axis = next((name for name in devices.mesh.axis_names if names == {name} and name != devices.axis), None)
+    if axis is None:
+        return (
+            f"What the {devices.count} devices of the data axis {devices.axis!r} alone have, and can divide, stays in "
+            f"shards: bring it there, jax.device_put(..., NamedSharding(mesh, P({devices.axis!r})))"
+        )
+    asked = "" if axis == devices.tensor_axis else f"Say tensor_axis={axis!r}: w"
+    return (
+        f"{asked or 'W'}eights of products that the {devices.mesh.shape[axis]} devices of {axis!r} can divide stay in "
+        "their shards; others can lie along the data axis"
     )

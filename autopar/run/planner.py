@@ -140,13 +140,15 @@ class Planner:
         example = leaves
         if self.clients is not None and self.clients.processes.several and is_first:
             shared = [x if input_.role == "state" else None for input_, x in zip(program.inputs, leaves, strict=True)]
-            check_same_call(self.clients.processes, program, self.choices, shared)
+            given = {**self.choices, **shards_given(program.inputs, leaves)}
+            check_same_call(self.clients.processes, program, given, shared)
             example = self._of_first_client(program.inputs, leaves, self.clients)
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
         options = self._options_of(program.inputs, leaves)
         compiled = self._compile(program, options, example)
-        shards = in_shards(options, made_whole(compiled, self.devices, leaves))
+        own = self.devices if self.clients is None else self.clients.devices
+        shards = in_shards(options, made_whole(compiled, own, leaves))
         if shards is not options:
             with contextlib.suppress(StrategyError):  # a warning says then that they are whole
                 compiled, options = self._compile(program, shards, example), shards
@@ -166,7 +168,7 @@ class Planner:
             if planned is not None:
                 return planned
             notes = [*notes, note]
-        warn_of_whole_leaves(compiled, self.devices, options, leaves)
+        warn_of_whole_leaves(compiled, own, options, leaves)
         notes = [*notes, *shard_notes(options)]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import jax
@@ -119,14 +120,68 @@ def test_two_axes_of_another_mesh() -> None:
     assert shapes(mine["params"]["w"]) == {(D // 4, 12)}
 
 
-def test_what_cannot_stay_is_told_of() -> None:
-    """Of shards over another axis of the mesh, say."""
-    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
-    theirs, mine = _state(mesh, w=P(None, "model"))
-    planned = autopar.parallelize(_net, mesh=mesh)
-    with pytest.warns(autopar.SlowPlanWarning, match=r"params/w .*came in shards.*each of 4 devices has all of it"):
+TWO = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+DIVIDED = {"w": P(None, "model"), "b": P("model"), "v": P("model")}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({}, "Say tensor_axis='model': weights"),
+        ({"sync": autopar.sync.Average(every=2, clients=1)}, "Say tensor_axis='model': weights"),
+        ({"tensor_axis": "model", "strategy": "allreduce"}, None),
+    ],
+)
+def test_what_cannot_stay_is_told_of(options: Any, told: str | None) -> None:
+    """Of shards over another axis of the mesh, unless the strategy says so."""
+    theirs, mine = _state(TWO, **DIVIDED)
+    planned = autopar.parallelize(_net, mesh=TWO, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", autopar.SlowPlanWarning)
         new, a = planned(mine, _batch(8))
-    same((new, a), jax.jit(_net)(theirs, _batch(8)))
+    found = [str(w.message) for w in caught if "each of 4 devices has all of it" in str(w.message)]
+    assert len(found) == (told is not None) and (told is None or told in found[0]), found
+    same((autopar.materialize(new), a), jax.jit(_net)(theirs, _batch(8)))
+
+
+@pytest.mark.parametrize("options", [{}, {"sync": autopar.sync.Average(every=2, clients=1)}], ids=["", "sync"])
+def test_shards_over_a_tensor_axis_stay(options: Any) -> None:
+    """Though nothing is known of the devices, by which "auto" would divide products."""
+    theirs, mine = _state(TWO, **DIVIDED)
+    planned = autopar.parallelize(_net, mesh=TWO, tensor_axis="model", **options)
+    for k in range(3):
+        (mine, a), (theirs, b) = planned(mine, _batch(8, k)), jax.jit(_net)(theirs, _batch(8, k))
+        same((autopar.materialize(mine), a), (theirs, b))
+        for tree in (mine["params"], mine["opt"][0].sum_of_squares):
+            found = {k: shapes(getattr(x, "own", x)) for k, x in tree.items()}
+            assert found == {"w": {(D, 6)}, "b": {(6,)}, "v": {(6, 3)}}
+    assert "In shards, as they came: params/b, params/v, params/w" in explained(planned)
+
+
+def test_shards_over_both_axes_are_told_of() -> None:
+    theirs, mine = _state(TWO, w=P("data", "model"))
+    planned = autopar.parallelize(_net, mesh=TWO, tensor_axis="model")
+    with pytest.warns(autopar.SlowPlanWarning, match=r"params/w .*came in shards.*data axis 'data' alone.*P\('data'\)"):
+        (mine, a) = planned(mine, _batch(8))
+    same((mine, a), jax.jit(_net)(theirs, _batch(8)))
+
+
+def test_replicas_of_a_client_stay_in_shards() -> None:
+    theirs, mine = _state(FOUR, w=P(None, "data"), v=P("data"))
+    planned = autopar.parallelize(_net, mesh=FOUR, sync=autopar.sync.Average(every=2, clients=1))
+    for k in range(3):
+        (mine, a), (theirs, b) = planned(mine, _batch(8, k)), jax.jit(_net)(theirs, _batch(8, k))
+        same((autopar.materialize(mine), a), (theirs, b))
+        found = {k: shapes(x.own) for k, x in mine["params"].items()}
+        assert found == {"w": {(D, 3)}, "b": {(12,)}, "v": {(3, 3)}}
+
+
+def test_shards_whose_state_servers_keep_are_told_of() -> None:
+    theirs, mine = _state(FOUR, w=P(None, "data"))
+    planned = autopar.parallelize(_net, mesh=FOUR, sync=autopar.sync.Async(staleness=1, clients=1))
+    with pytest.warns(autopar.SlowPlanWarning, match=r"params/w .*came in shards.*servers keep all of it.*Average"):
+        new, a = planned(mine, _batch(8))
+    same((autopar.materialize(new), a), jax.jit(_net)(theirs, _batch(8)))
 
 
 def test_leaves_that_are_carried_with_the_examples_are_no_parameters() -> None:

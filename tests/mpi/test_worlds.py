@@ -78,7 +78,14 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     },
     "shard_cases": {(2, 2): (), (3, 1): ()},
     "checkpointer_cases": {(2, 1): (), (2, 2): ("check_a_training_is_resumed",)},
-    "replica_cases": {(2, 1): (), (2, 2): ("check_a_step_is_compiled_once", "check_all_plan_by_one_minibatch")},
+    "replica_cases": {
+        (2, 1): (),
+        (2, 2): (
+            "check_a_step_is_compiled_once",
+            "check_all_plan_by_one_minibatch",
+            "check_states_that_come_in_shards",
+        ),
+    },
     "means_cases": {(2, 1): ()},
     "served_cases": {(2, 1): ()},
     "piece_cases": {(2, 1): (), (2, 2): ("check_large_weights_of_a_centre_are_kept_by_all",)},

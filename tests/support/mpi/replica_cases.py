@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.launch.group import everyone
-from autopar.sync import DPSGD, Average, Hybrid
+from autopar.sync import ADPSGD, DPSGD, Average, Hybrid
 from tests.support.mpi.replica_task import (
     FOLDER,
     RANK,
@@ -148,6 +150,39 @@ def check_all_plan_by_one_minibatch() -> None:
     step = autopar.parallelize(step_of(tx), sync=Average(every=3), strategy="ps")
     bound = step.entry(make_state(tx), minibatch(RANK, 0)).compiled.bound
     assert alike([str(family.bounds) for family in bound.families])
+
+
+def check_states_that_come_in_shards() -> None:
+    """Over a client's devices, or over all: they stay so on clients that have several, else there is a warning."""
+    tx, several = optax.adagrad(0.1), jax.local_device_count() > 1
+
+    def placed(x: Any, mesh: Mesh) -> Any:
+        spec = P(*[None] * (x.ndim - 1), "data") if x.ndim else P()
+        return jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
+
+    for sync, devices in (
+        (Average(every=2), jax.devices()),
+        (DPSGD(), jax.local_devices()),
+        (ADPSGD(), jax.local_devices()),
+    ):
+        state, mesh = make_state(tx), Mesh(np.array(devices), ("data",))
+        shards = jax.tree.map(functools.partial(placed, mesh=mesh), {k: state[k] for k in ("params", "opt")})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", autopar.SlowPlanWarning)
+            mine = trained(autopar.parallelize(step_of(tx), sync=sync), state | shards, range(3))
+        if not sync.is_asynchronous:
+            theirs = trained(autopar.parallelize(step_of(tx), sync=sync), make_state(tx), range(3))
+            near(mine["params"], theirs["params"])
+        told = [str(w.message) for w in caught if "came in shards" in str(w.message)]
+        if several:
+            found = {x.data.shape for x in mine["params"]["w"].own.addressable_shards}
+            if sync.is_asynchronous:
+                assert len(told) == 1 and "sync=autopar.sync.Average" in told[0], told
+            else:
+                assert found == {(WIDTH, WIDTH // jax.local_device_count())} and not told
+        else:
+            assert len(told) == (len(devices) > 1), told
+            assert sync.is_asynchronous or all("Clients that have several devices each" in text for text in told)
 
 
 def check_replays_have_the_same_bits() -> None:
