@@ -253,7 +253,7 @@ def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -
     return WarmedStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
 
 
-def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit) -> str | None:
+def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit | None) -> str | None:
     """The axis of the mesh over which products are divided; None if none are.
 
     Raises:
@@ -286,7 +286,7 @@ def _may_stage(planner: Planner, devices: Devices) -> Planner:
     asked = (
         options.sync is not None or options.strategy != "auto" or options.plan is not None or options.microbatches > 1
     )
-    if asked or options.emit != "pjit" or planner.per_device is not None or devices.mesh.size == 1:
+    if asked or options.emit == "pmap" or planner.per_device is not None or devices.mesh.size == 1:
         return planner
     pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
     return dataclasses.replace(planner, in_stages=functools.partial(_in_stages, planner, pipeline, devices))
@@ -338,7 +338,7 @@ def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, .
 
 
 def _check_pipeline(
-    pipeline: Pipeline, devices: Devices, microbatches: int, emit: Emit, plan: Plan | None, strategy: Strategy
+    pipeline: Pipeline, devices: Devices, microbatches: int, emit: Emit | None, plan: Plan | None, strategy: Strategy
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
@@ -348,7 +348,7 @@ def _check_pipeline(
         raise ArgumentsError(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
         )
-    others = {"microbatches": microbatches > 1, "emit": emit != "pjit", "plan": plan is not None}
+    others = {"microbatches": microbatches > 1, "emit": emit == "pmap", "plan": plan is not None}
     if asks_for_hosts(strategy):
         raise ArgumentsError("pipeline: tables on hosts have no stage; leave them to the devices")
     named = [f"{name}=" for name, is_given in others.items() if is_given]
@@ -376,11 +376,11 @@ def _decided(
     sparse: Sparse | None,
     emit: Emit | None,
     pipeline: Pipeline | None,
-) -> tuple[Plan | None, Strategy, Sparse, Emit, Pipeline | None]:
+) -> tuple[Plan | None, Strategy, Sparse, Emit | None, Pipeline | None]:
     """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
-        return None, strategy, "exact" if sparse is None else sparse, "pjit" if emit is None else emit, pipeline
+        return None, strategy, "exact" if sparse is None else sparse, emit, pipeline
     arguments = {"strategy": strategy, "sparse": sparse, "emit": emit, "pipeline": pipeline}
     named = [f"{name}=" for name, value in arguments.items() if value is not None]
     if named:
@@ -389,8 +389,8 @@ def _decided(
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if plan.pipeline is not None:
-        return None, plan.strategy, plan.sparse, "pjit", plan.pipeline.pipeline
-    return plan, plan.strategy, plan.sparse, plan.emit, None
+        return None, plan.strategy, plan.sparse, None, plan.pipeline.pipeline
+    return plan, plan.strategy, plan.sparse, plan.asked_emit, None
 
 
 def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
@@ -47,6 +48,10 @@ from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.search import Reference, preferred, search_pipeline
 from autopar.sync import Async
+
+
+class NoOwnProgram(Exception):
+    """A step of which no program of each device's own can be written: XLA is to partition one (`Options.emit`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,8 +125,15 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
         microbatches=options.microbatches,
         batch_axis=options.batch_axis,
         always=options.hosts or options.pipeline is not None or options.is_served,
-        uneven=options.emit == "pjit" and not options.hosts and options.pipeline is None and options.sync is None,
+        uneven=_uneven(options),
     )
+
+
+def _uneven(options: Options) -> Literal["no", "by XLA", "by example"]:
+    """How a batch is spread that the devices don't divide."""
+    if options.hosts or options.pipeline is not None or options.sync is not None:
+        return "no"
+    return "by XLA" if options.emit == "pjit" or options.tensor > 1 else "by example"
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
@@ -212,6 +224,8 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     try:
         program, note = localize(program, bound)
     except NotLocal as error:
+        if request.options.emit is None:
+            raise NoOwnProgram(str(error)) from error
         raise StrategyError(
             f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
             "Leave it to emit='pjit'"
@@ -321,6 +335,7 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
 
     Raises:
       NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
+      NoOwnProgram: analyze again for one that XLA partitions.
     """
     with paused_collection():
         request = Request(options, measured)

@@ -25,10 +25,34 @@ from autopar.ir.program import Equation, Source, Var
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """An equal shard along an axis. `owner`: of the rows that a device owns, not of the examples that it has."""
+    """A shard along an axis, of the same size on each device.
+
+    Attributes:
+      axis: The axis.
+      owner: Whether of the rows that a device owns, not of the examples that it has.
+      examples: Number B of examples, if the devices don't divide it: each has ceil(B / N), the last ones padded by
+        copies. The axis has a multiple of B elements, those of an example next to each other. 0: equal shards.
+    """
 
     axis: int
     owner: bool = False
+    examples: int = 0
+
+    def moved(self, axis: int) -> Spread:
+        """The same along another axis."""
+        return Spread(axis, self.owner, self.examples)
+
+    def size(self, whole: int, devices: int) -> int:
+        """How many of `whole` elements along the axis a device has.
+
+        Raises:
+          NotLocal: the devices (or the examples) don't divide them.
+        """
+        parts = self.examples or devices
+        if whole % parts:
+            raise NotLocal(f"{parts} {'examples' if self.examples else 'devices'} don't divide {whole}")
+        each = whole // parts
+        return each * -(-self.examples // devices) if self.examples else each
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +103,23 @@ class Reduction:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Gathered:
+    """A value of the examples that every device has whole, for an equation without a rule for its parts.
+
+    Attributes:
+      type: Of the whole.
+      nested: Whether it stands in a loop or branch.
+      op: The equation's primitive; "" for a result of the step.
+      source: The user's line.
+    """
+
+    type: Any
+    nested: bool
+    op: str
+    source: Source | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LocalFacts:
     """What `localize` found.
 
@@ -86,12 +127,14 @@ class LocalFacts:
       outputs: What each device has of the block's outputs.
       owned: Variables that are shards of an owner's rows.
       reductions: All reductions.
+      gathered: What every device has whole of the examples.
       inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
     """
 
     outputs: tuple[State, ...]
     owned: frozenset[Var]
     reductions: tuple[Reduction, ...]
+    gathered: tuple[Gathered, ...] = ()
     inside: NotLocal | None = None
 
 
@@ -125,7 +168,9 @@ class Placed:
     needed: Mapping[int, int] = field(default_factory=dict)
 
 
-def place_spread(equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False) -> Placed:
+def place_spread(
+    equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False, examples: int = 0
+) -> Placed:
     """Where equal shards of some operands end up, in an equation without bodies.
 
     Args:
@@ -133,21 +178,23 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int, *,
       spread: Operand -> the axis along which it is spread.
       devices: Over how many.
       padded: Whether they needn't divide an axis, because what is put behind it is cut off from the results.
+      examples: B, if the devices don't divide it (`Spread`).
 
     Raises:
       NotLocal: there is no rule, or the operands don't go together.
     """
     op = equation.op
+    parts = examples or devices
     if op == "conv_general_dilated":
         contracted = _contracting_convolution(equation)
         if contracted is not None and any(contracted[k] == axis for k, axis in spread.items()):
             return _agreed(equation, spread, {0: contracted[0], 1: contracted[1]}, SUMMED)
-        if _takes_groups_apart(equation, spread, devices):
+        if _takes_groups_apart(equation, spread, parts):
             raise NotLocal(f"{op} in groups of examples of several devices", equation.source)
     needed: dict[int, int] = {}
     places: set[int] = set()
     for k, axis in spread.items():
-        at = place_axes(equation, k, axis, devices)
+        at = place_axes(equation, k, axis, 1 if examples else devices)
         if at is None:
             raise NotLocal(f"{op} works along the examples", equation.source)
         places.add(at)
@@ -164,7 +211,7 @@ def place_spread(equation: Equation, spread: Mapping[int, int], devices: int, *,
     if at == SUMMED:
         return _agreed(equation, spread, needed, at)
     kept = padded and all(equation.inputs[k].shape[axis] == out.shape[at] for k, axis in spread.items())
-    if (out.shape[at] % devices and not kept) or (op == "reshape" and not _equal_shards(equation, spread[0], at)):
+    if (out.shape[at] % parts and not kept) or (op == "reshape" and not _equal_shards(equation, spread[0], at)):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
 
@@ -202,11 +249,11 @@ def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
     return numbers.lhs_spec[1], numbers.rhs_spec[1]
 
 
-def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], devices: int) -> bool:
+def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], parts: int) -> bool:
     """Whether shards along the groups of a convolution aren't whole groups."""
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
-    return groups % devices != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
+    return groups % parts != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
 
 
 # --- partial sums ---

@@ -131,6 +131,7 @@ def collect_ids(
     devices: int = 1,
     *,
     uneven: bool = False,
+    undivided: int = 0,
 ) -> RowIds:
     """The ids of all accesses of a family, each distinct set once.
 
@@ -140,6 +141,7 @@ def collect_ids(
       batch: The batch axes of variables.
       devices: N, over how many the examples are spread.
       uneven: Whether N needn't divide them: ids are then padded by those of no row (`more` examples of them).
+      undivided: B, if each device is to have the ids of ceil(B / N) whole examples then.
     """
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
@@ -169,8 +171,8 @@ def collect_ids(
             else:
                 spread[access.equation], axis = _known_axes(access, index, sum(varies), axes, least)
             params = {**params, "batch": axes.get(index) if axis is not None and isinstance(index, Var) else None}
-            if params["batch"] is not None and index.shape[params["batch"]] % devices:
-                params["more"] = -index.shape[params["batch"]] % devices
+            if params["batch"] is not None and (more := _padding(index.shape[params["batch"]], devices, undivided)):
+                params["more"] = more
         key = (None if index is None else atom_key(index), *(v for k, v in sorted(params.items()) if k != "clip"))
         # Clipped ids include the unclipped ones, so one of the two is enough.
         if key not in wanted or params.get("clip"):
@@ -181,6 +183,13 @@ def collect_ids(
         results.append(equations[-1].outputs[0])
     batched = tuple(params.get("batch") is not None for params, _ in wanted.values())
     return RowIds(tuple(equations), tuple(results), batched, spread, indices)
+
+
+def _padding(size: int, devices: int, undivided: int) -> int:
+    """How many elements are put behind an axis of examples, so that the devices divide it."""
+    if undivided and size % undivided == 0:
+        return size // undivided * (-undivided % devices)
+    return -size % devices
 
 
 def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:

@@ -152,8 +152,11 @@ class OwnPart(Devices, abc.ABC):
     def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         return fun(*operands)
 
-    def share(self, value: Array, along: int) -> Array:
-        """This device's shard of what all have."""
+    def share(self, value: Array, along: int, size: int | None = None) -> Array:
+        """This device's shard of what all have. `size`: its length, if the shards are longer than all of it: what is
+        beyond the end are copies of the last element."""
+        if size is not None:
+            return jnp.take(value, self.position() * size + jnp.arange(size), axis=along, mode="clip")
         size = value.shape[along] // self.count
         # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
         value = jax.lax.optimization_barrier(value)
@@ -162,6 +165,12 @@ class OwnPart(Devices, abc.ABC):
     def once(self, value: Array) -> Array:
         """The value on the first device, zeros on the others."""
         return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
+
+    def only_examples(self, value: Array, axis: int, size: int, fill: Any) -> Array:
+        """This device's shard of `size` elements, `fill` in place of what is beyond the end."""
+        own = value.shape[axis]
+        number = self.position() * own + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
+        return jnp.where(number < size, value, jnp.asarray(fill, value.dtype))
 
     @abc.abstractmethod
     def reduce(self, value: Array, op: str) -> Array:

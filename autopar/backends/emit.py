@@ -254,12 +254,19 @@ def _store(devices: Devices, p: Mapping[str, Any], rows: Array) -> Array:
     return store(rows, **p, devices=devices)
 
 
+def _gathered(devices: Devices, value: Array, axis: int, size: int | None = None) -> Array:
+    """All of a spread value; its axis cut to `size`, if what was spread was padded."""
+    value = devices.gathered(value, axis)
+    return value if size is None else cut(value, axis, size)
+
+
 #: Where values are: devices (those of one of them for what only it can do), parameters, a value -> the value there.
 _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
-    "ap.replicate": lambda devices, p, value: devices.gathered(value, p["axis"]),
+    "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
-    "ap.shard": lambda devices, p, value: devices.share(value, p["axis"]),
+    "ap.shard": lambda devices, p, value: devices.share(value, p["axis"], p.get("size")),
+    "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
     "ap.whole": lambda devices, p, value: whole(value, **p, devices=devices),

@@ -33,7 +33,7 @@ class Microbatch:
     count: int
     devices: Devices | None
 
-    def share(self, value: Array, along: int) -> Array:
+    def share(self, value: Array, along: int, size: int | None = None) -> Array:
         """The part of a value that all microbatches have."""
         if self.count == 1:
             return value

@@ -53,7 +53,8 @@ def spread(
         return devices.constrain(value, *bound.place(k))
 
     def given(value: Array, k: int) -> Array:
-        return devices.constrain(value, bound.uneven[k]) if k in bound.uneven else constrained(value, k)
+        is_xlas = k in bound.uneven and bound.emit == "pjit"
+        return devices.constrain(value, bound.uneven[k]) if is_xlas else constrained(value, k)
 
     def spread_run(*inputs: Array) -> Sequence[Array]:
         outputs = run(*(given(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag

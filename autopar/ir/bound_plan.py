@@ -68,7 +68,8 @@ class BoundPlan:
       placements: For each input of the program the axis along which it is spread over the devices; None: each device
         holds all of it.
       uneven: Inputs of examples that the devices don't divide -> the axis of these. Each device is given all of it, and
-        XLA spreads it in the step, where it pads and masks.
+        takes its part in the step, padded and masked where it matters.
+      undivided: B, the number of examples, if there are such; else 0.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shards: Dense leaves that are spread and gathered for use -> the axis.
@@ -83,6 +84,7 @@ class BoundPlan:
     shards: Mapping[int, int] = field(default_factory=dict)
     tensors: Mapping[int, int] = field(default_factory=dict)
     uneven: Mapping[int, int] = field(default_factory=dict)
+    undivided: int = 0
 
     @property
     def devices(self) -> int:
@@ -124,6 +126,7 @@ class BoundPlan:
             self.shards,
             self.tensors,
             self.uneven,
+            self.undivided,
             self.emit,
             self.plan.microbatches,
         )

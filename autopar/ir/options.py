@@ -23,7 +23,10 @@ class Options:
     sparse: Sparse = "exact"
     devices: int = 1
     batch_axis: BatchAxis = 0
-    emit: Emit = "pjit"
+    #: None: each device's own program where one can be written, else one that XLA partitions.
+    emit: Emit | None = None
+    #: Why none could be written.
+    why_shared: str = ""
     #: Whether the devices are accelerators, which have a memory of their own.
     accelerators: bool = False
     #: Tables on hosts are asked for; `devices` are ranks then.

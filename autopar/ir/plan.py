@@ -185,6 +185,11 @@ class Plan:
         return self.sync or self.served
 
     @property
+    def asked_emit(self) -> Emit | None:
+        """What a step by this plan is asked for: a batch of another size may have no program of each device's own."""
+        return None if self.emit == "pmap" else self.emit
+
+    @property
     def seconds(self) -> float:
         """What a step is predicted to take; 0 where nothing is known of the devices."""
         return sum(term.seconds for terms in self.parts.values() for term in terms)

@@ -104,7 +104,7 @@ def check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any, results: A
         raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
     if not isinstance(donate, bool):
         raise ArgumentsError(f"donate={donate!r}: give True or False")
-    if emit not in ("pjit", "pmap"):
+    if emit not in (None, "pjit", "pmap"):
         raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
     if results not in (None, "whole", "spread"):
         raise ArgumentsError(f"results={results!r}: there are 'whole' and 'spread'")

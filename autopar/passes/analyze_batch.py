@@ -16,6 +16,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
 from autopar.analysis.row_ids import collect_ids
@@ -35,7 +36,7 @@ def analyze_batch(
     microbatches: int = 1,
     batch_axis: BatchAxis = 0,
     always: bool = False,
-    uneven: bool = False,
+    uneven: Literal["no", "by XLA", "by example"] = "no",
 ) -> tuple[Program, str]:
     """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
@@ -45,8 +46,8 @@ def analyze_batch(
       microbatches: M, into which each device's examples are divided.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       always: Also for one device.
-      uneven: Whether a batch whose size N doesn't divide is spread: the largest of its leaves, or else those of the
-        size that most have. Shared leaves of other sizes that N doesn't divide never are.
+      uneven: Whether, and how, a batch whose size N doesn't divide is spread: the largest of its leaves, or else those
+        of the size that most have. Shared leaves of other sizes that N doesn't divide never are.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -57,18 +58,19 @@ def analyze_batch(
     parts = devices * microbatches
     sizes = [v.shape[axis] for v, axis in named.items()]
     undivided = next((n for n in (max(sizes, default=0), common_size(sizes, devices)) if n > 1 and n % devices), 0)
-    uneven = uneven and microbatches == 1 and undivided > 0
+    is_uneven = uneven != "no" and microbatches == 1 and undivided > 0
     starts = {
         v: axis
         for v, axis in named.items()
-        if v.shape[axis] and (v.shape[axis] % parts == 0 or (uneven and v.shape[axis] == undivided))
+        if v.shape[axis] and (v.shape[axis] % parts == 0 or (is_uneven and v.shape[axis] == undivided))
     }
     if microbatches > 1:
         paths = {v: x.path for v, x in zip(program.block.inputs, program.inputs, strict=True)}
         _check_divides(paths, named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
-    return _with_ids(program, axes, devices, uneven=uneven), _note(program, over, named, starts, axes)
+    by_example = undivided if uneven == "by example" else 0
+    return _with_ids(program, axes, devices, uneven=is_uneven, undivided=by_example), _note(program, over, named, starts, axes)
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
@@ -167,9 +169,14 @@ def _check_divides(
         raise ArgumentsError(f"microbatches={microbatches}: nothing in the batch has examples that could be divided")
 
 
-def _with_ids(program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False) -> Program:
+def _with_ids(
+    program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False, undivided: int = 0
+) -> Program:
     spaces = () if program.rows is None else program.rows.spaces
-    ids = {space.family: collect_ids(program.block, space, axes, devices, uneven=uneven) for space in spaces}
+    ids = {
+        space.family: collect_ids(program.block, space, axes, devices, uneven=uneven, undivided=undivided)
+        for space in spaces
+    }
     return dataclasses.replace(program, batch=axes, ids=ids)
 
 

@@ -86,13 +86,22 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
     placements = tuple(shards.get(k, axis) for k, axis in enumerate(placements))
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
-    facts = (program.name, options.devices, None, options.sparse, options.emit)
-    plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     examples = {k: program.batch[v] for k, v in enumerate(program.block.inputs) if v in program.batch}
-    uneven = {k: axis for k, axis in examples.items() if program.block.inputs[k].shape[axis] % options.devices}
+    sizes = {k: program.block.inputs[k].shape[axis] for k, axis in examples.items()}
+    undivided = min((size for size in sizes.values() if size % options.devices), default=0)
+    uneven = {k: axis for k, axis in examples.items() if undivided and sizes[k] % undivided == 0}
+    emit = options.emit or ("pmap" if _has_own_program(options) else "pjit")
+    facts = (program.name, options.devices, None, options.sparse, emit)
+    plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
-    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven)
+    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
     return bound.noting(state_bytes=state_bytes(program, bound))
+
+
+def _has_own_program(options: Options) -> bool:
+    """Whether a device may run a program of its own, if one can be written."""
+    is_plain = options.pipeline is None and options.sync is None and not options.hosts
+    return is_plain and options.devices > 1 and options.tensor * options.microbatches == 1
 
 
 def _too_large(

@@ -30,6 +30,7 @@ from autopar.analysis.local import (
 )
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_loops import LoopForms
@@ -57,10 +58,13 @@ def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tu
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
     input_ = [walk.state(v) for v in program.block.inputs]
+    if examples:
+        for k, axis in bound.uneven.items():
+            walk.take_part(program.block.inputs[k], Spread(axis, examples=bound.undivided))
     outputs, states = walk.program(program, input_)
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
-    facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), shared.inside)
+    facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), tuple(shared.gathered), shared.inside)
     count = len(shared.reductions)
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {bound.devices} devices"
 
@@ -92,7 +96,8 @@ class Localizer(LoopForms):
                 state, source = inputs[out.state], nearest_line(program.block, atom)
             else:
                 state, source = self.state(atom), None
-                state = None if isinstance(state, Partial) else state
+                is_whole = isinstance(state, Partial) or (isinstance(state, Spread) and state.examples)
+                state = None if is_whole else state
             outputs.append(self.as_state(atom, state, source))
             states.append(state)
         return outputs, states
@@ -223,12 +228,13 @@ class Localizer(LoopForms):
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
         """An equation without bodies on a device's part of its operands."""
-        sides = {s.owner for a in equation.inputs if isinstance(s := self.state(a), Spread)}
-        owner = True in sides
+        kinds = {s.moved(0) for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         try:
-            if len(sides) > 1:
-                raise NotLocal(f"{equation.op} of examples and of an owner's rows", equation.source)
-            placed = place_spread(equation, spread, self.shared.devices)
+            if len(kinds) > 1:
+                what = "an owner's rows" if any(k.owner for k in kinds) else "other examples"
+                raise NotLocal(f"{equation.op} of examples and of {what}", equation.source)
+            (kind,) = kinds
+            placed = place_spread(equation, spread, self.shared.devices, examples=kind.examples)
             if placed.axis == SUMMED and equation.op not in REDUCES:
                 raise NotLocal(f"{equation.op} over the examples", equation.source)
         except NotLocal as error:
@@ -237,14 +243,35 @@ class Localizer(LoopForms):
         inputs = []
         for k, atom in enumerate(equation.inputs):
             along = placed.needed.get(k)
-            inputs.append(self.read(atom) if along is None else self.as_state(atom, Spread(along, owner), equation))
+            inputs.append(self.read(atom) if along is None else self.as_state(atom, kind.moved(along), equation))
         if placed.axis == SUMMED:
+            if kind.examples:
+                self._without_padding(equation, inputs, {**spread, **placed.needed})
             self._reduced(equation, inputs)
             return
-        state = Spread(placed.axis, owner)
+        state = kind.moved(placed.axis)
         outputs = tuple(self.define(v, state) for v in equation.outputs)
         params = resized_params(equation, spread, placed.axis, outputs[0].shape[placed.axis])
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
+
+    def _without_padding(self, equation: Equation, inputs: list[Atom], along: Mapping[int, int]) -> None:
+        """Replace what is padded in the operands of a reduction by what changes no result."""
+        op = REDUCES[equation.op]
+        for k, axis in along.items():
+            if equation.op != "scatter-add" or k == 2:
+                inputs[k] = self.masked(inputs[k], axis, equation.inputs[k].shape[axis], op)
+
+    def masked(self, part: Atom, axis: int, size: int, op: str) -> Var:
+        """A device's part, with neutral values of a reduction in place of padding; `size`: of the whole axis."""
+        params = {"axis": axis, "size": size, "fill": neutral(op, part.dtype)}
+        return self.emit("ap.only_examples", (part,), part.type, params)
+
+    def take_part(self, var: Var, state: Spread) -> None:
+        """Of an old value that each device is given whole it has a part from here on."""
+        whole = self.read(var)
+        part = self.as_state(var, state)
+        self.env[var] = part, state
+        self.converted[part, None] = whole
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""

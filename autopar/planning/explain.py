@@ -19,6 +19,7 @@ from autopar.measure.alpha import batch_alpha
 from autopar.planning.elsewhere import elsewhere
 from autopar.planning.explain_notes import (
     hosted_text,
+    emission_notes,
     isolated_notes,
     memory_notes,
     predicted_note,
@@ -80,6 +81,7 @@ def _explain(
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     devices = 1 if cluster is not None else jax.local_device_count()
     there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
+    there += emission_notes(entry, verbose)
     there += isolated_notes(entry, devices, verbose)
     bound = entry.compiled.bound
     if bound.uneven:

@@ -22,6 +22,24 @@ from autopar.sync import stable_alpha, stable_slope
 _SHOWN = 8
 
 
+def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
+    """Tells which examples' values every device has whole, and why XLA partitions a step if it does; `verbose`: all."""
+    if entry.options.why_shared:
+        return (f"XLA partitions one program for all devices: {entry.options.why_shared}.",)
+    local = entry.compiled.program.local
+    if local is None or entry.compiled.plan.on_hosts:
+        return ()
+    found = [g for g in local.gathered if g.op]
+    if not found:
+        return ()
+    shown = [
+        f"  {format_bytes(g.type.nbytes)}{' a turn' * g.nested} for {g.op} ({g.source or 'no line'})"
+        for g in sorted(found, key=lambda g: -g.type.nbytes)[: None if verbose else _SHOWN]
+    ]
+    more = [f"  {len(found) - len(shown)} more (verbose=True lists them)"] if len(found) > len(shown) else []
+    return "Values of all examples that every device has whole:", *shown, *more
+
+
 def isolated_notes(entry: Entry, devices: int, verbose: bool) -> tuple[str, ...]:
     """Tells what is kept from XLA's partitioner; `devices`: of each rank, with tables on hosts; `verbose`: all."""
     plan = entry.compiled.plan

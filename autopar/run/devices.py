@@ -82,7 +82,13 @@ class DevicesRunner:
             )
             for tables in update_logs(compiled.program.block)
         ]
-        logs = compiled.program.block.inputs[len(analysed.inputs) :]
+        own = 1 if compiled.program.local is None else devices.count  # a device's own program has its part of them
+        entry_types = [
+            v.type if entry.entry_axis is None else v.type.resized(entry.entry_axis, own * v.shape[entry.entry_axis])
+            for v, entry in list(zip(compiled.program.block.inputs, compiled.program.inputs, strict=True))[
+                len(analysed.inputs) :
+            ]
+        ]
         entries = [s for j in self._log_specs for s in j.shardings]
         self._devices = devices
         self._layouts = bound.layouts
@@ -94,7 +100,7 @@ class DevicesRunner:
         self._read_rows = None if states else ReadRows(analysed, self._kept)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
-        self._types += [v.type for v in logs]
+        self._types += entry_types
         self._places = (*self._shardings, *entries)
         self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
         ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)

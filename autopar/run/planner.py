@@ -22,6 +22,7 @@ from autopar.compile import (
     Compiled,
     analyze_program,
     choose_pipeline,
+    NoOwnProgram,
     compile_program,
     gradient_program,
 )
@@ -197,7 +198,7 @@ class Planner:
     def following(self, plan: Plan) -> Planner:
         """Returns what plans the same step as an earlier plan says; nothing is measured."""
         options = dataclasses.replace(
-            self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse, emit=plan.emit
+            self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse, emit=plan.asked_emit
         )
         machine = dataclasses.replace(self.machine, rates=None, stages=None)
         return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
@@ -285,6 +286,9 @@ class Planner:
                     break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
+            except NoOwnProgram as error:
+                options = dataclasses.replace(options, emit="pjit", why_shared=str(error))
+                continue
             options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
         if self.processes is not None:
             check_same_plan(self.processes, compiled)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.local import NotLocal, Partial, Reduction, Spread, State
+from autopar.analysis.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
@@ -23,6 +24,11 @@ def joined(states: Iterable[State]) -> State:
     return first or next((s for s in kinds if s is not None), None)
 
 
+def _alike(a: Spread, b: Spread) -> bool:
+    """Whether a device's shards are the same."""
+    return (a.axis, a.examples) == (b.axis, b.examples)
+
+
 @dataclass(eq=False)
 class Shared:
     """What the walks through a program and its bodies have in common."""
@@ -31,11 +37,22 @@ class Shared:
     examples: bool
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
+    gathered: list[Gathered] = field(default_factory=list)
     inside: NotLocal | None = None
 
     @property
     def devices(self) -> int:
         return self.bound.devices
+
+    @functools.cached_property
+    def undivided(self) -> int:
+        """B, if the devices don't divide the examples; else 0."""
+        return self.bound.undivided if self.examples else 0
+
+    def of_examples(self, axis: int, size: int) -> Spread:
+        """A shard of the examples, along an axis of this size."""
+        is_undivided = self.undivided and size % self.undivided == 0
+        return Spread(axis, examples=self.undivided if is_undivided else 0)
 
 
 @dataclass(eq=False)
@@ -64,10 +81,7 @@ class Forms(ZeroWriter, abc.ABC):
         """The type of a device's part."""
         if not isinstance(state, Spread):
             return type_
-        size, devices = type_.shape[state.axis], self.shared.devices
-        if size % devices:
-            raise NotLocal(f"{devices} devices don't divide {size}")
-        return type_.resized(state.axis, size // devices)
+        return type_.resized(state.axis, state.size(type_.shape[state.axis], self.shared.devices))
 
     def define(self, var: Var, state: State) -> Var:
         """A new variable for an old one."""
@@ -97,7 +111,7 @@ class Forms(ZeroWriter, abc.ABC):
         have, new = self.state(atom), self.read(atom)
         if have == wanted or isinstance(atom.type, RouteType):
             return new
-        if isinstance(have, Spread) and isinstance(wanted, Spread) and have.axis == wanted.axis:
+        if isinstance(have, Spread) and isinstance(wanted, Spread) and _alike(have, wanted):
             return new
         if isinstance(have, Partial) and wanted is not None:
             return self._convert(self.whole(atom, source), atom, wanted)
@@ -116,10 +130,12 @@ class Forms(ZeroWriter, abc.ABC):
         if known is not None:
             return known
         if key not in self.converted:
-            if not have.owner and self.shared.inside is None:
-                where = source.source if source else None
-                self.shared.inside = NotLocal("examples meet those of other devices", where)
-            self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis})
+            if not have.owner:
+                op, where = (source.op, source.source) if source else ("", None)
+                self.shared.gathered.append(Gathered(atom.type, self.nested, op, where))
+                self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
+            size = {"size": atom.shape[have.axis]} if have.examples else {}
+            self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis, **size})
         return self.converted[key]
 
     def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
@@ -177,7 +193,8 @@ class Forms(ZeroWriter, abc.ABC):
             out = Var(type_)
             self.append(dataclasses.replace(made, outputs=(out,), params={**made.params, "shape": type_.shape}))
         else:
-            out = self.emit("ap.shard", (new,), type_, {"axis": wanted.axis})
+            size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
+            out = self.emit("ap.shard", (new,), type_, {"axis": wanted.axis, **size})
         if wanted.owner:
             self.shared.owned.add(out)
         return out

@@ -47,7 +47,7 @@ class LoopForms(Forms, abc.ABC):
                 self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
                 self.make_whole(atom, equation)
                 state = None
-            xs.append(Spread(state.axis - 1, state.owner) if isinstance(state, Spread) else state)
+            xs.append(state.moved(state.axis - 1) if isinstance(state, Spread) else state)
         inner, inputs, results = self._turn(equation, states[: consts + carry], xs)
         carries = results[:carry]
         atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
@@ -61,7 +61,7 @@ class LoopForms(Forms, abc.ABC):
         for k, var in enumerate(equation.outputs):
             state = results[k]
             if k >= carry and isinstance(state, Spread):
-                state = Spread(state.axis + 1, state.owner)
+                state = state.moved(state.axis + 1)
             outputs.append(self.define(var, state))
         block = Block(tuple(inputs), tuple(inner.equations), atoms)
         self.append(
@@ -94,14 +94,15 @@ class LoopForms(Forms, abc.ABC):
             self._restore(mark)
             carries = wanted
 
-    def _mark(self) -> tuple[int, NotLocal | None]:
+    def _mark(self) -> tuple[int, int, NotLocal | None]:
         """Returns how much has been noted so far."""
-        return len(self.shared.reductions), self.shared.inside
+        return len(self.shared.reductions), len(self.shared.gathered), self.shared.inside
 
-    def _restore(self, mark: tuple[int, NotLocal | None]) -> None:
+    def _restore(self, mark: tuple[int, int, NotLocal | None]) -> None:
         """Forget what was noted since."""
         del self.shared.reductions[mark[0] :]
-        self.shared.inside = mark[1]
+        del self.shared.gathered[mark[1] :]
+        self.shared.inside = mark[2]
 
     def _while(self, equation: Equation) -> bool:
         """Write a loop over the examples' own values; False if its condition depends on several.
@@ -111,6 +112,8 @@ class LoopForms(Forms, abc.ABC):
         condition, body = equation.bodies
         n, first = equation.params["cond_nconsts"], equation.params["cond_nconsts"] + equation.params["body_nconsts"]
         states, mark = [self.state(a) for a in equation.inputs], self._mark()
+        if any(isinstance(s, Spread) and s.examples for s in states):
+            return False  # what is padded might go on for ever
         start = states[n:]
         while True:
             turn, inputs, carries = self._turn(equation, start, ())

@@ -41,9 +41,11 @@ def _requested(walk: Forms, equation: Equation) -> State:
     return Spread(equation.params["axis"]) if is_spread else None
 
 
-def _examples(walk: Forms, axis: int | None) -> State:
+def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
     """What a device has of an index operand, or of updates: a shard along the axis that was planned, or all."""
-    return None if axis is None or not walk.shared.examples else Spread(axis)
+    if axis is None or not walk.shared.examples:
+        return None
+    return walk.shared.of_examples(axis, atom.shape[axis])
 
 
 def _fetched(walk: Forms, equation: Equation) -> State:
@@ -52,15 +54,23 @@ def _fetched(walk: Forms, equation: Equation) -> State:
     return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
 
+def _index(equation: Equation) -> Atom:
+    return split(equation.op, equation.params, equation.inputs)["index"][0]
+
+
+def _updates(equation: Equation) -> Atom:
+    """What is looked up, or pushed."""
+    return equation.outputs[0] if equation.op == "ap.lookup" else equation.inputs[-1]
+
+
 #: What a device has of an operand or result, by the name that `_each` knows it by.
 _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
     "whole": lambda walk, equation: None,
     "rows": _rows,
     "requested": _requested,
     "fetched": _fetched,
-    "index": lambda walk, equation: _examples(walk, equation.params.get("batch")),
-    "updates": lambda walk, equation: _examples(walk, equation.params["spread"]),
-    "ids": lambda walk, equation: _examples(walk, None if equation.params.get("batch") is None else 0),
+    "index": lambda walk, equation: _examples(walk, equation.params.get("batch"), _index(equation)),
+    "updates": lambda walk, equation: _examples(walk, equation.params["spread"], _updates(equation)),
     "owner": lambda walk, equation: Spread(equation.params["axis"], owner=True),
 }
 
@@ -130,9 +140,51 @@ def push_partial(walk: Forms, equation: Equation) -> None:
     if not batched and not isinstance(walk.state(updates), Partial):
         _each("whole", "whole")(walk, equation)
         return
-    index = walk.as_state(index, _examples(walk, p["batch"]), equation)
-    values = walk.as_state(updates, Spread(p["spread"]), equation) if batched else walk.read(updates)
+    index = walk.as_state(index, _examples(walk, p["batch"], index), equation)
+    values = _summed(walk, equation) if batched else walk.read(updates)
     _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
+
+
+def _summed(walk: Forms, equation: Equation) -> Atom:
+    """A device's part of updates by its examples; zeros where it is padded."""
+    updates = _updates(equation)
+    state = _STATES["updates"](walk, equation)
+    part = walk.as_state(updates, state, equation)
+    if not isinstance(state, Spread) or not state.examples:
+        return part
+    params = {"axis": state.axis, "size": updates.shape[state.axis], "fill": 0}
+    return walk.emit("ap.only_examples", (part,), part.type, params)
+
+
+def _aggregate(walk: Forms, equation: Equation) -> None:
+    base, route, index, _ = equation.inputs
+    state = _requested(walk, equation)
+    inputs = [walk.as_state(base, state, equation), walk.read(route)]
+    inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _summed(walk, equation)]
+    _write(walk, equation, inputs, [state])
+
+
+def _row_ids(walk: Forms, equation: Equation) -> None:
+    """A device's own examples' ids; of what is padded those of no row."""
+    (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
+    state = _STATES["index"](walk, equation)
+    part = walk.as_state(index, state, equation)
+    if not isinstance(state, Spread) or not state.examples:
+        _write(walk, equation, [part], [None if state is None else Spread(0)])
+        return
+    ids = walk.define(out, Spread(0))
+    each = out.shape[0] // (index.shape[state.axis] + params.get("more", 0))  # ids of an element along the axis
+    padded = Var(ids.type)
+    walk.append(
+        dataclasses.replace(
+            equation,
+            inputs=(part,),
+            outputs=(padded,),
+            params={name: value for name, value in params.items() if name != "more"},
+        )
+    )
+    fill = {"axis": 0, "size": index.shape[state.axis] * each, "fill": params["extent"]}
+    walk.append(Equation("ap.only_examples", (padded,), (ids,), fill))
 
 
 def _row_iota(walk: Forms, equation: Equation) -> None:
@@ -282,7 +334,7 @@ def _plus(walk: Forms, equation: Equation) -> None:
 
 
 LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
-    "ap.row_ids": _each("index", "ids"),
+    "ap.row_ids": _row_ids,
     "ap.row_range": _each("read", "whole"),
     "ap.row_iota": _row_iota,
     "ap.route": _each("read", "whole"),
@@ -293,7 +345,7 @@ LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.lookup_ids": _each("fetched read whole", "whole"),
     "ap.push_ids": _each("rows read whole", "rows"),
     "ap.push": _push,
-    "ap.aggregate": _each("requested read index updates", "requested"),
+    "ap.aggregate": _aggregate,
     "ap.deliver": _each("requested read rows", "rows"),
     "ap.reduce_rows": _reduce_rows,
     "ap.reduce_table": _reduce_table,
