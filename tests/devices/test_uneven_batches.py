@@ -113,14 +113,6 @@ def test_each_device_asks_for_its_own_rows() -> None:
     assert [f.bounds.requested for f in families] == [4 * 2 * BAG, 4 * 2]
 
 
-def test_without_xla_every_device_has_all() -> None:
-    state, batch = _make_state(), _batch(6)
-    planned = autopar.parallelize(_step, strategy="ps", mesh=mesh_of(4), donate=False, emit="pmap")
-    assert not planned.entry(state, batch).compiled.bound.uneven
-    _same(planned(state, batch), jax.jit(_step)(state, batch))
-    assert "All devices do the same" in explained(planned)
-
-
 def _sampled(state: Any, batch: Any) -> Any:
     """Negative samples that all examples share: more of them than examples."""
 
@@ -147,18 +139,6 @@ def test_more_samples_than_examples(method: str) -> None:
     planned = autopar.parallelize(_sampled, strategy=method, mesh=mesh_of(4), donate=False)
     _same(planned(state, batch), jax.jit(_sampled)(state, batch))
     assert "4 devices don't divide the batch (66): each has 17 or fewer, padded and masked" in explained(planned)
-
-
-@pytest.mark.parametrize(("examples", "warns"), [(66, True), (64, False), (6, False)])
-def test_without_xla_more_samples_than_examples_are_told(examples: int, warns: bool) -> None:
-    planned = autopar.parallelize(_sampled, strategy="allreduce", mesh=mesh_of(4), donate=False, emit="pmap")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", autopar.SlowPlanWarning)
-        _same(
-            planned(_make_state(), _samples(examples, 128)), jax.jit(_sampled)(_make_state(), _samples(examples, 128))
-        )
-    assert [f"divide a batch of {examples}, so" in str(w.message) for w in caught] == [True] * warns
-    assert ("All devices do the same" in explained(planned)) == warns
 
 
 def test_a_state_that_is_carried_with_the_examples() -> None:
