@@ -18,7 +18,7 @@ from autopar import jax_compat
 from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, OwnPart
 from autopar.backends.indices import cut
-from autopar.backends.layouts import own_rows, store, whole
+from autopar.backends.layouts import own_rows, own_whole, store, whole
 from autopar.backends.loops import while_loop
 from autopar.backends.microbatches import Microbatch, run_microbatches
 from autopar.backends.protocol import RowBackend
@@ -159,6 +159,18 @@ class _Emitter:
         ordinary = jnp.all(jnp.isfinite(by) & (by != 0)) if equation.params["divides"] else jnp.all(jnp.isfinite(by))
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
+    def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """What the first device alone does; on the others zeros which change nothing that they are added to."""
+        assert isinstance(self._devices, OwnPart), "in the program of one device"
+
+        def nothing(*_: Array) -> tuple[Array, ...]:
+            return tuple(jnp.full(v.shape, -0.0).astype(v.dtype) for v in equation.outputs)
+
+        def run(*operands: Array) -> tuple[Array, ...]:
+            return tuple(map(jnp.asarray, self.block(equation.bodies[0], operands)))
+
+        return jax.lax.cond(self._devices.position() == 0, run, nothing, *map(jnp.asarray, operands))
+
     # --- microbatches ---
 
     def _microbatches(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
@@ -269,7 +281,7 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
-    "ap.whole": lambda devices, p, value: whole(value, **p, devices=devices),
+    "ap.whole": lambda devices, p, value: (own_whole if isinstance(devices, OwnPart) else whole)(value, **p, devices=devices),
 }
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {
@@ -279,6 +291,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.flush": _Emitter._flush,
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
+    "ap.first": _Emitter._first,
     "ap.reduce_rows": _Emitter._reduce_rows,
     "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,

@@ -64,13 +64,14 @@ def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Ar
     return devices.local(run, (axis, None), axis, shards, devices.constrain(last, None))
 
 
+def own_whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
+    """In `shard_map`: a device's even shard of the rows, of its stored one."""
+    return jnp.moveaxis(_from_cyclic(jnp.moveaxis(stored, axis, 0), layout, devices), 0, axis)
+
+
 def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
     """The rows in their own order, without the spare ones; still spread along the row axis."""
-
-    def restore(rows: Array) -> Array:
-        return jnp.moveaxis(_from_cyclic(jnp.moveaxis(rows, axis, 0), layout, devices), 0, axis)
-
-    rows = devices.local(restore, (axis,), axis, stored)
+    rows = devices.local(lambda rows: own_whole(rows, layout, axis, devices), (axis,), axis, stored)
     return devices.constrain(jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis), axis)
 
 

@@ -155,6 +155,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     "localize": {
         "reduce": _named("value"),
         "only_examples": _named("value"),
+        "first": _named("operands*"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
     },

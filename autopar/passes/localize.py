@@ -15,6 +15,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import (
     PARTIAL,
@@ -119,9 +121,11 @@ class Localizer(LoopForms):
         states = [self.state(a) for a in equation.inputs]
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
-        elif not any(states) and not _has_rows(equation):
+        elif self._is_callback(equation):
+            self._first(equation)
+        elif not any(states) and not _has_rows(equation) and not (equation.effects and self._may_repeat):
             self.copy(equation)
-        elif equation.effects:
+        elif equation.effects and (not equation.bodies or not self._may_repeat):
             self._effect(equation)
         elif equation.bodies:
             self.nested_equation(equation)
@@ -146,6 +150,26 @@ class Localizer(LoopForms):
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    @property
+    def _may_repeat(self) -> bool:
+        """Whether an effect of what all devices have would be seen once for each of them."""
+        return self.shared.examples and not self.shared.bound.on_hosts
+
+    def _is_callback(self, equation: Equation) -> bool:
+        """Whether Python is called, which might return something else on each device."""
+        is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
+        return is_call and self._may_repeat
+
+    def _first(self, equation: Equation) -> None:
+        """A callback of whole operands on the first device; its results go to all."""
+        operands = tuple(self.whole(a, equation) for a in equation.inputs)
+        inputs = tuple(Var(a.type) for a in equation.inputs)
+        results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
+        body = Block(inputs, (dataclasses.replace(equation, inputs=inputs, outputs=results),), results)
+        self.append(Equation("ap.first", operands, parts, {}, (body,), equation.origin, effects=equation.effects))
+        for var, part in zip(equation.outputs, parts, strict=True):
+            self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
 
     def _effect(self, equation: Equation) -> None:
         """An effect of what all devices have: once sums over the examples are reduced, of these, too."""

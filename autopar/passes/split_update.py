@@ -294,6 +294,10 @@ class _Microbatch(Localizer):
         self.whole_values: dict[Var, None] = {}
         self._of_weights = dependent(program.block.equations, weights)
 
+    @property
+    def _may_repeat(self) -> bool:
+        return False
+
     def add(self, equation: Equation) -> None:
         if equation.op in _OF_IDS:
             for var in equation.outputs:

@@ -325,7 +325,12 @@ def _spread(walk: Forms, equation: Equation) -> None:
 
 
 def _whole_table(walk: Forms, equation: Equation) -> None:
-    raise NotLocal("all rows of a table are read at once", equation.source)
+    """A device's even shard of all rows, as if they were examples."""
+    if not walk.shared.examples or walk.shared.bound.on_hosts:
+        raise NotLocal("all rows of a table are read at once", equation.source)
+    layout, axis = equation.params["layout"], equation.params["axis"]
+    rows = walk.as_state(equation.inputs[0], Spread(axis, owner=True), equation)
+    _write(walk, equation, [rows], [Spread(axis, examples=layout.extent if layout.extent % layout.devices else 0)])
 
 
 def _plus(walk: Forms, equation: Equation) -> None:
