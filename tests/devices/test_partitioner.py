@@ -47,7 +47,7 @@ def of_size(size: int) -> Callable[[Sequence[tuple[int, ...]]], list[Variant]]:
 def test_every_primitive(group: str, groups: int) -> None:
     """A guard where XLA gets nothing of a group wrong. Of several groups of devices, examples are spread over one."""
     mesh = jax.make_mesh((N // groups, groups), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    check_group(group, mesh, variants)
+    check_group(group, mesh, variants, emit="pjit")
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,21 @@ def test_every_primitive(group: str, groups: int) -> None:
 def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) -> None:
     mesh = jax.make_mesh((3, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
     for size, mesh_ in itertools.product((4, 8), (mesh_of(3), mesh)):
-        planned = check_group(group, mesh_, of_size(size))
+        planned = check_group(group, mesh_, of_size(size), emit="pjit")
         assert planned.latest.compiled.bound.uneven
 
 
-def check_group(group: str, mesh: Any, spread: Callable[[Sequence[tuple[int, ...]]], list[Variant]]) -> Any:
+@pytest.mark.parametrize("group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))])
+def test_every_primitive_in_a_program_of_each_device(group: str) -> None:
+    """Of examples that the devices divide, and of those that they don't."""
+    for count, spread in ((4, variants), (3, of_size(4)), (3, of_size(8))):
+        planned = check_group(group, mesh_of(count), spread)
+        assert planned.latest.compiled.plan.emit == "pmap"
+
+
+def check_group(
+    group: str, mesh: Any, spread: Callable[[Sequence[tuple[int, ...]]], list[Variant]], emit: Any = None
+) -> Any:
     """Compares all functions of a group, with operands spread in some ways; returns the planned step."""
     batch: dict[str, Any] = {}
     axes: dict[str, int | None] = {}
@@ -89,7 +99,7 @@ def check_group(group: str, mesh: Any, spread: Callable[[Sequence[tuple[int, ...
                     found[name] += jax.grad(loss, tuple(range(len(paths))))(*(batch[p] for p in paths))
         return found
 
-    planned = autopar.parallelize(evaluate, mesh=mesh, data_axis="data", batch_axis=axes)
+    planned = autopar.parallelize(evaluate, mesh=mesh, data_axis="data", batch_axis=axes, emit=emit)
     mine, theirs = planned(batch), jax.jit(evaluate)(batch)
     wrong = []
     for name, expected in theirs.items():
@@ -134,12 +144,13 @@ SPREAD: Mapping[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.parametrize("emit", ["pjit", "pmap"])
 @pytest.mark.parametrize("nested", NESTED)
-def test_a_nan_and_what_is_accumulated(nested: str) -> None:
+def test_a_nan_and_what_is_accumulated(nested: str, emit: Any) -> None:
     def evaluate(batch: Any) -> Any:
         return {(axis, op): NESTED[nested](fun, x) for axis, x in batch.items() for op, fun in SPREAD.items()}
 
-    planned = autopar.parallelize(evaluate, mesh=mesh_of(N), batch_axis={"batch/0": 0, "batch/1": 1})
+    planned = autopar.parallelize(evaluate, mesh=mesh_of(N), batch_axis={"batch/0": 0, "batch/1": 1}, emit=emit)
     plain = jax.jit(evaluate)
     for row, column, value in ((0, 0, 1.0), (5, 2, np.nan), (2, 0, -np.inf)):
         x = np.random.default_rng(3).normal(size=(8, 4)).astype(np.float32)
@@ -172,7 +183,7 @@ def test_what_each_device_does_on_its_examples_stays(strategy: Any) -> None:
     for most in (False, True):
         batch = {"ids": np.arange(8, dtype=np.int32) * 3 % 22, "most": np.zeros((1,) if most else ())}
         planned = autopar.parallelize(
-            step, mesh=mesh_of(N), donate=False, strategy=strategy, batch_axis={"batch/ids": 0, "**": None}
+            step, mesh=mesh_of(N), donate=False, strategy=strategy, emit="pjit", batch_axis={"batch/ids": 0, "**": None}
         )
         told = explained(planned, state, batch, verbose=True)
         assert planned.plan is not None
@@ -275,7 +286,7 @@ def test_examples_that_the_devices_do_not_divide() -> None:
 def test_an_evaluation_says_what_is_isolated() -> None:
     params, batch = images()
     norms = lambda params, batch: private(PER_EXAMPLE)(params, batch)[1]  # noqa: E731
-    planned = autopar.parallelize(norms, mesh=mesh_of(N))
+    planned = autopar.parallelize(norms, mesh=mesh_of(N), emit="pjit")
     np.testing.assert_allclose(planned(params, batch), norms(params, batch), rtol=1e-4)
     assert "a convolution in groups" in explained(planned)
 
@@ -313,7 +324,7 @@ def test_beside_a_table(strategy: Any) -> None:
     state = {"params": params, "table": jnp.arange(64.0).reshape(16, 4)}
     batch["ids"] = np.arange(8, dtype=np.int32) * 3 % 16
     mesh = None if isinstance(strategy, tuple) else mesh_of(N)
-    planned = autopar.parallelize(step, mesh=mesh, donate=False, strategy=strategy)
+    planned = autopar.parallelize(step, mesh=mesh, donate=False, strategy=strategy, emit="pjit")
     mine, theirs = autopar.materialize(planned(state, batch)[0]), jax.jit(step)(state, batch)[0]
     assert relative(mine, theirs, state) < 1e-5
     line = next(s for s in autopar.explain(planned, state, batch).notes if "a convolution in groups" in s)
@@ -341,7 +352,7 @@ def test_updates_that_the_devices_do_not_divide() -> None:
         "ids": jnp.arange(4),
     }
     batch = {"ids": jnp.asarray([0, 6, 0, 4]), "y": jnp.asarray([1.0, 10.0, 100.0, 1000.0])}
-    planned = autopar.parallelize(step, mesh=mesh_of(N), donate=False, strategy="allreduce_rows")
+    planned = autopar.parallelize(step, mesh=mesh_of(N), donate=False, strategy="allreduce_rows", emit="pjit")
     mine, theirs = planned(state, batch)[0], jax.jit(step)(state, batch)[0]
     np.testing.assert_allclose(autopar.materialize(mine)["t"], theirs["t"], rtol=1e-6)
     assert "a scatter of updates that the devices don't divide" in explained(planned, state, batch)
