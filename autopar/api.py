@@ -253,7 +253,9 @@ def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -
     return WarmedStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
 
 
-def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit | None) -> str | None:
+def _tensor_axis(
+    mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit | None
+) -> str | None:
     """The axis of the mesh over which products are divided; None if none are.
 
     Raises:

@@ -281,7 +281,9 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
-    "ap.whole": lambda devices, p, value: (own_whole if isinstance(devices, OwnPart) else whole)(value, **p, devices=devices),
+    "ap.whole": lambda devices, p, value: (own_whole if isinstance(devices, OwnPart) else whole)(
+        value, **p, devices=devices
+    ),
 }
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

@@ -70,7 +70,9 @@ def analyze_batch(
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
     by_example = undivided if uneven == "by example" else 0
-    return _with_ids(program, axes, devices, uneven=is_uneven, undivided=by_example), _note(program, over, named, starts, axes)
+    return _with_ids(program, axes, devices, uneven=is_uneven, undivided=by_example), _note(
+        program, over, named, starts, axes
+    )
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
@@ -169,9 +171,7 @@ def _check_divides(
         raise ArgumentsError(f"microbatches={microbatches}: nothing in the batch has examples that could be divided")
 
 
-def _with_ids(
-    program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False, undivided: int = 0
-) -> Program:
+def _with_ids(program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False, undivided: int = 0) -> Program:
     spaces = () if program.rows is None else program.rows.spaces
     ids = {
         space.family: collect_ids(program.block, space, axes, devices, uneven=uneven, undivided=undivided)

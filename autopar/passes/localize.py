@@ -66,7 +66,9 @@ def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tu
     outputs, states = walk.program(program, input_)
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
-    facts = LocalFacts(tuple(states), frozenset(shared.owned), tuple(shared.reductions), tuple(shared.gathered), shared.inside)
+    facts = LocalFacts(
+        tuple(states), frozenset(shared.owned), tuple(shared.reductions), tuple(shared.gathered), shared.inside
+    )
     count = len(shared.reductions)
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {bound.devices} devices"
 
@@ -77,6 +79,10 @@ def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
     space = program.rows.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None
     return is_entry or k in bound.shards or (space is not None and space.family in planned)
+
+
+#: Equations about values that are spread over a mesh.
+_OF_ALL_DEVICES = frozenset({"shard_map", "custom_partitioning", "sharding_constraint"})
 
 
 @dataclass(eq=False)
@@ -119,6 +125,8 @@ class Localizer(LoopForms):
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
         states = [self.state(a) for a in equation.inputs]
+        if equation.op in _OF_ALL_DEVICES and self._may_repeat:
+            raise NotLocal(f"{equation.op} says itself what each device has", equation.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
         elif self._is_callback(equation):

@@ -60,7 +60,9 @@ def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) 
         assert planned.latest.compiled.bound.uneven
 
 
-@pytest.mark.parametrize("group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))])
+@pytest.mark.parametrize(
+    "group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
+)
 def test_every_primitive_in_a_program_of_each_device(group: str) -> None:
     """Of examples that the devices divide, and of those that they don't."""
     for count, spread in ((4, variants), (3, of_size(4)), (3, of_size(8))):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import pytest
 import autopar
 from autopar.measure.collectives import read_collectives
 from autopar.planning.verify import compare_runs
+from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.own_examples import EACH, given, step_of
 from tests.support.pairs import diagonal, every, pairwise
@@ -93,14 +95,17 @@ def test_masks_over_the_rows_of_a_table() -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), told, wanted)
 
 
-def test_what_needs_all_rows_is_refused_with_its_line() -> None:
+def test_what_needs_all_rows_is_told_with_its_line() -> None:
     def step(table: jax.Array, ids: jax.Array) -> Any:
         loss, grad = jax.value_and_grad(lambda t: (t[ids] ** 3).sum())(table)
         return table - 0.1 * grad, (loss, jnp.sort(table.ravel())[:3])
 
-    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), emit="pmap")
-    with pytest.raises(autopar.StrategyError, match=r"all rows of a table are read at once \(.*test_pmap\.py:\d+\)"):
-        planned(jnp.ones((37, 4)), jnp.arange(8))
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(2), emit="pmap", donate=False)
+    table, ids = jnp.asarray(np.random.default_rng(0).normal(size=(37, 4))), jnp.arange(8)
+    (mine, told), (theirs, other) = planned(table, ids), jax.jit(step)(table, ids)
+    np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), told, other)
+    assert re.search(r"every device has whole: +592 B for \w+ \(.*test_pmap\.py:\d+\)", explained(planned))
 
 
 def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
