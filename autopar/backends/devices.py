@@ -152,15 +152,16 @@ class OwnPart(Devices, abc.ABC):
     def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         return fun(*operands)
 
-    def share(self, value: Array, along: int, size: int | None = None) -> Array:
-        """This device's shard of what all have. `size`: its length, if the shards are longer than all of it: what is
-        beyond the end are copies of the last element."""
-        if size is not None:
-            return jnp.take(value, self.position() * size + jnp.arange(size), axis=along, mode="clip")
-        size = value.shape[along] // self.count
+    def share(self, value: Array, axis: int) -> Array:
+        """This device's shard of what all have."""
+        size = value.shape[axis] // self.count
         # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
         value = jax.lax.optimization_barrier(value)
-        return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, along)
+        return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, axis)
+
+    def padded_share(self, value: Array, axis: int, size: int) -> Array:
+        """The same, `size` long, where that is more than all have: beyond the end are copies of the last element."""
+        return jnp.take(value, self.position() * size + jnp.arange(size), axis=axis, mode="clip")
 
     def once(self, value: Array) -> Array:
         """The value on the first device, zeros on the others."""

@@ -266,6 +266,12 @@ def _store(devices: Devices, p: Mapping[str, Any], rows: Array) -> Array:
     return store(rows, **p, devices=devices)
 
 
+def _whole(devices: Devices, p: Mapping[str, Any], stored: Array) -> Array:
+    if isinstance(devices, OwnPart):
+        return own_whole(stored, **p, devices=devices)
+    return whole(stored, **p, devices=devices)
+
+
 def _gathered(devices: Devices, value: Array, axis: int, size: int | None = None) -> Array:
     """All of a spread value; its axis cut to `size`, if what was spread was padded."""
     value = devices.gathered(value, axis)
@@ -277,13 +283,11 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
-    "ap.shard": lambda devices, p, value: devices.share(value, p["axis"], p.get("size")),
+    "ap.shard": lambda devices, p, value: (devices.padded_share if "size" in p else devices.share)(value, **p),
     "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
-    "ap.whole": lambda devices, p, value: (own_whole if isinstance(devices, OwnPart) else whole)(
-        value, **p, devices=devices
-    ),
+    "ap.whole": _whole,
 }
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

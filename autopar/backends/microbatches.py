@@ -33,17 +33,17 @@ class Microbatch:
     count: int
     devices: Devices | None
 
-    def share(self, value: Array, along: int, size: int | None = None) -> Array:
+    def share(self, value: Array, axis: int) -> Array:
         """The part of a value that all microbatches have."""
         if self.count == 1:
             return value
         devices = 1 if self.devices is None else self.devices.count
-        size = value.shape[along] // (devices * self.count)
-        before, behind = value.shape[:along], value.shape[along + 1 :]
+        size = value.shape[axis] // (devices * self.count)
+        before, behind = value.shape[:axis], value.shape[axis + 1 :]
         parted = value.reshape(*before, devices, self.count, size, *behind)
-        share = jax.lax.dynamic_index_in_dim(parted, self.number, along + 1, keepdims=False)
+        share = jax.lax.dynamic_index_in_dim(parted, self.number, axis + 1, keepdims=False)
         share = share.reshape(*before, devices * size, *behind)
-        return share if self.devices is None else self.devices.constrain(share, along)
+        return share if self.devices is None else self.devices.constrain(share, axis)
 
     def once(self, value: Array) -> Array:
         """The value for the first microbatch, zeros for the others."""

@@ -18,8 +18,8 @@ from autopar.ir.rowspace import RowSpace
 from autopar.measure.alpha import batch_alpha
 from autopar.planning.elsewhere import elsewhere
 from autopar.planning.explain_notes import (
-    hosted_text,
     emission_notes,
+    hosted_text,
     isolated_notes,
     memory_notes,
     predicted_note,

@@ -41,6 +41,11 @@ def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
+def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
+    """The type of an array of which this is one of some parts along an axis; None: all of it."""
+    return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
+
+
 def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
     """How a family's rows are spread over the devices."""
     family_plan = bound.family(family)
@@ -82,12 +87,11 @@ class DevicesRunner:
             )
             for tables in update_logs(compiled.program.block)
         ]
-        own = 1 if compiled.program.local is None else devices.count  # a device's own program has its part of them
-        entry_types = [
-            v.type if entry.entry_axis is None else v.type.resized(entry.entry_axis, own * v.shape[entry.entry_axis])
-            for v, entry in list(zip(compiled.program.block.inputs, compiled.program.inputs, strict=True))[
-                len(analysed.inputs) :
-            ]
+        of_each = 1 if compiled.program.local is None else devices.count  # in a device's own program its part of a log
+        logs = [
+            _whole_type(v.type, input_.entry_axis, of_each)
+            for input_, v in zip(compiled.program.inputs, compiled.program.block.inputs, strict=True)
+            if input_.role == "log"
         ]
         entries = [s for j in self._log_specs for s in j.shardings]
         self._devices = devices
@@ -100,7 +104,7 @@ class DevicesRunner:
         self._read_rows = None if states else ReadRows(analysed, self._kept)
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
-        self._types += entry_types
+        self._types += logs
         self._places = (*self._shardings, *entries)
         self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
         ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)

@@ -20,9 +20,9 @@ from autopar.backends.stage_device import StageDevice
 from autopar.compile import (
     Analysed,
     Compiled,
+    NoOwnProgram,
     analyze_program,
     choose_pipeline,
-    NoOwnProgram,
     compile_program,
     gradient_program,
 )

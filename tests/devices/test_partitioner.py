@@ -50,9 +50,10 @@ def test_every_primitive(group: str, groups: int) -> None:
     check_group(group, mesh, variants, emit="pjit")
 
 
-@pytest.mark.parametrize(
-    "group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
-)
+SOME = ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
+
+
+@pytest.mark.parametrize("group", SOME)
 def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) -> None:
     mesh = jax.make_mesh((3, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
     for size, mesh_ in itertools.product((4, 8), (mesh_of(3), mesh)):
@@ -60,9 +61,7 @@ def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) 
         assert planned.latest.compiled.bound.uneven
 
 
-@pytest.mark.parametrize(
-    "group", ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
-)
+@pytest.mark.parametrize("group", SOME)
 def test_every_primitive_in_a_program_of_each_device(group: str) -> None:
     """Of examples that the devices divide, and of those that they don't."""
     for count, spread in ((4, variants), (3, of_size(4)), (3, of_size(8))):
