@@ -3,10 +3,13 @@
 The collectives are read off XLA's compiled program (`measure.collectives`), which doesn't say what they are for:
 
 - all-to-alls are the tables' alone: their bytes must be the plan's;
-- all-gathers are the tables', and the model's where its examples meet (negatives of the same batch): what is more than
-  the plan says is XLA's own, unless a whole table could be in it;
-- of the sums those of tables are found by their sizes; the rest is XLA's own: gradients of dense leaves, and sums over
-  the examples (losses, norms).
+- all-gathers are the tables', and the model's where its examples meet (negatives of the same batch);
+- of the sums those of tables are found by their sizes; the rest are gradients of dense leaves, and sums over the
+  examples (losses, norms).
+
+What a device's own program reduces and gathers of the model is written in it, and is at most what is sent: XLA merges
+what is equal, and drops what isn't read. What is in loops isn't counted beforehand, nor what XLA inserts in a program
+that it partitions ("XLA's own").
 
 Two families that are looked up by the same ids may exchange these once, which the plan doesn't know.
 """
@@ -23,6 +26,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar import jax_compat
+from autopar.analysis.local import LocalFacts
 from autopar.backends.devices import Devices
 from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
@@ -30,6 +35,7 @@ from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.reductions import REDUCERS
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
 from autopar.ir.timeline import Run, Send, Timeline
@@ -149,7 +155,7 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     made = plan_of(untimed, step.name, None)
     collectives = read_collectives(runner.lower().compile().as_text())
     if made.tensor is None or entry.devices is None:
-        return compare_collectives(made, collectives)
+        return compare_collectives(made, collectives, own_collectives(entry.compiled.program.local, made.devices))
     divided = [c for c in collectives if _is_divided(c, entry.devices)]
     rest = compare_collectives(made, [c for c in collectives if c not in divided])
     return Check(step.name, entry.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
@@ -208,21 +214,45 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
     return sum(int(getattr(send.value.var.type, "nbytes", 0)) for send in sends)
 
 
-def compare_collectives(plan: Plan, collectives: Sequence[Collective]) -> Check:
-    """A plan and the collectives of a program that was compiled by it."""
+def own_collectives(local: LocalFacts | None, devices: int) -> list[Collective] | None:
+    """What a device's own program reduces and gathers, as collectives; None if that isn't known."""
+    if local is None or any(x.nested for x in (*local.reductions, *local.gathered)):
+        return None
+    found = []
+    for reduction in local.reductions:
+        type_, kind = reduction.type, REDUCERS[reduction.op]
+        if type_.dtype == np.bool_ or kind.across is None:
+            dtype = "pred" if type_.dtype == np.bool_ else "u8"
+            found.append(Collective("all-gather", ((dtype, (devices * type_.nbytes,)),), 1))
+            continue
+        found.append(Collective("all-reduce", (("u8", (type_.nbytes,)),), 1))
+        if reduction.op != "sum" and jax_compat.is_float(type_.dtype):  # and whether there is a NaN
+            found.append(Collective("all-reduce", (("u8", (4 * type_.size,)),), 1))
+    return found + [Collective("all-gather", (("u8", (g.type.nbytes,)),), 1) for g in local.gathered]
+
+
+def compare_collectives(
+    plan: Plan, collectives: Sequence[Collective], own: Sequence[Collective] | None = None
+) -> Check:
+    """A plan and the collectives of a program that was compiled by it; `own`: those that are written in the program."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
         return Check(plan.step, 1, tuple(rows))
-    pool = _Pool.of(collectives, plan.devices)
-    rows = [row for table in plan.families for row in _reduced(table, pool)]
-    rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool)]
+    pool, written = _Pool.of(collectives, plan.devices), None if own is None else _Pool.of(own, plan.devices)
+    rows = [row for table in plan.families for row in _reduced(table, pool, written)]
+    rows += [row for op in _EXCHANGES for row in _exchanged(plan, op, pool, written)]
     unplanned = None if _has_shards(plan) else 0
     rows += [CheckRow(op, "arrays that XLA moves", unplanned, *pool.rest(op)) for op in _OTHERS]
     dense = _sizes_of([*plan.dense, *(t for t in plan.tables if not t.lifted)])
+
+    def rest(op: str, what: str, sizes: Collection[int] | None = None) -> CheckRow:
+        planned = None if written is None else written.rest(op, sizes)[0]
+        return CheckRow(op, what, planned, *pool.rest(op, sizes), at_most=planned is not None)
+
     rows += [
-        CheckRow("all-reduce", "gradients of dense leaves", None, *pool.rest("all-reduce", dense)),
+        rest("all-reduce", "gradients of dense leaves", dense),
         CheckRow("all-reduce", "as large as a whole table", 0, *pool.rest("all-reduce", _lifted_sizes(plan))),
-        CheckRow("all-reduce", "sums over examples", None, *pool.rest("all-reduce")),
+        rest("all-reduce", "sums over examples"),
         CheckRow("any", "flags", None, *pool.rest("any")),
     ]
     return Check(plan.step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
@@ -262,7 +292,7 @@ class _Pool:
         return sum(sent for _, _, sent in arrays), len(arrays)
 
 
-def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
+def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
     """What is reduced of a table's gradient: all rows, or those that are touched."""
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
@@ -271,12 +301,14 @@ def _reduced(table: TablePlan, pool: _Pool) -> list[CheckRow]:
     arrays = [rows * row for row in sizes.reduced_gradients]
     planned = sum(Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices) for nbytes in arrays)
     sent, counts = zip(*(pool.take("all-reduce", nbytes) for nbytes in arrays), strict=True)
+    for nbytes in arrays if written is not None else ():
+        written.take("all-reduce", nbytes)
     what, several = f"{table.path}, {method}", len(arrays) > 1  # of which XLA may make one
     return [CheckRow("all-reduce", what, planned, sum(sent), sum(counts), at_most=several)]
 
 
-def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:
-    """What is exchanged of all tables' rows by one collective, and what XLA gathers besides."""
+def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
+    """What is exchanged of all tables' rows by one collective, and what is gathered besides."""
     whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
     sent, count = pool.rest(op)
     if any(table.lifted and table.sizes is None for table in plan.tables):
@@ -287,7 +319,10 @@ def _exchanged(plan: Plan, op: str, pool: _Pool) -> list[CheckRow]:
     if op != "all-gather" or sent <= planned:
         return [CheckRow(op, what, planned if sent == planned else max(possible), sent, count)]
     alien = None if _has_shards(plan) or not whole else 0
-    return [CheckRow(op, what, planned, planned, count), CheckRow(op, "arrays of the model", alien, sent - planned, 0)]
+    if alien is None and written is not None:
+        alien = written.rest(op)[0]
+    model = CheckRow(op, "arrays of the model", alien, sent - planned, 0, at_most=bool(alien))
+    return [CheckRow(op, what, planned, planned, count), model]
 
 
 def _possible(plan: Plan, op: str) -> set[int]:
