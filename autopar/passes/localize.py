@@ -215,8 +215,8 @@ class Localizer(LoopForms):
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.nested
-        # What is broadcast is reduced before: ranks may have other numbers of the rows that it becomes.
-        if top and equation.op == "broadcast_in_dim" and equation.outputs[0].type.size > equation.inputs[0].type.size:
+        # What becomes larger is reduced before; ranks may have other numbers of the rows that a broadcast makes.
+        if top and equation.op in ("broadcast_in_dim", "pad") and _grows(equation):
             return False
         # Of gradient + decay the gradient is reduced.
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
@@ -338,6 +338,11 @@ class Localizer(LoopForms):
         for equation in body.equations:
             inner.add(equation)
         return inner, inputs
+
+
+def _grows(equation: Equation) -> bool:
+    """Whether the result is larger than the first operand."""
+    return equation.outputs[0].type.size > equation.inputs[0].type.size
 
 
 def _has_rows(equation: Equation) -> bool:

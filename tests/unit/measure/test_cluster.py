@@ -253,12 +253,9 @@ def test_figures_that_cannot_be() -> None:
         SMALL.of(1.5, 1)
 
 
-def test_what_is_told_where_nothing_is_spread() -> None:
-    planned = autopar.parallelize(step, emit="pmap")
-    state, batch = arguments(100, 4)
-    text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
-    assert "All devices do the same: 7 devices don't divide the batch" in text
+def test_what_is_told_of_devices_that_do_not_divide_a_batch() -> None:
     planned = autopar.parallelize(step)
+    state, batch = arguments(100, 4)
     text = explained(planned, state, batch, cluster=SMALL.of(7, 1))
     assert "All devices" not in text and "7 devices don't divide the batch (4): each has 1 or fewer, padded" in text
     text = explained(planned, state, batch, cluster=SMALL.of(1, 1))

@@ -181,7 +181,7 @@ def test_tables_say_what_the_plan_says(plan: Plan, made: autopar.Report, items: 
     simulated = autopar.simulate(plan)
     assert [row["speed-up"] for row in made.tables["scaling"]] == list(simulated.speedups)
     first, last = simulated.times[0], simulated.times[-1]
-    assert f"Most of a step is {first.limit}." in made.captions["speedup"]
+    assert f"Most of a step is {first.limit}" in made.captions["speedup"]
     assert f"items goes by {first.methods['items']} on one device, " in made.captions["speedup"]
     assert f"{last.methods['items']} from " in made.captions["speedup"]
     assert [row["off by 20% at most"] for row in made.tables["measured"]] == ["yes", "no"]
