@@ -301,8 +301,9 @@ def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[Check
     arrays = [rows * row for row in sizes.reduced_gradients]
     planned = sum(Collective("all-reduce", (("u8", (nbytes,)),), 1).sent(sizes.devices) for nbytes in arrays)
     sent, counts = zip(*(pool.take("all-reduce", nbytes) for nbytes in arrays), strict=True)
-    for nbytes in arrays if written is not None else ():
-        written.take("all-reduce", nbytes)
+    if written is not None:
+        for nbytes in arrays:
+            written.take("all-reduce", nbytes)
     what, several = f"{table.path}, {method}", len(arrays) > 1  # of which XLA may make one
     return [CheckRow("all-reduce", what, planned, sum(sent), sum(counts), at_most=several)]
 

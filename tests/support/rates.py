@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 from autopar.cost import Rates
 from autopar.cost.rates import Curve, RowRate
+from autopar.measure.figures import rates_of_figures
+
+_FILE = Path(__file__).with_name("two_cores.json")
 
 #: Of two cores, rounded: what tests choose doesn't depend on how busy the machine is.
 RATES = Rates(
@@ -30,3 +37,21 @@ def rates(**seconds: float) -> Rates:
     curves = {name: curve(name) for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")}
     fixed = {"ps": seconds.get("ps", 0.0)}
     return Rates(**curves, gather=rows("gather"), scatter=rows("scatter"), fixed=fixed)  # type: ignore[arg-type]
+
+
+def calibrated() -> Rates:
+    """Of two cores with 4 devices, as `python -m autopar calibrate` keeps them."""
+    return rates_of_figures(json.loads(_FILE.read_text()), RATES)
+
+
+def slower(times: float) -> Rates:
+    """Of a machine on which all takes so many times as long as on `RATES`'."""
+    curves = {
+        name: Curve(tuple((at, times * s) for at, s in getattr(RATES, name).points))
+        for name in ("all_to_all", "all_gather", "all_reduce", "route", "walk")
+    }
+    rows = {
+        name: RowRate(*(times * s for s in dataclasses.astuple(getattr(RATES, name)))) for name in ("gather", "scatter")
+    }
+    fixed = {method: times * s for method, s in RATES.fixed.items()}
+    return dataclasses.replace(RATES, **curves, **rows, fixed=fixed)

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.analysis.row_ids import RowIds
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.measurements import Measurements
-from autopar.cost.model import deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
+from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
@@ -210,8 +210,8 @@ def _why_dense(
         return ""
     row_elements = max(program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
     saved = seconds["allreduce"] - seconds[method]
-    is_little = saved < deferred_s(ids=ids.count, row_elements=row_elements)
-    return "to bring rows up to date would cost more than their exchange saves" if is_little else ""
+    is_little = saved < DEFERRED_MARGIN * deferred_s(ids=ids.count, row_elements=row_elements)
+    return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
 
 
 def _lifted(
