@@ -134,16 +134,15 @@ def forms_of_several(sparse: Any, make_state: Callable[[], TrainState], example:
 
         return Form(placed_step, lambda: jax.device_put(make_state(), shardings), sent(compiled))
 
-    def planned(method: str, emit: Any = "pjit") -> Form:
-        step = autopar.parallelize(train_step, sparse=sparse, strategy=method, mesh=mesh, emit=emit)
+    def planned(method: str) -> Form:
+        step = autopar.parallelize(train_step, sparse=sparse, strategy=method, mesh=mesh)
         return Form(step, make_state, sent(step.lower(jax.eval_shape(make_state), example).compile()))
 
     def sent(compiled: Any) -> int:
         return sent_by_device(compiled.as_text(), mesh.size)
 
     plain_forms = {"plain data parallel": plain(False), "row sharding by XLA": plain(True)}
-    own = {"autopar, ps, each device's own program": planned("ps", "pmap")}
-    return plain_forms | {f"autopar, {m}": planned(m) for m in METHODS} | own
+    return plain_forms | {f"autopar, {m}": planned(m) for m in METHODS}
 
 
 def finite(loss: float, step: int) -> float:

@@ -182,6 +182,23 @@ def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None
     assert found.ok, str(found)
 
 
+def test_what_is_broadcast_is_made_in_the_size_of_a_shard() -> None:
+    """A bias, by NumPy's rules and with an axis of one; not for all examples on each device, to take a part of it."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(p: Any) -> jax.Array:
+            wide = jnp.broadcast_to(p["c"][None], (8, 4))
+            return (jax.nn.relu(x @ p["w"] + p["b"]) * wide).sum()
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    state = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(4)}
+    planned = autopar.parallelize(step, mesh=mesh_of(4))
+    program = planned.entry(state, np.ones((8, 3), np.float32)).compiled.program
+    assert program.local is not None and not [e for e in program.block.walk() if e.op == "ap.shard"]
+
+
 def test_examples_by_themselves() -> None:
     """Nothing that works on each example by itself is brought together."""
     with jax.enable_x64(True):

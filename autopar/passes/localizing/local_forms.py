@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.local import Gathered, NotLocal, Partial, Reduction, Spread, State
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
@@ -185,14 +186,28 @@ class Forms(ZeroWriter, abc.ABC):
             self.converted[key] = out
         return out
 
+    def _is_same_along(self, new: Atom, axis: int, depth: int = 8) -> bool:
+        """Whether a new value is the same all along an axis, by the last equations that make it, so that any part of it
+        is made as well."""
+        made = self.producers.get(new) if depth else None
+        if made is None or made.op == "ap.full":
+            return made is not None
+        if made.op == "broadcast_in_dim":
+            dims = made.params["broadcast_dimensions"]
+            return axis not in dims or made.inputs[0].shape[dims.index(axis)] != new.shape[axis]
+        is_plain = made.op in ELEMENTWISE and len(made.outputs) == 1 and not made.effects
+        return is_plain and all(not a.shape or self._is_same_along(a, axis, depth - 1) for a in made.inputs)
+
     def _shard(self, new: Atom, wanted: Spread) -> Var:
-        """A device's part; a constant is made in that size."""
+        """A device's part; what is broadcast is made in that size."""
         type_ = self._local_type(new.type, wanted)
-        made = self.producers.get(new)
-        is_constant = made is not None and made.op in ("broadcast_in_dim", "ap.full")
-        if made is not None and is_constant and wanted.axis not in made.params.get("broadcast_dimensions", ()):
-            out = Var(type_)
-            self.append(dataclasses.replace(made, outputs=(out,), params={**made.params, "shape": type_.shape}))
+        if self._is_same_along(new, wanted.axis):
+            made, out = self.producers[new], Var(type_)
+            params = made.params if made.op in ELEMENTWISE else {**made.params, "shape": type_.shape}
+            inputs = made.inputs
+            if made.op in ELEMENTWISE:
+                inputs = tuple(self._convert(a, a, wanted) if a.shape else a for a in made.inputs)
+            self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
             out = self.emit("ap.shard", (new,), type_, {"axis": wanted.axis, **size})
