@@ -77,13 +77,15 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
+    """The analysed program, the plan, the program as the plan has it (and as its fallback), how it came about, and why
+    XLA partitions one program for all devices, if each is to have its own."""
 
     analysed: Program
     bound: BoundPlan
     program: Program
     records: tuple[Record, ...]
     fallback: Program | None = None
+    why_shared: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -342,7 +344,7 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
         program, bound, records = _run((("choose", _choose), *_FOLLOWED), analysed.program, None, request)
         assert bound is not None, "the pipeline makes a plan"
         fallback = follow(analysed.program, bound.without_limits(), options) if bound.fallback else None
-        return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback)
+        return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback, options.why_shared)
 
 
 def gradient_program(analysed: Analysed, options: Options) -> Block:

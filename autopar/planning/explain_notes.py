@@ -24,8 +24,8 @@ _SHOWN = 8
 
 def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
     """Tells which examples' values every device has whole, and why XLA partitions a step if it does; `verbose`: all."""
-    if entry.options.why_shared:
-        return (f"XLA partitions one program for all devices: {entry.options.why_shared}.",)
+    if entry.compiled.why_shared:
+        return (f"XLA partitions one program for all devices: {entry.compiled.why_shared}.",)
     local = entry.compiled.program.local
     if local is None or entry.compiled.plan.on_hosts:
         return ()

@@ -67,6 +67,9 @@ def test_a_lookup_by_hand_gathers_nothing() -> None:
     text = planned.lower(mine, IDS).compile().as_text()
     assert f"f32[{V},{D}]" not in text and f"f32[{V // 4},{D}]" in text
     assert "In shards, as they came: table" in explained(planned)
+    assert "XLA partitions one program for all devices: shard_map says itself what each device has" in explained(
+        planned
+    )
 
 
 def _net(state: Any, batch: Any) -> Any:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.local import Gathered, NotLocal, Partial, Reduction, Spread, State
-from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
+from autopar.passes.distinct.row_places import PLACED_ELEMENTWISE
 
 
 def joined(states: Iterable[State]) -> State:
@@ -195,7 +195,7 @@ class Forms(ZeroWriter, abc.ABC):
         if made.op == "broadcast_in_dim":
             dims = made.params["broadcast_dimensions"]
             return axis not in dims or made.inputs[0].shape[dims.index(axis)] != new.shape[axis]
-        is_plain = made.op in ELEMENTWISE and len(made.outputs) == 1 and not made.effects
+        is_plain = made.op in PLACED_ELEMENTWISE and len(made.outputs) == 1 and not made.effects
         return is_plain and all(not a.shape or self._is_same_along(a, axis, depth - 1) for a in made.inputs)
 
     def _shard(self, new: Atom, wanted: Spread) -> Var:
@@ -203,10 +203,11 @@ class Forms(ZeroWriter, abc.ABC):
         type_ = self._local_type(new.type, wanted)
         if self._is_same_along(new, wanted.axis):
             made, out = self.producers[new], Var(type_)
-            params = made.params if made.op in ELEMENTWISE else {**made.params, "shape": type_.shape}
-            inputs = made.inputs
-            if made.op in ELEMENTWISE:
-                inputs = tuple(self._convert(a, a, wanted) if a.shape else a for a in made.inputs)
+            inputs, params = made.inputs, made.params
+            if made.op in PLACED_ELEMENTWISE:
+                inputs = tuple(self._convert(a, a, wanted) if a.shape else a for a in inputs)
+            else:
+                params = {**params, "shape": type_.shape}
             self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
