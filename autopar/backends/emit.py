@@ -17,7 +17,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, OwnPart
-from autopar.backends.indices import cut
+from autopar.backends.indices import cut, in_range
 from autopar.backends.layouts import own_rows, own_whole, store, whole
 from autopar.backends.loops import while_loop
 from autopar.backends.microbatches import Microbatch, run_microbatches
@@ -171,6 +171,25 @@ class _Emitter:
 
         return jax.lax.cond(self._devices.position() == 0, run, nothing, *map(jnp.asarray, operands))
 
+    def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        """A lookup of single rows by global numbers, where this device has them, zeros elsewhere; the first device has
+        what stands for numbers that are out of range."""
+        assert isinstance(self._devices, OwnPart), "in the program of one device"
+        params, (part, index) = dict(equation.params), operands
+        axis, size = params.pop("axis"), params.pop("size")
+        numbers, place = params["dimension_numbers"], self._devices.position()
+        at = numbers.start_index_map.index(axis)
+        row = in_range(index[..., at], size, params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP)
+        first, own = place * part.shape[axis], part.shape[axis]
+        is_own, is_none = (row >= first) & (row < first + own) & (row < size), row >= size
+        params |= {"indices_are_sorted": False, "unique_indices": False}
+        local = jnp.where(is_own, row - first, jnp.where(is_none, own, 0))
+        index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
+        index = index.at[..., at].set(local.astype(index.dtype))
+        (taken,) = jax_compat.bind(equation.primitive, [part, index], params)
+        is_taken = jnp.expand_dims(is_own | (is_none & (place == 0)), numbers.offset_dims)
+        return [jnp.where(is_taken, taken, jnp.zeros((), taken.dtype))]
+
     # --- microbatches ---
 
     def _microbatches(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
@@ -298,6 +317,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.scaled": _Emitter._scaled,
     "ap.changes": _Emitter._changes,
     "ap.first": _Emitter._first,
+    "ap.lookup_part": _Emitter._lookup_part,
     "ap.reduce_rows": _Emitter._reduce_rows,
     "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,

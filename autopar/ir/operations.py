@@ -156,6 +156,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "reduce": _named("value"),
         "only_examples": _named("value"),
         "first": _named("operands*"),
+        "lookup_part": _named("rows index"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
     },

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import (
     PARTIAL,
@@ -308,6 +309,9 @@ class Localizer(LoopForms):
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""
         self.shared.inside = self.shared.inside or reason
+        if self._looks_up_rows(equation, spread):
+            self._lookup_part(equation)
+            return
         kept = max(spread, key=lambda k: equation.inputs[k].type.size) if equation.op == "dot_general" else None
         if len(spread) == 1:
             kept = None
@@ -316,6 +320,29 @@ class Localizer(LoopForms):
             if k != kept:
                 self.make_whole(atom, equation)
         self._plain(equation)
+
+    def _looks_up_rows(self, equation: Equation, spread: Mapping[int, int]) -> bool:
+        """Whether it is a lookup of single rows that lie on several devices, which adds up."""
+        if equation.op != "gather" or 0 not in spread or not self._may_repeat:
+            return False
+        numbers, axis = equation.params["dimension_numbers"], spread[0]
+        is_row = axis in numbers.start_index_map and equation.params["slice_sizes"][axis] == 1
+        dtype = equation.outputs[0].type.dtype
+        return is_row and not jax_compat.is_key(dtype) and dtype != np.bool_
+
+    def _lookup_part(self, equation: Equation) -> None:
+        """Of all examples' rows those that a device has, zeros for the others."""
+        operand, index = equation.inputs
+        state = self.state(operand)
+        assert isinstance(state, Spread), "its rows are spread"
+        inputs = (self.read(operand), self.whole(index, equation))
+        params = {**equation.params, "axis": state.axis, "size": operand.shape[state.axis]}
+        outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
+        self.append(
+            dataclasses.replace(
+                equation, op="ap.lookup_part", inputs=inputs, outputs=outputs, params=params, original=None
+            )
+        )
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
         """A reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""

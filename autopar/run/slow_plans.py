@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 
@@ -19,6 +20,8 @@ from autopar.run.entry import Entry
 
 #: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
 _BYTES, _TIMES = 64 << 20, 4
+#: Of examples' values that every device gathers in each step.
+_GATHERED_BYTES = 16 << 20
 
 #: The option of LLVM with which XLA adds by the GPU's own instruction, which takes subnormal numbers for zeros.
 _ATOMICS = "-nvptx-allow-ftz-atomics"
@@ -36,7 +39,8 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
       name: The step's.
       entry: Its plan, at the first call by it.
     """
-    for told in (*_dense_tables(entry), *_whole_tables(entry), *_undivided_batch(entry), *_large_results(entry)):
+    found = _dense_tables(entry), _whole_tables(entry), _undivided_batch(entry), _large_results(entry), _gathered(entry)
+    for told in itertools.chain(*found):
         warn(f"{name}: {told}", SlowPlanWarning)
     if entry.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
         scatters = (e for e in entry.compiled.analysed.block.walk() if e.op == "scatter-add")
@@ -124,6 +128,18 @@ def _undivided_batch(entry: Entry) -> Iterator[str]:
             f"{devices} devices don't divide a batch of {examples}, so each of them computes all of it. Give batches "
             f"of {fewer} or {fewer + devices}; autopar.shard(..., last='pad') fills up those at the end of an epoch"
         )
+
+
+def _gathered(entry: Entry) -> Iterator[str]:
+    """Tells of large values of all examples that every device needs whole."""
+    local = entry.compiled.program.local
+    for value in () if local is None or entry.compiled.plan.on_hosts else local.gathered:
+        if value.op and value.type.nbytes >= _GATHERED_BYTES:
+            yield (
+                f"every device needs {format_bytes(value.type.nbytes)} of all examples for {value.op} "
+                f"({value.source or 'no line'}), which are gathered in each step. Do that for each example by itself, "
+                "or, if these are no examples, say so: batch_axis={'path of the argument': None}"
+            )
 
 
 def _large_results(entry: Entry) -> Iterator[str]:

@@ -125,8 +125,7 @@ class Forms(ZeroWriter, abc.ABC):
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
         key = new, None
-        on_hosts, shards = self.shared.bound.on_hosts, bool(self.shared.bound.shards)
-        if have.owner and (not shards if on_hosts else shards and source is not None and source.op == "gather"):
+        if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         known = None if have.owner else self.known(atom)
         if known is not None:
