@@ -15,7 +15,7 @@ from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace, can_be_run_again
+from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
 from autopar.passes.lifting.untouched import RowValue, UntouchedRows
@@ -229,10 +229,11 @@ class Scope(Writer):
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
         """A value of no family, made anew for the rows."""
         out = equation.outputs[0]
-        if equation.op == "reshape":  # of a constant
-            value = self.lifting.facts.value(out)
-            assert isinstance(value, Free) and isinstance(value.off, Const), "the rules follow no other"
-            return self.full(Literal.scalar(value.off.value, out.dtype), self.at(out.type, axis, family))
+        if equation.op == "reshape":  # of what is known to be constant, unless it was multiplied by a NaN
+            number = self._filled_with(equation.inputs[0])
+            if number is None:
+                return self.pull(self.get(out), axis, family)
+            return self.full(number, self.at(out.type, axis, family))
         if equation.op == "iota" and equation.params["dimension"] == axis:
             extent = self.lifting.spaces[family].extent
             type_ = self.at(out.type, axis, family)
@@ -243,6 +244,15 @@ class Scope(Writer):
             inner = _operand_axis(equation, atom, axis)
             inputs.append(self.get(atom) if inner is None else self.at_rows(atom, inner, family))
         return self.again(equation, inputs, axis, family)
+
+    def _filled_with(self, atom: Atom) -> Literal | None:
+        """The number that a value was filled with; None if it was made otherwise."""
+        while isinstance(atom, Var):
+            made = self.producers.get(atom)
+            if made is None or made.op not in ("broadcast_in_dim", "reshape"):
+                return None
+            (atom,) = made.inputs
+        return atom if atom.shape == () else None
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
         """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
