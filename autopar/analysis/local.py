@@ -39,11 +39,11 @@ class Spread:
     examples: int = 0
 
     def moved(self, axis: int) -> Spread:
-        """The same along another axis."""
+        """Returns the same shard along another axis."""
         return Spread(axis, self.owner, self.examples)
 
     def size(self, whole: int, devices: int) -> int:
-        """How many of `whole` elements along the axis a device has.
+        """Returns how many of `whole` elements along the axis a device has.
 
         Raises:
           NotLocal: the devices (or the examples) don't divide them.

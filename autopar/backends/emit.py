@@ -160,7 +160,7 @@ class _Emitter:
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
     def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """What the first device alone does; on the others zeros which change nothing that they are added to."""
+        """Runs the body on the first device alone, and returns zeros on the others, which change no sum."""
         assert isinstance(self._devices, OwnPart), "in the program of one device"
 
         def nothing(*_: Array) -> tuple[Array, ...]:
@@ -172,8 +172,8 @@ class _Emitter:
         return jax.lax.cond(self._devices.position() == 0, run, nothing, *map(jnp.asarray, operands))
 
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """A lookup of single rows by global numbers, where this device has them, zeros elsewhere; the first device has
-        what stands for numbers that are out of range."""
+        """Looks up single rows by global numbers where this device has them, zeros elsewhere; the first device has what
+        stands for numbers that are out of range."""
         assert isinstance(self._devices, OwnPart), "in the program of one device"
         params, (part, index) = dict(equation.params), operands
         axis, size = params.pop("axis"), params.pop("size")

@@ -186,7 +186,7 @@ class Plan:
 
     @property
     def asked_emit(self) -> Emit | None:
-        """What a step by this plan is asked for: a batch of another size may have no program of each device's own."""
+        """Returns what a step by this plan is asked for: of another batch no device's own program may be possible."""
         return None if self.emit == "pmap" else self.emit
 
     @property

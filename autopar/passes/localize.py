@@ -162,11 +162,11 @@ class Localizer(LoopForms):
 
     @property
     def _may_repeat(self) -> bool:
-        """Whether an effect of what all devices have would be seen once for each of them."""
+        """Returns whether an effect of what all devices have would be seen once for each of them."""
         return self.shared.examples and not self.shared.bound.on_hosts
 
     def _is_callback(self, equation: Equation) -> bool:
-        """Whether Python is called, which might return something else on each device."""
+        """Returns whether Python is called, which might give each device something else."""
         is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
         return is_call and self._may_repeat
 
@@ -300,7 +300,7 @@ class Localizer(LoopForms):
         return self.emit("ap.only_examples", (part,), part.type, params)
 
     def take_part(self, var: Var, state: Spread) -> None:
-        """Of an old value that each device is given whole it has a part from here on."""
+        """Make a device's part, from here on, of an old value that it is given whole."""
         whole = self.read(var)
         part = self.as_state(var, state)
         self.env[var] = part, state
@@ -322,7 +322,7 @@ class Localizer(LoopForms):
         self._plain(equation)
 
     def _looks_up_rows(self, equation: Equation, spread: Mapping[int, int]) -> bool:
-        """Whether it is a lookup of single rows that lie on several devices, which adds up."""
+        """Returns whether it is a lookup of single rows that lie on several devices, which adds up."""
         if equation.op != "gather" or 0 not in spread or not self._may_repeat:
             return False
         numbers, axis = equation.params["dimension_numbers"], spread[0]
@@ -331,7 +331,7 @@ class Localizer(LoopForms):
         return is_row and not jax_compat.is_key(dtype) and dtype != np.bool_
 
     def _lookup_part(self, equation: Equation) -> None:
-        """Of all examples' rows those that a device has, zeros for the others."""
+        """Look up the rows of all examples that a device has; zeros stand for the others."""
         operand, index = equation.inputs
         state = self.state(operand)
         assert isinstance(state, Spread), "its rows are spread"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 
 from autopar.analysis.primitives import ELEMENTWISE
@@ -13,7 +14,7 @@ INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
 UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
 
 
-class Rewriter:
+class Rewriter(abc.ABC):
     """Rewrites blocks.
 
     Attributes:
@@ -52,10 +53,10 @@ class Rewriter:
         same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
         return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
 
+    @abc.abstractmethod
     def nested(self, equation: Equation) -> list[Equation]:
         """Returns a loop, checkpoint or branch whose bodies are rewritten."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def rewritten(self, equation: Equation) -> list[Equation]:
         """Returns what takes an equation's place, with what else is to be known of its results."""
-        raise NotImplementedError
