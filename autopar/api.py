@@ -115,8 +115,8 @@ def parallelize(
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
       emit: None (the default): each device runs a program of its own, with explicit reductions: sums over the examples
-        are reduced once, after the loops that make them. Where none can be written, and with microbatches or products
-        that are divided, XLA partitions one global program, as it does with "pjit". "pmap": StrategyError there.
+        are reduced once, after the loops that make them. Where none can be written, and with products that are divided,
+        XLA partitions one global program, as it does with "pjit". "pmap": StrategyError there.
       results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
         reads them (the default of functions without state), or "spread", each where its example is (that of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
@@ -188,8 +188,6 @@ def parallelize(
     donated = donated_arguments(step, donate_argnums, donate_argnames, static, donate)
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
-    if microbatches > 1 and emit == "pmap":
-        raise ArgumentsError(f"microbatches={microbatches} and emit='pmap' don't go together; leave emit= out")
     if mesh is None and sync is None and not jax_compat.backend_is_up():
         return LateStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))

@@ -221,6 +221,8 @@ def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     if bound.on_hosts:
         return localize_rank(program, bound)
+    if bound.devices == 1:
+        return program, bound, "one device"
     if bound.emit == "pjit":
         return program, bound, "one global program, partitioned by XLA"
     try:

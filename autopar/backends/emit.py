@@ -33,11 +33,14 @@ Array = Any
 
 
 def emit(
-    block: Block, backends: Mapping[int, RowBackend] = {}, devices: Devices | Microbatch | None = None
+    block: Block,
+    backends: Mapping[int, RowBackend] = {},
+    devices: Devices | None = None,
+    microbatch: Microbatch | None = None,
 ) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
-    `SingleDevice`; `devices`: where values are spread, if any are."""
-    emitter = _Emitter(backends, devices)
+    `SingleDevice`; `devices`: where values are spread, if any are; `microbatch`: of which this is the program."""
+    emitter = _Emitter(backends, devices, microbatch)
 
     def run(*inputs: Array) -> list[Array]:
         return emitter.block(block, inputs)
@@ -52,9 +55,12 @@ def deferred_of(equation: Equation) -> Deferred:
 
 
 class _Emitter:
-    def __init__(self, backends: Mapping[int, RowBackend], devices: Devices | Microbatch | None) -> None:
+    def __init__(
+        self, backends: Mapping[int, RowBackend], devices: Devices | None, microbatch: Microbatch | None
+    ) -> None:
         self._backends = backends
         self._devices = devices
+        self._microbatch = microbatch
         self._single = SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
@@ -84,6 +90,9 @@ class _Emitter:
         if equation.op in _ON_DEVICES:
             assert self._devices is not None, "one device has everything"
             return [_ON_DEVICES[equation.op](self._devices, equation.params, jnp.asarray(operands[0]))]
+        if equation.op in _OF_MICROBATCH:
+            assert self._microbatch is not None, "in the program of a microbatch"
+            return [_OF_MICROBATCH[equation.op](self._microbatch, equation.params, jnp.asarray(operands[0]))]
         method = _METHODS.get(equation.op)
         if method is None and equation.bodies and equation.original is None:
             method = _CONTROL_FLOW[equation.op]
@@ -196,9 +205,8 @@ class _Emitter:
         (body,) = equation.bodies
 
         def gradient(microbatch: Microbatch, parts: Sequence[Array]) -> Sequence[Array]:
-            return _Emitter(self._backends, microbatch).block(body, parts)
+            return _Emitter(self._backends, self._devices, microbatch).block(body, parts)
 
-        assert not isinstance(self._devices, Microbatch), "no microbatch has parts"
         unrolled = _is_slow_in_loops(body, self._devices)
         return run_microbatches(equation.params, gradient, operands, self._devices, unrolled=unrolled)
 
@@ -307,6 +315,11 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.once": lambda devices, p, value: devices.once(value),
     "ap.store": _store,
     "ap.whole": _whole,
+}
+#: What a microbatch does with a value that all have.
+_OF_MICROBATCH: Mapping[str, Callable[[Microbatch, Mapping[str, Any], Array], Array]] = {
+    "ap.microbatch": lambda microbatch, p, value: microbatch.share(value, p["axis"]),
+    "ap.first_microbatch": lambda microbatch, p, value: microbatch.once(value),
 }
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

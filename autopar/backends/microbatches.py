@@ -26,7 +26,7 @@ class Microbatch:
     Attributes:
       number: Which one, int32[].
       count: M.
-      devices: Those over which a microbatch is spread; None: one.
+      devices: Those over which a microbatch is spread (of one of them: `OwnPart`); None: one.
     """
 
     number: Array
@@ -37,7 +37,7 @@ class Microbatch:
         """The part of a value that all microbatches have."""
         if self.count == 1:
             return value
-        devices = 1 if self.devices is None else self.devices.count
+        devices = 1 if self.devices is None else self.devices.parts
         size = value.shape[axis] // (devices * self.count)
         before, behind = value.shape[:axis], value.shape[axis + 1 :]
         parted = value.reshape(*before, devices, self.count, size, *behind)
@@ -48,9 +48,6 @@ class Microbatch:
     def once(self, value: Array) -> Array:
         """The value for the first microbatch, zeros for the others."""
         return jnp.where(self.number == 0, value, jnp.zeros_like(value))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.devices, name)
 
 
 def run_microbatches(
@@ -119,7 +116,7 @@ def _unparted(parts: Array, along: int, devices: Devices | None) -> Array:
     count, *shape = parts.shape
     if count == 1:
         return parts[0]
-    split = 1 if devices is None else devices.count
+    split = 1 if devices is None else devices.parts
     parted = parts.reshape(count, *shape[:along], split, shape[along] // split, *shape[along + 1 :])
     moved = jnp.moveaxis(parted, 0, along + 1)
     whole = moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])

@@ -148,12 +148,14 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     },
     "split_update": {
         "microbatches": _named("operands*"),
-        "shard": _named("value"),
-        "once": _named("value"),
+        "microbatch": _named("value"),
+        "first_microbatch": _named("value"),
         "scaled": _named("operands*"),
     },
     "localize": {
         "reduce": _named("value"),
+        "shard": _named("value"),
+        "once": _named("value"),
         "only_examples": _named("value"),
         "first": _named("operands*"),
         "lookup_part": _named("rows index"),

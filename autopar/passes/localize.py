@@ -130,6 +130,10 @@ class Localizer(LoopForms):
             raise NotLocal(f"{equation.op} says itself what each device has", equation.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
+        elif equation.op == "ap.microbatch":
+            self._microbatch(equation)
+        elif equation.op == "ap.first_microbatch":
+            self.copy(equation, states)
         elif self._is_callback(equation):
             self._first(equation)
         elif not any(states) and not _has_rows(equation) and not (equation.effects and self._may_repeat):
@@ -247,7 +251,7 @@ class Localizer(LoopForms):
                 lines.append(Equation("ap.reduce", (inner[k],), (operands[k],), {"op": "sum"}))
             lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
             if sums_first:
-                lines.append(Equation("ap.once", (result,), (Var(out.type),)))
+                lines.append(Equation(self.shared.only_first, (result,), (Var(out.type),)))
             return Block(inner, tuple(lines), lines[-1].outputs)
 
         inputs = tuple(self.read(a) for a in equation.inputs)

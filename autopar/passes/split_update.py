@@ -30,7 +30,7 @@ from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
 
 #: What a microbatch has by its number.
-_BY_NUMBER = ("ap.shard", "ap.once")
+_BY_NUMBER = ("ap.microbatch", "ap.first_microbatch")
 #: Where values are among devices, which microbatches have nothing to do with.
 _PLACING = ("ap.replicate", "ap.spread", "ap.store", "ap.whole")
 #: What changes no sum's size.
@@ -174,7 +174,7 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
         for f in bound.families
     )
     plan = dataclasses.replace(bound.plan, devices=count, emit="pmap")
-    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True)
+    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, *_BY_NUMBER)
 
 
 def _axes(program: Program, bound: BoundPlan) -> list[int | None]:

@@ -84,7 +84,7 @@ class StageExecutable:
 
     def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
         def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-            results = emit(self.program.block, {}, Microbatch(number, self.count, devices))(*inputs)
+            results = emit(self.program.block, {}, devices, Microbatch(number, self.count, devices))(*inputs)
             made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
             pairs = zip(self.joins.items(), sums, strict=True)
             joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]

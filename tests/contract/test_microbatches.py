@@ -144,7 +144,6 @@ def test_examples_that_depend_on_one_another_are_refused_with_their_line() -> No
         ({"microbatches": 2, "batch_axis": {"x": None}}, "nothing in the batch has examples"),
         ({"microbatches": 0}, "give a whole number, 1 or more"),
         ({"microbatches": True}, "give a whole number"),
-        ({"microbatches": 2, "emit": "pmap"}, "don't go together"),
     ],
 )
 def test_what_cannot_be_divided(options: dict[str, Any], said: str) -> None:

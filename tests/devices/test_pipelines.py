@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.ir import schedule as schedules
+from autopar.measure.collectives import read_collectives
 from autopar.planning.replay import replay
 from tests.support import nano_gpt
 from tests.support.explained import explained
@@ -36,6 +37,19 @@ def test_microbatches_of_each_device(strategy: Any) -> None:
     step, make = language_model(CLIPPED)
     planned = autopar.parallelize(step, microbatches=3, strategy=strategy, mesh=jax.make_mesh((4,), ("data",)))
     assert difference(planned, step, make) < 1e-12
+    assert planned.plan.emit == "pmap"
+
+
+@pytest.mark.parametrize("options", [{"tied": True, "dropout": 0.2}, {"remat": True}, {"stacked": True}])
+def test_microbatches_in_the_program_of_each_device(options: dict[str, Any]) -> None:
+    """Dropout masks, checkpoints and loops in it; gradients travel once, behind the last microbatch."""
+    step, make = language_model(CLIPPED, **options)
+    planned = autopar.parallelize(step, microbatches=2, sparse="off", mesh=jax.make_mesh((4,), ("data",)))
+    assert difference(planned, step, make) < 1e-12
+    assert planned.plan.emit == "pmap"
+    found = read_collectives(planned.lower(make(), batch(0)).compile().as_text())
+    assert found and {c.op for c in found} == {"all-reduce"} and {c.times for c in found} == {1}
+    assert autopar.check(planned, make(), batch(0)).ok
 
 
 @pytest.mark.parametrize(

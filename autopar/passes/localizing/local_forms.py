@@ -32,10 +32,17 @@ def _alike(a: Spread, b: Spread) -> bool:
 
 @dataclass(eq=False)
 class Shared:
-    """What the walks through a program and its bodies have in common."""
+    """What the walks through a program and its bodies have in common.
+
+    Attributes:
+      bound, examples: As `localize` takes them.
+      part_of, only_first: The operations that make a part of what all have, and that leave a value to the first one.
+    """
 
     bound: BoundPlan
     examples: bool
+    part_of: str = "ap.shard"
+    only_first: str = "ap.once"
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
@@ -176,7 +183,7 @@ class Forms(ZeroWriter, abc.ABC):
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
         if isinstance(wanted, Partial):
-            out = new if self.is_zero(new) else self.emit("ap.once", (new,), new.type)
+            out = new if self.is_zero(new) else self.emit(self.shared.only_first, (new,), new.type)
         elif isinstance(wanted, Spread):
             out = self._shard(new, wanted)
         else:
@@ -210,7 +217,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
-            out = self.emit("ap.shard", (new,), type_, {"axis": wanted.axis, **size})
+            out = self.emit(self.shared.part_of, (new,), type_, {"axis": wanted.axis, **size})
         if wanted.owner:
             self.shared.owned.add(out)
         return out

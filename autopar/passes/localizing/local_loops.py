@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autopar.analysis.local import NotLocal, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.ir.slicing import eliminate_dead
 from autopar.passes.localizing.local_forms import Forms, joined
 
 
@@ -30,6 +31,8 @@ class LoopForms(Forms, abc.ABC):
             self._scan(equation)
         elif equation.op in ("remat", "cond"):
             self._branches(equation)
+        elif equation.op == "ap.microbatches":
+            self._microbatches(equation)
         elif equation.op != "while" or not self._while(equation):
             self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
             for atom in equation.inputs:
@@ -142,6 +145,50 @@ class LoopForms(Forms, abc.ABC):
     def exchanges(self) -> bool:
         """Whether a nested block needs values of other devices."""
         return any(e.op in ("ap.reduce", "ap.replicate") for e in Block((), tuple(self.equations), ()).walk())
+
+    def _microbatches(self, equation: Equation) -> None:
+        """Each microbatch of a device's own examples; what is reduced over microbatches is over devices once, then."""
+        (body,), params = equation.bodies, equation.params
+        inputs = []
+        for atom, axis in zip(equation.inputs, params["axes"], strict=True):
+            if axis is None:
+                inputs.append(self.read(atom))
+            else:
+                inputs.append(self.as_state(atom, self.shared.of_examples(axis, atom.shape[axis]), equation))
+        states = [
+            self.state(atom) if axis is None else Spread(axis)
+            for atom, axis in zip(equation.inputs, params["axes"], strict=True)
+        ]
+        noted, mark = self.shared.reductions, len(self.shared.reductions)
+        inner, names = self.body(body, equation.inputs, states)
+        results: list[Atom] = []
+        late: dict[Var, tuple[Var, str]] = {}
+        outputs: list[Var] = []
+        for atom, join, var in zip(body.outputs, params["joins"], equation.outputs, strict=True):
+            last = inner.producers.get(inner.read(atom))
+            if last is not None and last.op == "ap.reduce" and last.params["op"] == join:
+                results.append(last.inputs[0])
+                outputs.append(Var(var.type))
+                late[var] = outputs[-1], join
+                continue
+            state = inner.state(atom) if join == "sum" else None if isinstance(join, str) else Spread(join)
+            results.append(inner.as_state(atom, state, equation))
+            outputs.append(self.define(var, state))
+        block, _ = eliminate_dead(Block(tuple(names), tuple(inner.equations), tuple(results)))
+        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(block,)))
+        for var, (part, join) in late.items():
+            k = next(k for k, r in enumerate(noted[mark:], mark) if (r.type, r.op) == (part.type, join))
+            del noted[k]
+            self.reduced_value(var, part, join, equation)
+        if inner.reduced:
+            self.reduced.update(equation.outputs)
+
+    def _microbatch(self, equation: Equation) -> None:
+        """A microbatch's part of what a device has of a value."""
+        (atom,), axis = equation.inputs, equation.params["axis"]
+        part = self.as_state(atom, Spread(axis), equation)
+        outputs = tuple(self.define(v, Spread(axis)) for v in equation.outputs)
+        self.append(dataclasses.replace(equation, inputs=(part,), outputs=outputs))
 
     def _branches(self, equation: Equation) -> None:
         skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
