@@ -121,6 +121,7 @@ class _Runner:
     def __init__(self) -> None:
         self.interrupted = False
         self._process: subprocess.Popen[bytes] | None = None
+        self._early: list[int] = []
         self._ending = [signal.SIGTERM]
 
     def __enter__(self) -> _Runner:
@@ -143,14 +144,23 @@ class _Runner:
         guard = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, *command]
         begun_s = time.time()
         self._process = subprocess.Popen(guard, stdin=subprocess.DEVNULL, env=_environment(), start_new_session=True)
-        code = self._process.wait()
+        while self._early:
+            self._process.send_signal(self._early.pop())
+        code = None
+        while code is None:  # a wait without end hears of no signal that came just before it, or to another thread
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(timeout=0.5)
+        self._process = None
         if code:
             remove_topologies(begun_s)
         return 128 - code if code < 0 else code
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self._process is not None:  # mpirun would die of a SIGHUP, and tell no rank
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        passed_on = signal.SIGTERM if number == signal.SIGHUP else number  # mpirun would die of it, and tell no rank
+        if self._process is not None:
+            self._process.send_signal(passed_on)
+        elif number in _ENDING:  # while mpirun is started
+            self._early.append(passed_on)
         if number in _TOLD:
             return
         if self.interrupted:

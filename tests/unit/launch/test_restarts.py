@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,6 +102,44 @@ def test_signals_that_mpirun_hears_of(
     thread.join()
     if sent is None:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_another_thread_takes(tmp_path: Path) -> None:
+    """It interrupts no call that the main thread waits in."""
+
+    def press() -> None:
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.01)
+        time.sleep(0.1)
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    command = [sys.executable, "-c", TOLD.replace("60", "5"), str(tmp_path / "begun")]
+    assert restarts.run_job(command, 0, lambda: command) == signal.SIGTERM
+    thread.join()
+
+
+@pytest.mark.parametrize("run", [0, 1])
+def test_a_signal_while_mpirun_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: int) -> None:
+    """It ends the job, the first one as well as one that was started again."""
+    started: list[Any] = []
+
+    def start(*args: Any, **kwargs: Any) -> Any:
+        process = popen(*args, **kwargs)
+        if len(started) == run:
+            while not (tmp_path / "begun").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGTERM)
+        started.append(process)
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", start)
+    command = [sys.executable, "-c", TOLD.replace("60", "5"), str(tmp_path / "begun")]
+    first = command if run == 0 else [sys.executable, "-c", "raise SystemExit(1)"]
+    assert restarts.run_job(first, 3, lambda: command) == signal.SIGTERM
+    assert len(started) == run + 1
 
 
 @pytest.mark.parametrize(("failures", "code", "runs"), [(0, 0, 1), (2, 0, 3), (9, 7, 4)])
