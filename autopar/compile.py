@@ -133,7 +133,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 
 def _uneven(options: Options) -> Literal["no", "by XLA", "by example"]:
     """How a batch is spread that the devices don't divide."""
-    if options.hosts or options.pipeline is not None or options.sync is not None:
+    if options.hosts or options.pipeline is not None or options.is_served:
         return "no"
     return "by XLA" if options.emit == "pjit" or options.tensor > 1 else "by example"
 

@@ -32,10 +32,12 @@ from jax._src.lax import lax as _lax
 from jax._src.lax import slicing as _slicing
 from jax.extend import core as jex_core
 from jax.profiler import StepTraceAnnotation
+from jax.sharding import AbstractMesh, AxisType
 
 JaxLiteral = jex_core.Literal
 transpose_p = _lax.transpose_p
 clamp_p = _lax.clamp_p
+copy_p = _lax.copy_p
 slice_p = _slicing.slice_p
 Tracer = jax.core.Tracer  # pyright: ignore[reportAttributeAccessIssue]
 #: A (closed) jaxpr as a function of flat arrays that returns a list.
@@ -196,6 +198,12 @@ def share_compilations() -> None:
     _cache_key._hash_serialized_compile_options = hash_without_numbers
     _cache_key._hash_accelerator_config = _cache_key._hash_devices
     _compiler._cache_write = written
+
+
+def is_of_auto_mesh(sharding: Any) -> bool:
+    """Whether JAX noted by itself that a value is on a mesh whose axes are all Auto, which says nothing of where."""
+    mesh = getattr(sharding, "mesh", None)
+    return isinstance(mesh, AbstractMesh) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def is_key(dtype: Any) -> bool:

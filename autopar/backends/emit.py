@@ -7,6 +7,8 @@ its source line. What comes out is checked against the program's types: a plan t
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -169,8 +171,13 @@ class _Emitter:
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
     def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Runs the body on the first device alone, and returns zeros on the others, which change no sum."""
+        """Runs the body on the first device alone, and returns zeros on the others, which change no sum.
+
+        Along axes of the mesh other than the data axis all devices have what the first one got.
+        """
         assert isinstance(self._devices, OwnPart), "in the program of one device"
+        mesh, axis = self._devices.mesh, self._devices.axis
+        others = tuple(name for name in mesh.axis_names if name != axis and mesh.shape[name] > 1)
 
         def nothing(*_: Array) -> tuple[Array, ...]:
             return tuple(jnp.full(v.shape, -0.0).astype(v.dtype) for v in equation.outputs)
@@ -178,7 +185,9 @@ class _Emitter:
         def run(*operands: Array) -> tuple[Array, ...]:
             return tuple(map(jnp.asarray, self.block(equation.bodies[0], operands)))
 
-        return jax.lax.cond(self._devices.position() == 0, run, nothing, *map(jnp.asarray, operands))
+        is_first = functools.reduce(operator.and_, (jax.lax.axis_index(name) == 0 for name in (axis, *others)))
+        results = jax.lax.cond(is_first, run, nothing, *map(jnp.asarray, operands))
+        return [reduce_across("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
 
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Looks up single rows by global numbers where this device has them, zeros elsewhere; the first device has what

@@ -100,7 +100,8 @@ def _run(
 
 
 def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equation:
-    name, params = eqn.primitive.name, eqn.params
+    primitive, params = eqn.primitive, eqn.params
+    name = primitive.name
     infos = (eqn.source_info, *(e.source_info for e in outer))
     # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
     library = [k for k, e in enumerate(outer) if is_library(_defined_in(jax_compat.call_body(e)))]
@@ -120,15 +121,20 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
     elif name == "while":
         bodies = (params["cond_jaxpr"], params["body_jaxpr"])
         ours = {k: params[k] for k in ("cond_nconsts", "body_nconsts")}
+    elif name == "reshard" and jax_compat.is_of_auto_mesh(params["dst_sharding"]):
+        name, primitive, ours, original = "copy", jax_compat.copy_p, {}, None
     else:
-        ours, original = dict(params), None
+        ours, original = {k: None if jax_compat.is_of_auto_mesh(v) else v for k, v in params.items()}, None
+    blocks = tuple(_block(body, (eqn, *outer)) for body in bodies)
+    if any(e.op == "sharding_constraint" for block in blocks for e in block.walk()):
+        original = None
     return Equation(
         op=name,
         inputs=tuple(operands),
         outputs=tuple(Var(type_of(v.aval)) for v in eqn.outvars),
         params=ours,
-        bodies=tuple(_block(body, (eqn, *outer)) for body in bodies),
-        primitive=eqn.primitive,
+        bodies=blocks,
+        primitive=primitive,
         original=original,
         effects=bool(eqn.effects),
         context=eqn.ctx,

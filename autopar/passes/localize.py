@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
@@ -126,8 +127,13 @@ class Localizer(LoopForms):
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
         states = [self.state(a) for a in equation.inputs]
-        if equation.op in _OF_ALL_DEVICES and self._may_repeat:
-            raise NotLocal(f"{equation.op} says itself what each device has", equation.source)
+        if equation.op == "sharding_constraint" and _is_kept(equation, states[0]):
+            self.env[equation.outputs[0]] = self.read(equation.inputs[0]), states[0]
+            return
+        inner = [e for body in equation.bodies for e in body.walk()] if equation.op == "while" else []
+        of_all = next((e for e in (equation, *inner) if e.op in _OF_ALL_DEVICES), None)
+        if of_all is not None and self._may_repeat:
+            raise NotLocal(f"{of_all.op} says itself what each device has", of_all.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
         elif equation.op == "ap.microbatch":
@@ -136,7 +142,7 @@ class Localizer(LoopForms):
             self.copy(equation, states)
         elif self._is_callback(equation):
             self._first(equation)
-        elif not any(states) and not _has_rows(equation) and not (equation.effects and self._may_repeat):
+        elif not any(states) and not _is_walked(equation) and not (equation.effects and self._may_repeat):
             self.copy(equation)
         elif equation.effects and (not equation.bodies or not self._may_repeat):
             self._effect(equation)
@@ -371,11 +377,20 @@ class Localizer(LoopForms):
         return inner, inputs
 
 
+def _is_kept(equation: Equation, state: State) -> bool:
+    """Returns whether a constraint asks for no more than that the examples are spread, which they are."""
+    spec = getattr(equation.params["sharding"], "spec", None)
+    if spec is None:
+        return False
+    spread = {axis for axis, names in enumerate(spec) if names not in (None, (), PartitionSpec.UNCONSTRAINED)}
+    return spread <= ({state.axis} if isinstance(state, Spread) else set())
+
+
 def _grows(equation: Equation) -> bool:
     """Whether the result is larger than the first operand."""
     return equation.outputs[0].type.size > equation.inputs[0].type.size
 
 
-def _has_rows(equation: Equation) -> bool:
-    """Whether there are row-space operations in a loop or branch: what they make may be an owner's."""
-    return any(e.op in LOCAL_ROW_OPS for body in equation.bodies for e in body.walk())
+def _is_walked(equation: Equation) -> bool:
+    """Returns whether a loop or branch has operations that aren't copied: what rows make may be an owner's."""
+    return any(e.op in LOCAL_ROW_OPS or e.op in _OF_ALL_DEVICES for body in equation.bodies for e in body.walk())

@@ -62,12 +62,13 @@ TOLD: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
-@pytest.mark.parametrize("examples", [8, 6])
+@pytest.mark.parametrize(("examples", "mesh"), [(8, (4,)), (6, (4,)), (8, (2, 2))])
 @pytest.mark.parametrize("name", TOLD)
-def test_python_is_called_once(name: str, examples: int) -> None:
+def test_python_is_called_once(name: str, examples: int, mesh: tuple[int, ...]) -> None:
     step, rng = _told(TOLD[name]), np.random.default_rng(examples)
     w, x = jnp.asarray(rng.normal(size=(16, 4))), rng.normal(size=(examples, 16))
-    planned, calls = autopar.parallelize(step, mesh=mesh_of(4), donate=False), []
+    calls: list[Any] = []
+    planned = autopar.parallelize(step, mesh=jax.make_mesh(mesh, ("data", "other")[: len(mesh)]), donate=False)
     assert planned.entry(w, x).compiled.plan.emit == "pmap"
     results = []
     for run in (jax.jit(step), planned):

@@ -208,3 +208,31 @@ def test_examples_by_themselves() -> None:
         assert planned.entry(*given()).compiled.program.local.inside is None
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("spec", "emit"), [(("data", None), "pmap"), (("data",), "pmap"), ((), "pmap"), ((None, "data"), "pjit")]
+)
+def test_a_sharding_constraint(spec: tuple[str | None, ...], emit: str) -> None:
+    """One that asks for the examples' shards changes nothing; XLA places what is asked for elsewhere."""
+    mesh = mesh_of(4)
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss_of(w: jax.Array) -> jax.Array:
+            hidden, _ = jax.lax.scan(lambda h, _: (placed(jnp.tanh(h @ w)), None), placed(jnp.tanh(x)), length=2)
+            return (hidden**2).mean()
+
+        def placed(x: jax.Array) -> jax.Array:
+            return jax.lax.with_sharding_constraint(x, sharding) if spec else x
+
+        if not spec:
+            w = jax.lax.with_sharding_constraint(w, sharding)
+        loss, slope = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * slope, loss
+
+    w, x = jnp.full((16, 16), 0.1), np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
+    planned = autopar.parallelize(step, mesh=mesh, donate=False)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), planned(w, x), jax.jit(step)(w, x))
+    assert planned.plan.emit == emit
+    assert ("sharding_constraint" in explained(planned, w, x)) == (emit == "pjit")

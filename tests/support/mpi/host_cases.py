@@ -260,6 +260,18 @@ def check_batches_that_devices_do_not_divide() -> None:
     np.testing.assert_allclose(found, wanted.params["emb"]["embedding"], rtol=1e-4, atol=1e-6)
 
 
+def check_a_batch_that_ranks_do_not_divide() -> None:
+    """Each computes all of it, which is told."""
+    case = net(OPTIMIZERS["clipped"].make(), norm=False, batch=16 * RANKS + 1)
+    step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", autopar.SlowPlanWarning)
+        step(case.state, case.batches(0))
+    text = f"{RANKS} devices don't divide a batch of {16 * RANKS + 1}"
+    told = [str(w.message) for w in caught if text in str(w.message)]
+    assert len(told) == (RANKS > 1) and all(f"{16 * RANKS} or {17 * RANKS}" in line for line in told), caught
+
+
 def _poison() -> tuple[Callable[..., Any], np.ndarray]:
     def update(table: jax.Array, batch: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
         grad = jax.grad(lambda t: (t[batch["ids"]] ** 2).sum() * batch["scale"][0])(table)
