@@ -107,13 +107,13 @@ class Gathered:
     """A value of the examples that every device has whole, for an equation without a rule for its parts.
 
     Attributes:
-      type: Of the whole.
+      nbytes: Bytes of all shards together, padding of examples included.
       nested: Whether it stands in a loop or branch.
       op: The equation's primitive; "" for a result of the step.
       source: The user's line.
     """
 
-    type: Any
+    nbytes: int
     nested: bool
     op: str
     source: Source | None

@@ -228,7 +228,7 @@ def own_collectives(local: LocalFacts | None, devices: int) -> list[Collective] 
         found.append(Collective("all-reduce", (("u8", (type_.nbytes,)),), 1))
         if reduction.op != "sum" and jax_compat.is_float(type_.dtype):  # and whether there is a NaN
             found.append(Collective("all-reduce", (("u8", (4 * type_.size,)),), 1))
-    return found + [Collective("all-gather", (("u8", (g.type.nbytes,)),), 1) for g in local.gathered]
+    return found + [Collective("all-gather", (("u8", (g.nbytes,)),), 1) for g in local.gathered]
 
 
 def compare_collectives(

@@ -33,8 +33,8 @@ def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
     if not found:
         return ()
     shown = [
-        f"  {format_bytes(g.type.nbytes)}{' a turn' * g.nested} for {g.op} ({g.source or 'no line'})"
-        for g in sorted(found, key=lambda g: -g.type.nbytes)[: None if verbose else _SHOWN]
+        f"  {format_bytes(g.nbytes)}{' a turn' * g.nested} for {g.op} ({g.source or 'no line'})"
+        for g in sorted(found, key=lambda g: -g.nbytes)[: None if verbose else _SHOWN]
     ]
     more = [f"  {len(found) - len(shown)} more (verbose=True lists them)"] if len(found) > len(shown) else []
     return "Values of all examples that every device has whole:", *shown, *more

@@ -134,9 +134,9 @@ def _gathered(entry: Entry) -> Iterator[str]:
     """Tells of large values of all examples that every device needs whole."""
     local = entry.compiled.program.local
     for value in () if local is None or entry.compiled.plan.on_hosts else local.gathered:
-        if value.op and value.type.nbytes >= _GATHERED_BYTES:
+        if value.op and value.nbytes >= _GATHERED_BYTES:
             yield (
-                f"every device needs {format_bytes(value.type.nbytes)} of all examples for {value.op} "
+                f"every device needs {format_bytes(value.nbytes)} of all examples for {value.op} "
                 f"({value.source or 'no line'}), which are gathered in each step. Do that for each example by itself, "
                 "or, if these are no examples, say so: batch_axis={'path of the argument': None}"
             )

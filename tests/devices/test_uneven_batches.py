@@ -225,3 +225,21 @@ def test_convolutions() -> None:
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False, state_argnums=(0,))
     _same(planned(w, batch), jax.jit(step)(w, batch))
     assert "all of it" not in explained(planned, w, batch, verbose=True)
+
+
+def test_check_counts_the_padding_of_what_is_gathered() -> None:
+    """Pairs of all examples: 3 of 10 examples on each of 4 devices are gathered, so 12."""
+
+    @autopar.parallelize(mesh=mesh_of(4), donate=False)
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss_of(w: jax.Array) -> jax.Array:
+            z = x @ w
+            return jax.nn.logsumexp(z @ z.T, axis=1).mean()
+
+        loss, grad = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * grad, loss
+
+    found = autopar.check(step, jnp.ones((5, 3)), jnp.linspace(0, 1, 50).reshape(10, 5))
+    assert "DIFFERS" not in str(found)
+    (gathered,) = (row for row in found.rows if row.collective == "all-gather")
+    assert gathered.compiled and gathered.compiled % (3 * 3 * 8) == 0

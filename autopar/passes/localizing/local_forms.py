@@ -140,7 +140,8 @@ class Forms(ZeroWriter, abc.ABC):
         if key not in self.converted:
             if not have.owner:
                 op, where = (source.op, source.source) if source else ("", None)
-                self.shared.gathered.append(Gathered(atom.type, self.nested, op, where))
+                nbytes = new.type.nbytes * self.shared.devices
+                self.shared.gathered.append(Gathered(nbytes, self.nested, op, where))
                 self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
             size = {"size": atom.shape[have.axis]} if have.examples else {}
             self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis, **size})
