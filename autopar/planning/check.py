@@ -8,8 +8,8 @@ The collectives are read off XLA's compiled program (`measure.collectives`), whi
   examples (losses, norms).
 
 What a device's own program reduces and gathers of the model is written in it, and is at most what is sent: XLA merges
-what is equal, and drops what isn't read. What is in loops isn't counted beforehand, nor what XLA inserts in a program
-that it partitions ("XLA's own").
+what is equal, and drops what isn't read. All branches of a `cond` count. Of a loop that ends by a condition a turn is
+listed, if XLA doesn't know how many there are. What XLA inserts in a program that it partitions is in no plan.
 
 Two families that are looked up by the same ids may exchange these once, which the plan doesn't know.
 """
@@ -17,17 +17,14 @@ Two families that are looked up by the same ids may exchange these once, which t
 from __future__ import annotations
 
 import collections
-import dataclasses
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
-from autopar import jax_compat
-from autopar.analysis.local import LocalFacts
 from autopar.backends.devices import Devices
 from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
@@ -35,12 +32,12 @@ from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
-from autopar.ir.reductions import REDUCERS
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
 from autopar.ir.timeline import Run, Send, Timeline
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
+from autopar.planning.own_collectives import own_collectives
 from autopar.planning.plan import plan_of
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.hosts import HostRunner
@@ -64,7 +61,7 @@ class CheckRow:
     Attributes:
       collective: As XLA calls it; "send" of a pipeline.
       what: For what.
-      planned: By the plan; None where it doesn't say: XLA's own.
+      planned: By the plan; None where it doesn't say.
       compiled: By the compiled program.
       count: Arrays that are sent so there.
       at_most: Whether the plan says how many there are at most: XLA may add sums up before it reduces them.
@@ -86,10 +83,9 @@ class CheckRow:
 
     def cells(self) -> tuple[str, ...]:
         """The row as text."""
-        unplanned = "not in the plan" if self.collective == SEND else "XLA's own"
-        planned = (
-            unplanned if self.planned is None else f"planned{' at most' * self.at_most} {format_bytes(self.planned)}"
-        )
+        planned = "not in the plan"
+        if self.planned is not None:
+            planned = f"planned{' at most' * self.at_most} {format_bytes(self.planned)}"
         arrays = f" ({self.count} array{'' if self.count == 1 else 's'})" if self.count else ""
         compiled = f"compiled {format_bytes(self.compiled)}{arrays}{'' if self.ok else ': DIFFERS'}"
         return self.collective, self.what, planned, compiled
@@ -151,11 +147,13 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
         )
     if isinstance(runner, (PipelineRunner, AsynchronousRunner)) and entry.compiled.plan.pipeline is not None:
         return compare_sends(step.name, entry.compiled.plan.pipeline, runner.timeline)
-    untimed = dataclasses.replace(entry, machine=NOWHERE)
+    untimed = replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     collectives = read_collectives(runner.lower().compile().as_text())
     if made.tensor is None or entry.devices is None:
-        return compare_collectives(made, collectives, own_collectives(entry.compiled.program.local, made.devices))
+        program = entry.compiled.program
+        own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
+        return compare_collectives(made, collectives, own)
     divided = [c for c in collectives if _is_divided(c, entry.devices)]
     rest = compare_collectives(made, [c for c in collectives if c not in divided])
     return Check(step.name, entry.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
@@ -214,23 +212,6 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
     return sum(int(getattr(send.value.var.type, "nbytes", 0)) for send in sends)
 
 
-def own_collectives(local: LocalFacts | None, devices: int) -> list[Collective] | None:
-    """What a device's own program reduces and gathers, as collectives; None if that isn't known."""
-    if local is None or any(x.nested for x in (*local.reductions, *local.gathered)):
-        return None
-    found = []
-    for reduction in local.reductions:
-        type_, kind = reduction.type, REDUCERS[reduction.op]
-        if type_.dtype == np.bool_ or kind.across is None:
-            dtype = "pred" if type_.dtype == np.bool_ else "u8"
-            found.append(Collective("all-gather", ((dtype, (devices * type_.nbytes,)),), 1))
-            continue
-        found.append(Collective("all-reduce", (("u8", (type_.nbytes,)),), 1))
-        if reduction.op != "sum" and jax_compat.is_float(type_.dtype):  # and whether there is a NaN
-            found.append(Collective("all-reduce", (("u8", (4 * type_.size,)),), 1))
-    return found + [Collective("all-gather", (("u8", (g.nbytes,)),), 1) for g in local.gathered]
-
-
 def compare_collectives(
     plan: Plan, collectives: Sequence[Collective], own: Sequence[Collective] | None = None
 ) -> Check:
@@ -253,9 +234,24 @@ def compare_collectives(
         rest("all-reduce", "gradients of dense leaves", dense),
         CheckRow("all-reduce", "as large as a whole table", 0, *pool.rest("all-reduce", _lifted_sizes(plan))),
         rest("all-reduce", "sums over examples"),
-        CheckRow("any", "flags", None, *pool.rest("any")),
+        rest("any", "flags"),
+        *_turns(collectives, own or (), plan.devices),
     ]
     return Check(plan.step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
+
+
+def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices: int) -> list[CheckRow]:
+    """Lists what a turn sends of loops whose number of turns isn't known.
+
+    Of such loops the compiled program has some that do the work of the tables, too: only what is written is looked for.
+    """
+    compiled, written = (_Pool.of([replace(c, times=1) for c in x if not c.times], devices) for x in (collectives, own))
+    rows = []
+    for op in dict.fromkeys(op for op, _, _ in written.arrays):
+        found = [compiled.take(op, nbytes) for each, nbytes, _ in written.arrays if each == op]
+        sent, counts = map(sum, zip(*found, strict=True))
+        rows.append(CheckRow(op, "each turn of a while loop", written.rest(op)[0], sent, counts, at_most=True))
+    return rows
 
 
 @dataclass(slots=True)
@@ -287,8 +283,12 @@ class _Pool:
 
     def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
         """All arrays of a collective, or those of some sizes: what is sent of them, and how many they are."""
-        arrays = [array for array in self.arrays if array[0] == op and (sizes is None or array[1] in sizes)]
-        self.arrays = [array for array in self.arrays if array not in arrays]
+
+        def is_one(array: tuple[str, int, int]) -> bool:
+            return array[0] == op and (sizes is None or array[1] in sizes)
+
+        arrays = [array for array in self.arrays if is_one(array)]
+        self.arrays = [array for array in self.arrays if not is_one(array)]
         return sum(sent for _, _, sent in arrays), len(arrays)
 
 
