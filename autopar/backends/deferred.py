@@ -31,8 +31,7 @@ from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
 from autopar.backends.deferred_tables import NEVER, DeferredTables, row_elements
 from autopar.backends.fading import Suffixes, beside
-from autopar.backends.indices import sorted_unique
-from autopar.backends.segments import Entries, close, closed, multiplied, scales
+from autopar.backends.segments import Entries, close, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 
@@ -76,15 +75,6 @@ class Deferred:
         changed, read = self._parts(self._rows_first(rows))
         changed, begin = self._scaled(changed, stamps, entries)
         return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
-
-    def past_older(
-        self, rows: Sequence[Array], stamps: Array, segment: Array, segments: Sequence[Array], older: Sequence[Array]
-    ) -> tuple[Array, ...]:
-        """The rows as they are at the end of the older part; of the changed leaves. Arguments as in `catch_up_some`."""
-        changed, read = self._parts(self._rows_first(rows))
-        changed = multiplied(self.replay, changed, stamps, closed(self.replay, segment, segments))
-        begin = jnp.where(stamps < 0, self.replay.part, stamps)
-        return self._rows_back(self._moved(changed, read, begin, self.replay.part, older))
 
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
@@ -156,69 +146,60 @@ class Deferred:
 
     def turn(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
-        rows can't wait any longer; stamps, entries, and the older part's records."""
+        rows can't wait any longer; stamps, now, segment and segments. Records are moved by K places elsewhere."""
         p = self.replay
         takes_all, dropped, segment, segments = close(p, entries)
-        records = [jnp.concatenate([x[p.part :], x[p.part :]]) for x in entries.records]  # what is newer isn't read
         moved = [jnp.where(x < 0, x + dropped, x - p.part) for x in stamps]
-        older = [x[p.part :] for x in entries.records]
-        return (takes_all, *moved, jnp.full_like(entries.now, p.part), segment, *records, *segments, *older)
+        return (takes_all, *moved, jnp.full_like(entries.now, p.part), segment, *segments)
 
     def catch_up_some(
         self,
         leaves: Sequence[Array],
         stamps: Sequence[Array],
-        segment: Array,
-        segments: Sequence[Array],
-        older: Sequence[Array],
+        entries: Entries,
         which: Array,
+        ids: Sequence[Array],
         times: int,
     ) -> tuple[Array, ...]:
-        """Changed leaves and stamps after some rows (`which` and each `times`-th from there on) were brought up to the
-        end of the older part.
+        """Changed leaves and stamps after some rows were brought up to `now`: those that are read, or those that the
+        older part moves, to its end. One program does both, as it is the replay that takes long to compile.
 
         Args:
           leaves, stamps: As in `flush`.
-          segment, segments: As in the entries.
-          older: [K, ...] each, records of the older part when it was closed.
-          which: int32[], below `times`.
+          entries: The update log; or, for the older part, the log as it was when that was closed: `now` is K.
+          which: int32[]. Below 0: rows of `ids` are brought up to date. Else row `which` (below `times`) and each
+            `times`-th from there on, if they lag.
+          ids: Numbers of rows of each table, int32[], sorted and distinct; out of range is no row.
           times: How many times this is called until it has seen all rows.
         """
+        is_read = which < 0
 
-        def lagging(stamps: Array) -> tuple[Array, Array]:
-            numbered = which + times * jax.lax.iota(jnp.int32, -(-stamps.shape[0] // times))
-            lags = self.lags(stamps.at[numbered].get(mode="fill", fill_value=NEVER), segment)
+        def chosen(stamps: Array, ids: Array) -> tuple[Array, Array]:
+            extent = stamps.shape[0]
+            each = which + times * jax.lax.iota(jnp.int32, -(-extent // times))
+            size = max(each.size, ids.size)
+            each, ids = (jnp.pad(x, (0, size - x.size), constant_values=extent) for x in (each, ids))
+            numbered = jnp.where(is_read, ids, each)
+            stamped = stamps.at[numbered].get(mode="fill", fill_value=NEVER)
+            lags = jnp.where(is_read, stamped < entries.now, self.lags(stamped, entries.segment))
             places = jnp.cumsum(lags, dtype=jnp.int32) - 1
-            chosen = jnp.full_like(numbered, stamps.shape[0])
-            chosen = chosen.at[jnp.where(lags, places, chosen.shape[0])].set(numbered, mode="drop")
-            return chosen, places[-1] + 1
+            compact = jnp.full_like(numbered, extent)
+            compact = compact.at[jnp.where(lags, places, size)].set(numbered, mode="drop")
+            return compact, places[-1] + 1
 
-        def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
-            new = self.past_older(mine, stamped, segment, segments, older)
-            return *new, self.stamps(new, segment)
+        rows = list(map(chosen, stamps, ids))
+        caught_up = partial(self.caught_up, entries=entries)
+        return DeferredTables(self.replay, leaves, stamps).visited(rows, _SOME_ELEMENTS, caught_up)
 
-        chosen = list(map(lagging, stamps))
-        return DeferredTables(self.replay, leaves, stamps).visited(chosen, _SOME_ELEMENTS, caught_up)
+    def caught_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
+        """The rows as they are after `now` steps, of the changed leaves, and their new stamps."""
+        new, p = self.catch_up(rows, stamps, entries), self.replay
+        return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
     def lags(self, stamps: Any, segment: Any) -> Any:
         """bool[rows]: which rows have to be brought up to the end of the older part in time."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
-
-    def catch_up_in_place(
-        self, leaves: Sequence[Array], stamps: Sequence[Array], entries: Entries, ids: Sequence[Array]
-    ) -> tuple[Array, ...]:
-        """Changed leaves and stamps with some rows of each table up to date. `ids`: flat int32, out of range is no
-        row."""
-
-        def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
-            return *self.catch_up(mine, stamped, entries), jnp.full(stamped.shape, entries.now)
-
-        rows = [
-            sorted_unique(jnp.where(some < len(stamped), some, len(stamped)), some.size, len(stamped))
-            for some, stamped in zip(ids, stamps, strict=True)
-        ]
-        return DeferredTables(self.replay, leaves, stamps).replaced(rows, caught_up)
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
         """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""

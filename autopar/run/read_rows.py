@@ -14,6 +14,7 @@ from autopar.analysis.row_ids import collect_ids
 from autopar.backends.across import is_global, place_array
 from autopar.backends.deferred_tables import NEVER
 from autopar.backends.emit import emit
+from autopar.backends.indices import sorted_unique
 from autopar.backends.watched import jit_on
 from autopar.ir.program import Block, Program
 from autopar.ir.rowspace import Access, RowSpace
@@ -23,7 +24,7 @@ from autopar.tables.deferred import DeferredTable, UpdateLog
 from autopar.tables.leaf import TableLeaf
 
 Array = Any
-#: Blocks of rows at most that a program brings up to date which was compiled for a step's; more get one of their own.
+#: Blocks of rows at most that a program brings up to date which is compiled for a step's; more get one of their own.
 _BLOCKS = 8
 
 
@@ -69,7 +70,7 @@ class ReadRows:
             if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
             tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.everywhere
-            run = self._program_of(tables, log.spec.blocks(), everywhere)
+            run = self._program_of(tables, log.spec.blocks, everywhere)
             for ids in run({k: self._placed(k, leaves[k], everywhere) for k in reads}):
                 log.catch_up(ids)
             for k in places:
@@ -81,14 +82,14 @@ class ReadRows:
         return leaf if is_global(leaf) else self._kept.placed(k, leaf, (everywhere, None), place)
 
     def _ids_program(
-        self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...] | None, everywhere: NamedSharding
+        self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...], everywhere: NamedSharding
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
-        """The program that makes the numbers of rows of all tables of an update log, flat, of the inputs that they
-        follow from.
+        """The program that makes the numbers of rows of all tables of an update log, flat, sorted and distinct, of the
+        inputs that they follow from.
 
         Args:
           read: (A table, an input that is a leaf of it, its row axis).
-          sizes: How many rows of each table are brought up to date at a time, by a program that is there; None: all.
+          sizes: How many rows of each table are brought up to date at a time.
           everywhere: Where they are to be.
         """
 
@@ -99,7 +100,7 @@ class ReadRows:
                 assert ids is not None, "only rows are read"
                 rows.setdefault(table, []).extend(ids.run(*(inputs[n] for n in ids.reads)))
             flat = {table: jnp.concatenate(some) for table, some in rows.items() if some}
-            return [flat] if sizes is None else _cut(flat, sizes)
+            return _cut({table: sorted_unique(ids, ids.size, NEVER) for table, ids in flat.items()}, sizes)
 
         return jit_on(cast(Mesh, everywhere.mesh), run, out_shardings=everywhere)
 

@@ -18,8 +18,9 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, local
+from autopar.backends.across import is_global, local, place_array
 from autopar.backends.background import Compilation, beside
+from autopar.backends.deferred_tables import NEVER
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
 from autopar.backends.segments import Entries
@@ -29,7 +30,7 @@ from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
 from autopar.ir.layout import RowLayout
 from autopar.ir.printer import block_text
-from autopar.ir.program import ArrayType, Equation
+from autopar.ir.program import Equation
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
 
@@ -81,20 +82,27 @@ class UpdateLogSpec:
         def turn(*operands: Any) -> tuple[Any, ...]:
             return deferred.turn(operands[:count], Entries.of(replay, operands[count:]))
 
+        def here(ids: Any, layout: RowLayout | None, extent: int) -> Any:
+            if layout is None:
+                return ids
+            ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
+            return jnp.where(ids < 0, extent, ids)  # others have them
+
         def some(*operands: Any) -> Sequence[Any]:
-            leaves, stamps, (segment, which, *rest) = operands[:k], operands[k : k + count], operands[k + count :]
-            segments, older = rest[: len(replay.segments)], rest[len(replay.segments) :]
-            return deferred.catch_up_some(leaves, stamps, segment, segments, older, which, self.times)
+            leaves, stamps, (*flat, which) = operands[:k], operands[k : k + count], operands[k + count : -count]
+            triples = zip(operands[-count:], layouts, stamps, strict=True)
+            ids = [here(rows, layout, len(stamped)) for rows, layout, stamped in triples]
+            return deferred.catch_up_some(leaves, stamps, Entries.of(replay, flat), which, ids, self.times)
 
         sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
         pairs = zip(sizes, spread, strict=True)
         self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
         whole = self.everywhere = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
-        self._compilation: Compilation[None] | None = None
-        self._blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
-        self._block_compilation: Compilation[None] | None = None
-        kept = self.kept(count)
+        self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
+        self._compilations: list[Compilation[None]] = []
+        #: Which operands of a program are updated: changed leaves, and stamps.
+        kept = self.kept = (*(t * m + j for t in range(count) for j in range(n)), *range(k, k + count))
         self.flush = jit_on(
             devices.mesh,
             lambda *operands: devices.local(run, operand_axes, returned, *operands),
@@ -102,15 +110,14 @@ class UpdateLogSpec:
             donate_argnums=(*kept, k + count, k + count + 1),
         )
         self._begin = jit_on(devices.mesh, begin, out_shardings=self.shardings)
-        self.turn = jit_on(devices.mesh, turn, out_shardings=(whole, *self.shardings, *[whole] * len(replay.records)))
-        some_axes = (*operand_axes[: k + count], *[None] * (2 + len(replay.segments) + len(replay.records)))
+        self.turn = jit_on(devices.mesh, turn, out_shardings=(whole, *self._without_records(self.shardings)))
+        some_axes = (*operand_axes, None, *[None] * count)
         self.catch_up_some = jit_on(
             devices.mesh,
             lambda *operands: devices.local(some, some_axes, tuple(returned[:-2]), *operands),
             out_shardings=places[:-2],
             donate_argnums=kept,
         )
-        self.catch_up = functools.cache(self._catch_up)
 
     @property
     def leaves(self) -> list[int]:
@@ -123,38 +130,30 @@ class UpdateLogSpec:
         layout = self.layouts[table]
         return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
 
-    def kept(self, count: int) -> tuple[int, ...]:
-        """Which operands a program on so many tables updates: changed leaves, and stamps."""
-        n, m = self.replay.changed, len(self.replay.leaves)
-        return *(t * m + k for t in range(count) for k in range(n)), *range(count * m, count * (m + 1))
+    @functools.cached_property
+    def no_rows(self) -> list[jax.Array]:
+        """Of each table numbers of no rows, for a program that takes others."""
+        none = [np.full(size, NEVER, np.int32) for size in self.blocks]
+        return [place_array(x, self.everywhere, own=True) for x in none]
 
-    def _catch_up(self, tables: tuple[int, ...]) -> Any:
-        """The program that brings rows of some tables up to date. Operands: leaves and stamps of these, the entries,
-        and numbers of rows for each (flat int32, out of range is no row)."""
-        replay, devices, count = self.replay, self._devices, len(tables)
-        k = count * len(replay.leaves)
-        layouts = [self.layouts[t] for t in tables]
-        operand_axes, returned = self._deferred.spread([layout is not None for layout in layouts])
+    def _without_records(self, entries: Sequence[Any]) -> list[Any]:
+        first = len(self.tables) + 2
+        return [*entries[:first], *entries[first + len(self.replay.records) :]]
 
-        def here(ids: Any, layout: RowLayout | None, extent: int) -> Any:
-            if layout is None:
-                return ids
-            ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
-            return jnp.where(ids < 0, extent, ids)  # others have them
+    def turned(self, entries: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]] | None:
+        """Makes the newer part the older one: the entries, and those of the older part (now, records); None if a flush
+        has to do it."""
+        takes_all, *rest = self.turn(*entries)
+        if bool(local(takes_all)):
+            return None
+        first, part = len(self.tables) + 2, self.replay.part
+        records = [np.asarray(local(x))[part:] for x in entries[first : first + len(self.replay.records)]]
 
-        def run(*operands: Any) -> Sequence[Any]:
-            leaves, stamps = operands[:k], operands[k : k + count]
-            places = zip(operands[-count:], layouts, stamps, strict=True)
-            ids = [here(some, layout, len(stamped)) for some, layout, stamped in places]
-            entries = Entries.of(replay, operands[k + count : -count])
-            return self._deferred.catch_up_in_place(leaves, stamps, entries, ids)
+        def moved(x: np.ndarray) -> jax.Array:  # what is newer isn't read
+            return place_array(np.concatenate([x, x]), self.everywhere, own=True)
 
-        return jit_on(
-            devices.mesh,
-            lambda *operands: devices.local(run, (*operand_axes, *[None] * count), tuple(returned[:-2]), *operands),
-            out_shardings=tuple(map(devices.sharding, returned[:-2])),
-            donate_argnums=self.kept(count),
-        )
+        now = place_array(np.full((), part, np.int32), self.everywhere, own=True)
+        return [*rest[:first], *map(moved, records), *rest[first:]], [now, *map(moved, records)]
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
         """An empty update log for leaves that are up to date: stamps and entries."""
@@ -163,38 +162,26 @@ class UpdateLogSpec:
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
         """Compile, beside the steps, what they need once the newer part is full, and evaluations of such batches."""
-        if self._compilation is not None:
+        if self._compilations:
             return
-        count, shapes = len(self.tables), list(map(_shape, entries))
-        rows, stamps, rest = list(map(_shape, leaves)), shapes[:count], shapes[count:]
-        segments = rest[2 + len(self.replay.records) :]
-        types = [ArrayType((self.replay.part, *t.shape), t.dtype) for t in self.replay.records]
-        older = [jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=self.everywhere) for t in types]
+        rows, shapes = list(map(_shape, leaves)), list(map(_shape, entries))
+        ids = list(map(_shape, self.no_rows))
 
-        def compile_all() -> None:
-            self.turn.lower(*stamps, *rest).compile()
-            self.catch_up_some.lower(*rows, *stamps, rest[1], np.int32(0), *segments, *older).compile()
+        def compile_some() -> None:
+            self.catch_up_some.lower(*rows, *shapes, np.int32(0), *ids).compile()
 
-        ids = [jax.ShapeDtypeStruct((size,), np.int32, sharding=self.everywhere) for size in self._blocks]
+        def compile_turn() -> None:
+            self.turn.lower(*shapes).compile()
 
-        def compile_catch_up() -> None:
-            self.catch_up(tuple(range(count))).lower(*rows, *stamps, *rest, *ids).compile()
+        self._compilations = [
+            beside("what brings rows up to date between steps", compile_some),
+            beside("what a full update log needs", compile_turn),
+        ]
 
-        self._compilation = beside("what a full update log needs", compile_all)
-        self._block_compilation = beside("what brings rows up to date that are read", compile_catch_up)
-
-    def wait(self) -> None:
-        """Wait for what `prepare` began."""
-        if self._compilation is not None:
-            self._compilation.finish()
-
-    def blocks(self) -> tuple[int, ...] | None:
-        """Returns how many rows of each table the program brings up to date that was compiled beside the steps; None if
-        there is none."""
-        if self._block_compilation is None:
-            return None
-        self._block_compilation.finish()
-        return self._blocks
+    def wait(self, *, turns: bool = False) -> None:
+        """Wait for what `prepare` began: for what brings some rows up to date, or for what a full log needs as well."""
+        for compilation in self._compilations[: 2 if turns else 1]:
+            compilation.finish()
 
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
@@ -213,7 +200,7 @@ class UpdateLog:
       leaves: Of each table changed ones, then those that are only read.
       entries: Stamps of each table, now, segment, records, segments.
       now: As in the entries, or more if some steps were done again.
-      older: Records of the older part when it was closed; none: no row needs them.
+      older: The older part when it was closed: now, records; none: no row needs it.
       seen: How many times some rows were brought up to its end.
     """
 
@@ -245,11 +232,11 @@ class UpdateLog:
     @uninterrupted
     @jax_compat.outside_traces()
     def catch_up(self, ids: Mapping[int, jax.Array]) -> None:
-        """Bring some rows up to date. `ids`: of some tables flat int32, on every device, out of range is no row."""
-        tables = tuple(sorted(ids))
-        if tables:
-            shared = self.entries[len(self.spec.tables) :]
-            self._run(self.spec.catch_up(tables), tables, *shared, *(ids[t] for t in tables))
+        """Bring some rows up to date. `ids`: of some tables int32[], sorted and distinct, on every device; out of range
+        is no row. As many as `spec.blocks` of each take no program of their own."""
+        if ids:
+            none = self.spec.no_rows
+            self._catch_up_some(self.entries[len(none) :], -1, [ids.get(t, some) for t, some in enumerate(none)])
 
     @uninterrupted
     @jax_compat.outside_traces()
@@ -264,25 +251,28 @@ class UpdateLog:
             self.spec.prepare(self.leaves, self.entries)
         if self.older is None:
             return
-        every = range(len(self.spec.tables))
-        _, segment, *rest = self.entries[len(every) :]
-        segments = rest[len(self.spec.replay.records) :]
+        now, *records = self.older
+        _, segment, *rest = self.entries[len(self.spec.tables) :]
+        closed = [now, segment, *records, *rest[len(records) :]]
         due = self.spec.times * (self.now + 1 - part) // part
         for which in range(self.seen, due):
-            self._run(self.spec.catch_up_some, every, segment, np.int32(which), *segments, *self.older)
+            self._catch_up_some(closed, which, self.spec.no_rows)
             self.seen = which + 1
         if self.seen == self.spec.times:
             self.older = None
 
     def _turn(self) -> None:
-        self.spec.wait()
-        takes_all, *entries = self.spec.turn(*self.entries)
-        if bool(local(takes_all)):
+        self.spec.wait(turns=True)
+        turned = self.spec.turned(self.entries)
+        if turned is None:
             self._flush()
         else:
-            count = len(self.entries)
-            self.entries, self.older, self.seen = entries[:count], entries[count:], 0
+            (self.entries, self.older), self.seen = turned, 0
             self.now = self.spec.replay.part
+
+    def _catch_up_some(self, entries: Sequence[jax.Array], which: int, ids: Sequence[jax.Array]) -> None:
+        self.spec.wait()
+        self._run(self.spec.catch_up_some, *entries, np.int32(which), *ids)
 
     @uninterrupted
     def _flush(self) -> None:
@@ -291,28 +281,25 @@ class UpdateLog:
                 "the rows were given to a later step, which updated them in place: read the state that it returned, or "
                 "keep old states with parallelize(step, donate=False)"
             )
-        every = range(len(self.spec.tables))
-        self.entries[len(every) : len(every) + 2] = self._run(self.spec.flush, every, *self.entries[len(every) :])
+        count = len(self.spec.tables)
+        self.entries[count : count + 2] = self._run(self.spec.flush, *self.entries[count:])
         self.now, self.older = self.spec.replay.part, None
 
-    def _run(
-        self, program: Callable[..., Sequence[jax.Array]], tables: Sequence[int], *operands: Any
-    ) -> Sequence[jax.Array]:
-        """Run a program that updates leaves and stamps of some tables in place; what else it returns."""
-        m = len(self.spec.replay.leaves)
-        places = [t * m + k for t in tables for k in range(m)]
+    def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
+        """Run a program that updates leaves and stamps of all tables in place; what else it returns."""
+        count = len(self.spec.tables)
         try:
-            results = program(*(self.leaves[k] for k in places), *(self.entries[t] for t in tables), *operands)
+            results = program(*self.leaves, *self.entries[:count], *operands)
         except BaseException as error:
             if self.is_deleted():
                 note_lost_rows(error)
             raise
-        kept = self.spec.kept(len(tables))
+        kept = self.spec.kept
         for k, x in zip(kept, results, strict=False):
-            if k < len(places):
-                self.leaves[places[k]] = x
+            if k < len(self.leaves):
+                self.leaves[k] = x
             else:
-                self.entries[tables[k - len(places)]] = x
+                self.entries[k - len(self.leaves)] = x
         return results[len(kept) :]
 
     def is_deleted(self) -> bool:

@@ -86,8 +86,8 @@ def test_some_rows_at_a_time(few_at_a_time: list[int], update: Any, log_steps: i
 @pytest.mark.usefixtures("few_at_a_time")
 def test_rows_that_are_left_behind_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forgetful(self: Deferred, *operands: Any, _some: Any = Deferred.catch_up_some) -> Any:
-        *most, which, times = operands
-        return _some(self, *most, which // 2, times)
+        *most, which, ids, times = operands
+        return _some(self, *most, which // 2, ids, times)
 
     monkeypatch.setattr(Deferred, "catch_up_some", forgetful)
     assert differ(rows_case(momentum, one_slot), steps=70)

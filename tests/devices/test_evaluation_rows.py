@@ -91,11 +91,11 @@ def test_evaluations_find_their_program_compiled(devices: int | None, monkeypatc
     """For as many rows as a step reads, and up to eight times as many; of which some are one table's alone."""
     programs: list[int] = []
 
-    def counted(self: Deferred, *operands: Any, _catch_up: Any = Deferred.catch_up_in_place) -> Any:
+    def counted(self: Deferred, *operands: Any, _some: Any = Deferred.catch_up_some) -> Any:
         programs.append(1)
-        return _catch_up(self, *operands)
+        return _some(self, *operands)
 
-    monkeypatch.setattr(Deferred, "catch_up_in_place", counted)
+    monkeypatch.setattr(Deferred, "catch_up_some", counted)
     mesh = mesh_of(devices) if devices else None
     step, plain = deferring(train_step, 64, mesh=mesh), jax.jit(train_step)
     mine, theirs = make_state(), make_state()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
@@ -48,20 +47,12 @@ class HostUpdateLogSpec:
             return *new, deferred.stamps(new)
 
         def caught_up(*operands: Any) -> tuple[Any, ...]:
-            stamps, entries = operands[m], Entries.of(self.replay, operands[m + 1 :])
-            return *deferred.catch_up(operands[:m], stamps, entries), jnp.full_like(stamps, entries.now)
-
-        def past_older(*operands: Any) -> tuple[Any, ...]:
-            stamps, segment, *rest = operands[m:]
-            segments, older = rest[: len(self.replay.segments)], rest[len(self.replay.segments) :]
-            new = deferred.past_older(operands[:m], stamps, segment, segments, older)
-            return *new, deferred.stamps(new, segment)
+            return deferred.caught_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
 
         elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
         self.times = deferred.times(elements)
         self._up_to_date = jax.jit(up_to_date)
         self._caught_up = jax.jit(caught_up)
-        self._past_older = jax.jit(past_older)
         self._close = jax.jit(lambda *entries: close(self.replay, Entries.of(self.replay, entries)))
         self._stamps = jax.jit(lambda *changed: deferred.stamps(changed))
         self._compilation: Compilation[None] | None = None
@@ -84,16 +75,14 @@ class HostUpdateLogSpec:
         """Compile, beside the steps, what they need once the newer part is full."""
         if self._compilation is not None:
             return
-        rows = self._some_rows(leaves)
+        rows = self._rows(leaves, _SOME_ELEMENTS)
         some = [rows_back(np.broadcast_to(leaf.rows[:1], (rows, *leaf.rows.shape[1:])), leaf.axis) for leaf in leaves]
-        count = 2 + len(self.replay.records)
-        older = [x[self.replay.part :] for x in entries[2:count]]
-        operands = [*some, np.zeros(rows, np.int32), entries[1], *entries[count:], *older]
-        closing, past_older = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (entries, operands))
+        operands = [*some, np.zeros(rows, np.int32), *entries]
+        closing, caught_up = ([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs] for xs in (entries, operands))
 
         def compile_all() -> None:
             self._close.lower(*closing).compile()
-            self._past_older.lower(*past_older).compile()
+            self._caught_up.lower(*caught_up).compile()
 
         with jax.default_device(self._device):
             self._compilation = beside("what a full update log on hosts needs", compile_all)
@@ -119,9 +108,9 @@ class HostUpdateLogSpec:
         """Bring some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
         numbers = np.arange(which, len(stamps.rows), self.times)
         lagging = numbers[self._deferred.lags(stamps.rows[numbers], entries[1])]
-        segments = entries[2 + len(self.replay.records) :]
-        operands = entries[1], *segments, *older
-        self._replace(leaves, stamps, lagging, self._some_rows(leaves), self._past_older, *operands)
+        now, *records = older
+        closed = now, entries[1], *records, *entries[2 + len(records) :]
+        self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *closed)
 
     def _replace(
         self,
@@ -154,8 +143,8 @@ class HostUpdateLogSpec:
             raise
 
     def turn(self, stamps: HostRows, entries: Sequence[Any]) -> tuple[list[Any], list[np.ndarray]] | None:
-        """Makes the newer part the older one, stamps in place: the entries, and the older part's records; None if a
-        flush has to do it (`Deferred.turn`)."""
+        """Makes the newer part the older one, stamps in place: the entries, and those of the older part (now, records);
+        None if a flush has to do it (`Deferred.turn`)."""
         if self._compilation is not None:
             self._compilation.finish()
         with jax.default_device(self._device):
@@ -163,14 +152,10 @@ class HostUpdateLogSpec:
         if takes_all:
             return None
         part, count = self.replay.part, len(self.replay.records)
-        older = [x[part:].copy() for x in entries[2 : 2 + count]]
-        records = [np.concatenate([x, x]) for x in older]  # what is newer isn't read
+        records = [np.concatenate([x[part:], x[part:]]) for x in entries[2 : 2 + count]]  # what is newer isn't read
         stamps.rows += np.where(stamps.rows < 0, dropped, -np.int32(part))
-        return [np.full((), part, np.int32), segment, *records, *segments], older
-
-    def _some_rows(self, leaves: Sequence[HostRows]) -> int:
-        """Rows that `catch_up_some` brings up to date at a time."""
-        return min(-(-len(leaves[0].rows) // self.times), self._rows(leaves, _SOME_ELEMENTS))
+        now = np.full((), part, np.int32)
+        return [now, segment, *records, *segments], [now, *map(np.copy, records)]
 
     def _rows(self, leaves: Sequence[HostRows], elements: int) -> int:
         """Rows of which no leaf has more than so many elements."""
@@ -186,7 +171,7 @@ class HostUpdateLog:
       leaves: Changed ones, then those that are only read.
       stamps: By row the step up to which it has moved.
       entries: now, segment, records, segments.
-      older: Records of the older part when it was closed; none: no row needs them.
+      older: The older part when it was closed: now, records; none: no row needs it.
       seen: How many times some rows were brought up to its end.
     """
 
