@@ -3,9 +3,14 @@
 JAX keeps what `jax.jit(f).lower(shapes).compile()` made for later calls of that `jax.jit(f)`, whichever thread it was,
 if contexts are the same (64-bit types, precision, a mesh: `jax_compat.contexts`).
 
-Invariants: one thread does all of it, in the order in which it was given. What fails there is logged, and is compiled
-by the step that needs it, which raises what is to be raised. A process that ends drops what waits, but finishes the one
-program that is being compiled: XLA aborts a process that leaves it.
+Invariants: one thread does all of it, in the order in which it was given. What is needed before its turn comes is
+compiled by the step that needs it (`finish`), so that no step waits for programs that others need. What fails in the
+thread is logged, and is compiled by the step that needs it, which raises what is to be raised. What nobody has any more
+isn't compiled. A process that ends drops what waits, but finishes the one program that is being compiled: XLA aborts a
+process that leaves it.
+
+The thread has the priority of all others. XLA compiles in threads of its own, which don't take over another one, and a
+slow thread that holds Python's lock would delay the steps.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import functools
 import logging
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
@@ -58,6 +64,11 @@ class Compilation(Generic[_T]):
         if self._turn.acquire(blocking=False):
             self._future.set_result(self._otherwise)
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether it is being compiled, or nobody is to compile it any more."""
+        return self._turn.locked()
+
     def is_done(self) -> bool:
         """Whether nobody has to wait for it."""
         return self._future.done()
@@ -76,6 +87,8 @@ class Compilation(Generic[_T]):
 def beside(what: str, compile_all: Callable[[], _T], otherwise: _T | None = None) -> Compilation[_T]:
     """Compiles programs in the thread, when it has done what it was given before.
 
+    Whoever needs them keeps what this returns. Once nobody does, they aren't compiled.
+
     Args:
       what: Which they are, for a message.
       compile_all: Lowers and compiles them. It runs nothing on several devices, where a step's collectives could meet
@@ -91,7 +104,7 @@ class _Compiler:
     """The thread, and what waits for it."""
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Compilation[Any] | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[weakref.ref[Compilation[Any]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=THREAD, daemon=True)
         with contextlib.suppress(RuntimeError):  # the interpreter ends
             self._thread.start()
@@ -99,18 +112,21 @@ class _Compiler:
 
     def add(self, compilation: Compilation[Any]) -> None:
         if self._thread.is_alive():
-            self._waiting.put(compilation)
+            self._waiting.put(weakref.ref(compilation))
         else:  # the process ends, or is a fork of the one that has the thread
             compilation.drop()
 
     def _run(self) -> None:
-        while (compilation := self._waiting.get()) is not None:
-            compilation.run()
+        while (waiting := self._waiting.get()) is not None:
+            if (compilation := waiting()) is not None:
+                compilation.run()
+            del compilation  # or it would stay until there is another one
 
     def _end(self) -> None:
         with contextlib.suppress(queue.Empty):
             while (waiting := self._waiting.get_nowait()) is not None:
-                waiting.drop()
+                if (compilation := waiting()) is not None:
+                    compilation.drop()
         self._waiting.put(None)
         self._thread.join()
 

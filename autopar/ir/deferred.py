@@ -108,7 +108,7 @@ class Replay:
 
     @property
     def prepared(self) -> int:
-        """After how many steps what a full part needs is compiled beside them: many states are trained for fewer."""
+        """After how many steps it is compiled what brings rows up to date: many states are trained for fewer."""
         return min(16, self.part // 2)
 
     @property

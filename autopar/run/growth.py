@@ -56,13 +56,14 @@ class Growth:
                     entry.own_runner.prepare()
                 entry.larger = self._larger(entry, 2 * entry.headroom)
             return entry, ""
-        how = "the step was compiled beside the ones before"
+        is_beside = entry.larger is not None and entry.larger.has_begun
         with interruptible(not everyone().several), noticing(self.name, "compiling"):
-            grown = None if entry.larger is None else entry.larger.wait()
+            grown = None if entry.larger is None else entry.larger.finish()
             if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
-                how = "the step is compiled again"
+                is_beside = False
                 needed = HEADROOM * entry.headroom * max(needed_share(most, n) for _, n, most in needs)
                 grown = self._with_headroom(entry, entry.example, max(2 * entry.headroom, needed))
+        how = "the step was compiled beside the ones before" if is_beside else "the step is compiled again"
         old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
         shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         return grown, (

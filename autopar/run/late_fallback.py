@@ -52,7 +52,7 @@ class LateFallback:
         if not local(exceeded):
             return results
         if self._compilation is not None:
-            self._compilation.wait()
+            self._compilation.finish()
         self._is_whole = True
         states = self._states
         return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
@@ -62,7 +62,7 @@ class LateFallback:
         if self._compilation is None or (self._across and self._calls <= WAITING_CALLS):
             return False
         if self._across:
-            self._compilation.wait()
+            self._compilation.finish()
         return self._compilation.is_done()
 
     def prepare(self) -> None:

@@ -100,7 +100,8 @@ class UpdateLogSpec:
         whole = self.everywhere = devices.sharding(None)
         places = tuple(map(devices.sharding, returned))
         self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
-        self._compilations: list[Compilation[None]] = []
+        self._some_compilation: Compilation[Any] | None = None
+        self._turn_compilation: Compilation[Any] | None = None
         #: Which operands of a program are updated: changed leaves, and stamps.
         kept = self.kept = (*(t * m + j for t in range(count) for j in range(n)), *range(k, k + count))
         self.flush = jit_on(
@@ -140,9 +141,17 @@ class UpdateLogSpec:
         first = len(self.tables) + 2
         return [*entries[:first], *entries[first + len(self.replay.records) :]]
 
+    def some(self, *operands: Any) -> Sequence[jax.Array]:
+        """Runs `catch_up_some`; the first time it waits for what `prepare` began."""
+        if self._some_compilation is not None:
+            self._some_compilation.finish()
+        return self.catch_up_some(*operands)
+
     def turned(self, entries: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]] | None:
         """Makes the newer part the older one: the entries, and those of the older part (now, records); None if a flush
         has to do it."""
+        if self._turn_compilation is not None:
+            self._turn_compilation.finish()
         takes_all, *rest = self.turn(*entries)
         if bool(local(takes_all)):
             return None
@@ -161,27 +170,19 @@ class UpdateLogSpec:
         return list(self._begin(*(x for k, x in enumerate(leaves) if k % leaves_ < self.replay.changed)))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
-        """Compile, beside the steps, what they need once the newer part is full, and evaluations of such batches."""
-        if self._compilations:
-            return
-        rows, shapes = list(map(_shape, leaves)), list(map(_shape, entries))
-        ids = list(map(_shape, self.no_rows))
+        """Compile, beside the steps, what brings rows up to date: those of evaluations, and some between steps."""
+        if self._some_compilation is None:
+            operands = *map(_shape, (*leaves, *entries)), np.int32(0), *map(_shape, self.no_rows)
+            what = "what brings rows up to date that wait"
+            self._some_compilation = beside(what, lambda: self.catch_up_some.lower(*operands).compile())
 
-        def compile_some() -> None:
-            self.catch_up_some.lower(*rows, *shapes, np.int32(0), *ids).compile()
-
-        def compile_turn() -> None:
-            self.turn.lower(*shapes).compile()
-
-        self._compilations = [
-            beside("what brings rows up to date between steps", compile_some),
-            beside("what a full update log needs", compile_turn),
-        ]
-
-    def wait(self, *, turns: bool = False) -> None:
-        """Wait for what `prepare` began: for what brings some rows up to date, or for what a full log needs as well."""
-        for compilation in self._compilations[: 2 if turns else 1]:
-            compilation.finish()
+    def prepare_turn(self, entries: Sequence[jax.Array]) -> None:
+        """Compile, beside the steps, what a full log needs alone."""
+        if self._turn_compilation is None:
+            operands = list(map(_shape, entries))
+            self._turn_compilation = beside(
+                "what a full update log needs", lambda: self.turn.lower(*operands).compile()
+            )
 
     def continues(self, other: UpdateLogSpec) -> bool:
         """Whether an update log of another plan is one of this one's, too."""
@@ -249,6 +250,8 @@ class UpdateLog:
             self._turn()
         if self.now >= part + self.spec.replay.prepared:
             self.spec.prepare(self.leaves, self.entries)
+        if self.now >= part + part // 2:
+            self.spec.prepare_turn(self.entries)
         if self.older is None:
             return
         now, *records = self.older
@@ -262,7 +265,6 @@ class UpdateLog:
             self.older = None
 
     def _turn(self) -> None:
-        self.spec.wait(turns=True)
         turned = self.spec.turned(self.entries)
         if turned is None:
             self._flush()
@@ -271,8 +273,7 @@ class UpdateLog:
             self.now = self.spec.replay.part
 
     def _catch_up_some(self, entries: Sequence[jax.Array], which: int, ids: Sequence[jax.Array]) -> None:
-        self.spec.wait()
-        self._run(self.spec.catch_up_some, *entries, np.int32(which), *ids)
+        self._run(self.spec.some, *entries, np.int32(which), *ids)
 
     @uninterrupted
     def _flush(self) -> None:

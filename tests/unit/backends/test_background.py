@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
 import threading
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +42,31 @@ def test_what_waits_for_others_may_be_done_here() -> None:
     threading.Timer(0.1, gate.set).start()
     assert slow.finish() and beside("another one", lambda: 1).wait() == 1
     assert len(done) == 1
+
+
+def test_what_nobody_has_any_more_is_not_compiled() -> None:
+    """Such as the programs of a step that is gone, and that knows what it has asked for."""
+    gate, done = threading.Event(), list[str]()
+    slow = beside("what takes its time", gate.wait)
+
+    class Step:
+        def __init__(self, name: str) -> None:
+            self.compilation = beside("a program", lambda: self.compile(name))
+
+        def compile(self, name: str) -> None:
+            done.append(name)
+
+    gone, kept = weakref.ref(Step("gone")), Step("kept")
+    gc.collect()
+    assert gone() is None
+    gate.set()
+    kept.compilation.wait()
+    assert slow.is_done() and done == ["kept"]
+    held = weakref.ref(kept)
+    del kept
+    beside("another one", lambda: None).wait()
+    gc.collect()
+    assert held() is None, "nor does the thread keep what it has done"
 
 
 def test_calls_find_what_was_compiled() -> None:
