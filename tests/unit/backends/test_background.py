@@ -15,7 +15,7 @@ import pytest
 
 from autopar import jax_compat
 from autopar.backends.background import THREAD, beside
-from tests.support.compilations import compilations
+from tests.support.compilations import compilations, finish
 
 SHAPE = jax.ShapeDtypeStruct((5, 5), jnp.float32)
 
@@ -67,6 +67,22 @@ def test_what_nobody_has_any_more_is_not_compiled() -> None:
     beside("another one", lambda: None).wait()
     gc.collect()
     assert held() is None, "nor does the thread keep what it has done"
+
+
+def test_steps_get_the_lock_of_python_soon() -> None:
+    before = sys.getswitchinterval()
+    try:
+        for usual in (0.005, 1e-5):
+            sys.setswitchinterval(usual)
+            usual = sys.getswitchinterval()
+            assert beside("a program", sys.getswitchinterval).wait() == pytest.approx(min(usual, 5e-4))
+            finish()
+            assert sys.getswitchinterval() == usual
+        beside("what sets another one", lambda: sys.setswitchinterval(0.002)).wait()
+        finish()
+        assert sys.getswitchinterval() == pytest.approx(0.002)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_calls_find_what_was_compiled() -> None:

@@ -73,3 +73,17 @@ def test_another_log_of_the_same_step_compiles_nothing() -> None:
     with compilations() as made:
         trained(planned, make_state(), 0, LOG_STEPS)
     assert made.beside == made.here == 0
+
+
+def test_an_evaluation_compiles_what_goes_on_between_steps() -> None:
+    """Once: what brings rows up to date that are read brings up to date those that a full log moves."""
+    planned, evaluation = made_for("ps"), autopar.parallelize(lambda state, ids: state["t"][ids] * 2)
+    state = trained(planned, make_state(), 0, 2)
+    with compilations() as first:
+        evaluation(state, batch_of(0)["ids"])
+    assert first.here > 0 == first.beside
+    with compilations() as later:
+        state = trained(planned, state, 2, 3 * LOG_STEPS)
+        finish()
+        evaluation(state, batch_of(3)["ids"])
+    assert (later.here, later.beside) == (0, 1), "a log's turn"
