@@ -273,8 +273,6 @@ def _tensor_axis(
             f"{what} takes a mesh with an axis beside the data axis{shown}: "
             'mesh=jax.make_mesh((2, 4), ("data", "tensor")), with 1 in place of 2 to divide no batch'
         )
-    if emit == "pmap":
-        raise ArgumentsError(f"{what} and emit='pmap' don't go together: XLA divides the products. Leave emit= out")
     if asks_for_hosts(strategy):
         raise ArgumentsError(f"{what} doesn't go with tables on hosts, whose ranks run programs of their own")
     return name or others[0]

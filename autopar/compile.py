@@ -31,6 +31,7 @@ from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
+from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
@@ -135,7 +136,7 @@ def _uneven(options: Options) -> Literal["no", "by XLA", "by example"]:
     """How a batch is spread that the devices don't divide."""
     if options.hosts or options.pipeline is not None or options.is_served:
         return "no"
-    return "by XLA" if options.emit == "pjit" or options.tensor > 1 else "by example"
+    return "by XLA" if options.emit == "pjit" else "by example"
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
@@ -221,7 +222,7 @@ def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     if bound.on_hosts:
         return localize_rank(program, bound)
-    if bound.devices == 1:
+    if bound.devices * request.options.tensor == 1:
         return program, bound, "one device"
     if bound.emit == "pjit":
         return program, bound, "one global program, partitioned by XLA"
@@ -235,6 +236,15 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
             "Leave it to emit='pjit'"
         ) from error
     return program, bound, note
+
+
+def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tuple[Program, str]:
+    if program.local is None or bound.plan.tensor is None:
+        return program, "no products are divided in a device's own program"
+    try:
+        return localize_tensor(program, bound)
+    except NotLocal as error:
+        raise NoOwnProgram(str(error)) from error
 
 
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -304,6 +314,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("split_pipeline", _following(_split_pipeline)),
     ("localize", _following(_localize)),
     ("once_per_row", _following(lambda program, bound, r: once_per_row(program, bound, r.options.rank_devices))),
+    ("localize_tensor", _following(_localize_tensor)),
     ("shield", _following(_shield)),
     ("split_stages", _following(_split_stages)),
 )

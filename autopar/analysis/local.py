@@ -129,6 +129,7 @@ class LocalFacts:
       reductions: All reductions.
       gathered: What every device has whole of the examples.
       inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
+      tensor: The same over the devices that divide products, if any do.
     """
 
     outputs: tuple[State, ...]
@@ -136,6 +137,7 @@ class LocalFacts:
     reductions: tuple[Reduction, ...]
     gathered: tuple[Gathered, ...] = ()
     inside: NotLocal | None = None
+    tensor: LocalFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,17 +112,30 @@ class Devices:
         return self.mapped(fun, axes, returned)(*operands)
 
     def mapped(
-        self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, over: str | tuple[str, ...] = ""
+        self,
+        fun: Callable[..., Any],
+        axes: Sequence[int | None],
+        returned: Any,
+        over: str | tuple[str, ...] = "",
+        tensors: tuple[Sequence[int | None], Sequence[int | None]] | None = None,
     ) -> Callable[..., Any]:
         """The function of global arrays that `local` calls, spread over axes of the mesh.
 
         Zeros are put behind an operand that these don't divide, so that results may be longer as well.
+
+        Args:
+          fun, axes, returned: As `local` takes them.
+          over: The axes of the mesh; the data axis by default.
+          tensors: Of operands and of several results, the axis that is spread over the tensor axis.
         """
         names = (over or self.axis,) if isinstance(over, str) else over
         parts = math.prod(self.mesh.shape[name] for name in names)
         specs = tuple(self.spec(along, over) for along in axes)
         several = isinstance(returned, tuple)
         out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
+        if tensors is not None:
+            specs = tuple(self.sharding(*pair).spec for pair in zip(axes, tensors[0], strict=True))
+            out = tuple(self.sharding(*pair).spec for pair in zip(returned, tensors[1], strict=True))
         map_ = functools.partial(jax.shard_map, mesh=self.mesh, out_specs=out, check_vma=False)
 
         def reading(some: Array, *operands: Array) -> Any:

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
-from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.indices import cut, in_range
 from autopar.backends.layouts import own_rows, own_whole, store, whole
 from autopar.backends.loops import while_loop
@@ -32,6 +32,8 @@ from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
 Array = Any
+#: Operations over the devices of the tensor axis.
+_TENSOR = f"{PREFIX}tensor_"
 
 
 def emit(
@@ -89,13 +91,14 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in ROW_OPS:
             return [ROW_OPS[equation.op](equation.params, *operands)]
-        if equation.op in _ON_DEVICES:
-            assert self._devices is not None, "one device has everything"
-            return [_ON_DEVICES[equation.op](self._devices, equation.params, jnp.asarray(operands[0]))]
+        op, devices = self._over(equation.op)
+        if op in _ON_DEVICES:
+            assert devices is not None, "one device has everything"
+            return [_ON_DEVICES[op](devices, equation.params, jnp.asarray(operands[0]))]
         if equation.op in _OF_MICROBATCH:
             assert self._microbatch is not None, "in the program of a microbatch"
             return [_OF_MICROBATCH[equation.op](self._microbatch, equation.params, jnp.asarray(operands[0]))]
-        method = _METHODS.get(equation.op)
+        method = _METHODS.get(op)
         if method is None and equation.bodies and equation.original is None:
             method = _CONTROL_FLOW[equation.op]
         if method is not None:
@@ -105,6 +108,13 @@ class _Emitter:
             return [run({**equation.params, "primitive": equation.primitive}, *operands)]
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
+
+    def _over(self, op: str) -> tuple[str, Devices | None]:
+        """An operation's name, of one over the tensor axis that over the data axis; and over which devices it is."""
+        if not op.startswith(_TENSOR):
+            return op, self._devices
+        assert self._devices is not None and self._devices.tensor_axis is not None, "products are divided"
+        return f"{PREFIX}{op.removeprefix(_TENSOR)}", Mapped(self._devices.mesh, self._devices.tensor_axis)
 
     # --- control flow whose bodies were rewritten ---
 
@@ -192,10 +202,11 @@ class _Emitter:
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Looks up single rows by global numbers where this device has them, zeros elsewhere; the first device has what
         stands for numbers that are out of range."""
-        assert isinstance(self._devices, OwnPart), "in the program of one device"
+        _, devices = self._over(equation.op)
+        assert isinstance(devices, OwnPart), "in the program of one device"
         params, (part, index) = dict(equation.params), operands
         axis, size = params.pop("axis"), params.pop("size")
-        numbers, place = params["dimension_numbers"], self._devices.position()
+        numbers, place = params["dimension_numbers"], devices.position()
         at = numbers.start_index_map.index(axis)
         row = in_range(index[..., at], size, params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP)
         first, own = place * part.shape[axis], part.shape[axis]
@@ -327,8 +338,8 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
 }
 #: What a microbatch does with a value that all have.
 _OF_MICROBATCH: Mapping[str, Callable[[Microbatch, Mapping[str, Any], Array], Array]] = {
-    "ap.microbatch": lambda microbatch, p, value: microbatch.share(value, p["axis"]),
-    "ap.first_microbatch": lambda microbatch, p, value: microbatch.once(value),
+    "ap.microbatch_shard": lambda microbatch, p, value: microbatch.share(value, p["axis"]),
+    "ap.microbatch_once": lambda microbatch, p, value: microbatch.once(value),
 }
 #: Operations that need more than their operands and parameters.
 _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

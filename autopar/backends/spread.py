@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.analysis.local import Spread
+from autopar.analysis.local import LocalFacts, Spread
 from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
 from autopar.backends.gathered import GatheredRows, ReplicatedRows
@@ -34,11 +34,18 @@ def backends(bound: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
 def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
     """The program of one device on all of them: a function of global arrays."""
     assert program.local is not None, "the program is one device's"
-    inside = Mapped(devices.mesh, devices.axis)
+    inside = Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
     run = emit(program.block, backends(bound, inside), inside)
-    entries = (entry.entry_axis for entry in program.inputs[len(bound.placements) :])
-    returned = (state.axis if isinstance(state, Spread) else None for state in program.local.outputs)
-    return devices.mapped(lambda *xs: tuple(run(*xs)), (*bound.placements, *entries), tuple(returned))
+    entries = [entry.entry_axis for entry in program.inputs[len(bound.placements) :]]
+    axes, tensors = (*bound.placements, *entries), None
+    if program.local.tensor is not None:
+        tensors = [bound.tensors.get(k) for k in range(len(axes))], _axes_of(program.local.tensor)
+    return devices.mapped(lambda *xs: tuple(run(*xs)), axes, _axes_of(program.local), tensors=tensors)
+
+
+def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
+    """Along which axis each result is spread."""
+    return tuple(state.axis if isinstance(state, Spread) else None for state in local.outputs)
 
 
 def spread(

@@ -26,6 +26,7 @@ PASSES = (
     "split_pipeline",
     "localize",
     "once_per_row",
+    "localize_tensor",
     "shield",
     "split_stages",
 )
@@ -148,8 +149,8 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     },
     "split_update": {
         "microbatches": _named("operands*"),
-        "microbatch": _named("value"),
-        "first_microbatch": _named("value"),
+        "microbatch_shard": _named("value"),
+        "microbatch_once": _named("value"),
         "scaled": _named("operands*"),
     },
     "localize": {
@@ -161,6 +162,13 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "lookup_part": _named("rows index"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
+    },
+    "localize_tensor": {
+        "tensor_reduce": _named("value"),
+        "tensor_replicate": _named("value"),
+        "tensor_shard": _named("value"),
+        "tensor_once": _named("value"),
+        "tensor_lookup_part": _named("rows index"),
     },
     "shield": {"isolated": _named("operands*")},
 }

@@ -12,7 +12,10 @@ from autopar import jax_compat
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 #: Of zeros these make zeros.
-_KEEPS_ZERO = ("ap.full", "broadcast_in_dim", "convert_element_type", "copy", "ap.shard", "ap.microbatch")
+_KEEPS_ZERO = frozenset(
+    {"ap.full", "broadcast_in_dim", "convert_element_type", "copy"}
+    | {f"ap.{over}shard" for over in ("", "microbatch_", "tensor_")}
+)
 
 
 @dataclass(eq=False)

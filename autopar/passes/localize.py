@@ -105,12 +105,15 @@ class Localizer(LoopForms):
             if out.state is not None:
                 state, source = inputs[out.state], nearest_line(program.block, atom)
             else:
-                state, source = self.state(atom), None
-                is_whole = isinstance(state, Partial) or (isinstance(state, Spread) and state.examples)
-                state = None if is_whole else state
+                state, source = self.result_state(self.state(atom)), None
             outputs.append(self.as_state(atom, state, source))
             states.append(state)
         return outputs, states
+
+    def result_state(self, state: State) -> State:
+        """What a device returns of a result that is no new state: its examples, if it has as many as the others."""
+        is_whole = isinstance(state, Partial) or (isinstance(state, Spread) and state.examples)
+        return None if is_whole else state
 
     # --- equations ---
 
@@ -136,9 +139,9 @@ class Localizer(LoopForms):
             raise NotLocal(f"{of_all.op} says itself what each device has", of_all.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
-        elif equation.op == "ap.microbatch":
+        elif equation.op == "ap.microbatch_shard":
             self._microbatch(equation)
-        elif equation.op == "ap.first_microbatch":
+        elif equation.op == "ap.microbatch_once":
             self.copy(equation, states)
         elif self._is_callback(equation):
             self._first(equation)
@@ -169,6 +172,11 @@ class Localizer(LoopForms):
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+
+    @property
+    def delays_sums(self) -> bool:
+        """Whether partial sums stay so wherever they can: in a loop they are added up, and reduced behind it."""
+        return self.nested
 
     @property
     def _may_repeat(self) -> bool:
@@ -225,7 +233,7 @@ class Localizer(LoopForms):
         if others is None:
             return False
         rest = [equation.inputs[k] for k in others]
-        top = not self.nested
+        top = not self.delays_sums
         # What becomes larger is reduced before; ranks may have other numbers of the rows that a broadcast makes.
         if top and equation.op in ("broadcast_in_dim", "pad") and _grows(equation):
             return False
@@ -254,10 +262,10 @@ class Localizer(LoopForms):
             lines = []
             if sums_first:
                 operands[k] = Var(inner[k].type)
-                lines.append(Equation("ap.reduce", (inner[k],), (operands[k],), {"op": "sum"}))
+                lines.append(Equation(self.shared.op("reduce"), (inner[k],), (operands[k],), {"op": "sum"}))
             lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
             if sums_first:
-                lines.append(Equation(self.shared.only_first, (result,), (Var(out.type),)))
+                lines.append(Equation(self.shared.op("once"), (result,), (Var(out.type),)))
             return Block(inner, tuple(lines), lines[-1].outputs)
 
         inputs = tuple(self.read(a) for a in equation.inputs)
@@ -350,7 +358,7 @@ class Localizer(LoopForms):
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.append(
             dataclasses.replace(
-                equation, op="ap.lookup_part", inputs=inputs, outputs=outputs, params=params, original=None
+                equation, op=self.shared.op("lookup_part"), inputs=inputs, outputs=outputs, params=params, original=None
             )
         )
 
@@ -367,9 +375,13 @@ class Localizer(LoopForms):
             else:
                 self.reduced_value(old, new, op, equation)
 
+    def nested_walk(self) -> Localizer:
+        """What rewrites a nested block."""
+        return Localizer(self.shared, True)
+
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:
         """A nested block rewritten, and its new inputs."""
-        inner = Localizer(self.shared, True)
+        inner = self.nested_walk()
         inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
         inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
         for equation in body.equations:

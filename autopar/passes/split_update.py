@@ -30,7 +30,9 @@ from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
 
 #: What a microbatch has by its number.
-_BY_NUMBER = ("ap.microbatch", "ap.first_microbatch")
+_BY_NUMBER = ("ap.microbatch_shard", "ap.microbatch_once")
+#: A sum (or maximum) over all of them.
+_REDUCE = "ap.microbatch_reduce"
 #: Where values are among devices, which microbatches have nothing to do with.
 _PLACING = ("ap.replicate", "ap.spread", "ap.store", "ap.whole")
 #: What changes no sum's size.
@@ -87,7 +89,7 @@ def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool)
         local, statistics = _with_own_statistics(local, count)
     before, body, after = _divide(local)
     _check_divided(program, walk, before, body)
-    joined = [e for e in local.equations if e.op == "ap.reduce"]
+    joined = [e for e in local.equations if e.op == _REDUCE]
     stacked = {a: s.axis for a, s in zip(outputs, states, strict=True) if isinstance(s, Spread)}
     values = [e.inputs[0] for e in joined] + list(stacked)
     results = [e.outputs[0] for e in joined] + [Var(_whole(a, axis, count)) for a, axis in stacked.items()]
@@ -126,10 +128,10 @@ def _with_own_bodies(equation: Equation) -> Equation:
 def _with_same_apart(local: Block) -> Block:
     """The program whose loops and branches don't make both what differs between microbatches and what is the same."""
     varying, equations = set(local.inputs), list[Equation]()
-    read = {a for e in local.equations if e.op != "ap.reduce" for a in e.inputs} | {*local.outputs}
+    read = {a for e in local.equations if e.op != _REDUCE for a in e.inputs} | {*local.outputs}
     for equation in local.equations:
         is_varying = not varying.isdisjoint(equation.inputs) or _by_number(equation)
-        if is_varying and equation.op != "ap.reduce":
+        if is_varying and equation.op != _REDUCE:
             same = _same_outputs(equation, varying, read) if equation.bodies else []
             if any(same) and not all(same):
                 first, equation = halves(equation, same)
@@ -174,7 +176,7 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
         for f in bound.families
     )
     plan = dataclasses.replace(bound.plan, devices=count, emit="pmap")
-    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, *_BY_NUMBER)
+    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
 
 
 def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
@@ -200,20 +202,20 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
 
     The update still reads the sums over the batch, as for a moving average of means.
     """
-    reduces = [e for e in local.equations if e.op == "ap.reduce"]
+    reduces = [e for e in local.equations if e.op == _REDUCE]
     after = dependent(local.equations, [v for e in reduces for v in e.outputs])
     varying = _varying(local)
-    own = [e for e in local.equations if e.op == "ap.reduce" or _is_own(e, varying)]
+    own = [e for e in local.equations if e.op == _REDUCE or _is_own(e, varying)]
     read = {a for e in own for a in e.inputs if isinstance(a, Var) and a in after}
-    made = {v for e in own if e.op != "ap.reduce" for v in e.outputs}
+    made = {v for e in own if e.op != _REDUCE for v in e.outputs}
     copied = {id(e) for e in needed_equations(local, read - made)}
     new: dict[Atom, Atom] = {}
     equations: list[Equation] = []
     lines: dict[Source | None, None] = {}
     for equation in local.equations:
-        is_own = equation.op != "ap.reduce" and _is_own(equation, varying)
+        is_own = equation.op != _REDUCE and _is_own(equation, varying)
         inputs = tuple(new.get(a, a) for a in equation.inputs)
-        if is_own or equation.op == "ap.reduce":
+        if is_own or equation.op == _REDUCE:
             equations.append(dataclasses.replace(equation, inputs=inputs))
         else:
             equations.append(equation)
@@ -221,7 +223,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
             continue
         outputs = tuple(Var(v.type) for v in equation.outputs)
         new.update(zip(equation.outputs, outputs, strict=True))
-        if equation.op == "ap.reduce":
+        if equation.op == _REDUCE:
             lines[_line(local, equation.outputs[0])] = None
             equations.append(_times(inputs[0], count if equation.params["op"] == "sum" else 1, outputs[0]))
         else:
@@ -236,7 +238,7 @@ def _times(value: Atom, factor: int, out: Var) -> Equation:
 
 def _varying(local: Block) -> set[Var]:
     """What differs between microbatches, sums over them apart."""
-    apart = [e for e in local.equations if e.op != "ap.reduce"]
+    apart = [e for e in local.equations if e.op != _REDUCE]
     return dependent(apart, local.inputs, _by_number)
 
 
@@ -257,14 +259,14 @@ def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation
       NotLocal: what a microbatch does follows from such a sum.
     """
     for equation in local.equations:
-        if any(e.op in ("ap.reduce", "ap.replicate") for body in equation.bodies for e in body.walk()):
+        if any(e.op in (_REDUCE, "ap.microbatch_replicate") for body in equation.bodies for e in body.walk()):
             raise NotLocal("a sum over all examples in a loop or branch", equation.source)
-    sums = {v for e in local.equations if e.op == "ap.reduce" for v in e.outputs}
-    apart = [e for e in local.equations if e.op != "ap.reduce"]
+    sums = {v for e in local.equations if e.op == _REDUCE for v in e.outputs}
+    apart = [e for e in local.equations if e.op != _REDUCE]
     varying = _varying(local)
     after = dependent(local.equations, sums)
     for equation in local.equations:
-        is_own = equation.op == "ap.reduce" or not varying.isdisjoint(equation.outputs)
+        is_own = equation.op == _REDUCE or not varying.isdisjoint(equation.outputs)
         if is_own and not after.isdisjoint(equation.inputs):
             raise NotLocal("the examples' own values depend on a sum over all", _line(local, equation.outputs[0]))
     before, body, update = [], [], []

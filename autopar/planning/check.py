@@ -150,12 +150,12 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
     untimed = replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     collectives = read_collectives(runner.lower().compile().as_text())
+    program = entry.compiled.program
+    own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
     if made.tensor is None or entry.devices is None:
-        program = entry.compiled.program
-        own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
         return compare_collectives(made, collectives, own)
     divided = [c for c in collectives if _is_divided(c, entry.devices)]
-    rest = compare_collectives(made, [c for c in collectives if c not in divided])
+    rest = compare_collectives(made, [c for c in collectives if c not in divided], own)
     return Check(step.name, entry.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from autopar.analysis.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.operations import PREFIX
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
 from autopar.passes.distinct.row_places import PLACED_ELEMENTWISE
@@ -36,13 +37,12 @@ class Shared:
 
     Attributes:
       bound, examples: As `localize` takes them.
-      part_of, only_first: The operations that make a part of what all have, and that leave a value to the first one.
+      over: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
     """
 
     bound: BoundPlan
     examples: bool
-    part_of: str = "ap.shard"
-    only_first: str = "ap.once"
+    over: str = ""
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
@@ -51,6 +51,10 @@ class Shared:
     @property
     def devices(self) -> int:
         return self.bound.devices
+
+    def op(self, name: str) -> str:
+        """An operation over these devices."""
+        return f"{PREFIX}{self.over}{name}"
 
     @functools.cached_property
     def undivided(self) -> int:
@@ -144,7 +148,7 @@ class Forms(ZeroWriter, abc.ABC):
                 self.shared.gathered.append(Gathered(nbytes, self.nested, op, where))
                 self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
             size = {"size": atom.shape[have.axis]} if have.examples else {}
-            self.converted[key] = self.emit("ap.replicate", (new,), atom.type, {"axis": have.axis, **size})
+            self.converted[key] = self.emit(self.shared.op("replicate"), (new,), atom.type, {"axis": have.axis, **size})
         return self.converted[key]
 
     def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
@@ -171,7 +175,7 @@ class Forms(ZeroWriter, abc.ABC):
         """A new value reduced over the devices."""
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
-        return self.emit("ap.reduce", (new,), new.type, {"op": op})
+        return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op})
 
     def make_whole(self, atom: Atom, source: Equation) -> None:
         """From here on every device has all of an old value."""
@@ -184,7 +188,7 @@ class Forms(ZeroWriter, abc.ABC):
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
         if isinstance(wanted, Partial):
-            out = new if self.is_zero(new) else self.emit(self.shared.only_first, (new,), new.type)
+            out = new if self.is_zero(new) else self.emit(self.shared.op("once"), (new,), new.type)
         elif isinstance(wanted, Spread):
             out = self._shard(new, wanted)
         else:
@@ -218,7 +222,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
-            out = self.emit(self.shared.part_of, (new,), type_, {"axis": wanted.axis, **size})
+            out = self.emit(self.shared.op("shard"), (new,), type_, {"axis": wanted.axis, **size})
         if wanted.owner:
             self.shared.owned.add(out)
         return out

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.local import NotLocal, Spread, State
+from autopar.analysis.local import NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Var
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.localizing.local_forms import Forms, joined
@@ -144,38 +144,41 @@ class LoopForms(Forms, abc.ABC):
 
     def exchanges(self) -> bool:
         """Whether a nested block needs values of other devices."""
-        return any(e.op in ("ap.reduce", "ap.replicate") for e in Block((), tuple(self.equations), ()).walk())
+        exchanges = self.shared.op("reduce"), self.shared.op("replicate")
+        return any(e.op in exchanges for e in Block((), tuple(self.equations), ()).walk())
+
+    def part_state(self, state: State, axis: int, size: int) -> State:
+        """Returns what a device is to have of a value (of which it has `state`) whose examples lie along an axis."""
+        return self.shared.of_examples(axis, size)
 
     def _microbatches(self, equation: Equation) -> None:
         """Each microbatch of a device's own examples; what is reduced over microbatches is over devices once, then."""
         (body,), params = equation.bodies, equation.params
-        inputs = []
-        for atom, axis in zip(equation.inputs, params["axes"], strict=True):
-            if axis is None:
-                inputs.append(self.read(atom))
-            else:
-                inputs.append(self.as_state(atom, self.shared.of_examples(axis, atom.shape[axis]), equation))
-        states = [
-            self.state(atom) if axis is None else Spread(axis)
-            for atom, axis in zip(equation.inputs, params["axes"], strict=True)
-        ]
+        states = [self.state(atom) for atom in equation.inputs]
+        for k, (atom, axis) in enumerate(zip(equation.inputs, params["axes"], strict=True)):
+            if axis is not None:
+                states[k] = self.part_state(states[k], axis, atom.shape[axis])
+        inputs = tuple(self.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=True))
         noted, mark = self.shared.reductions, len(self.shared.reductions)
         inner, names = self.body(body, equation.inputs, states)
         results: list[Atom] = []
         late: dict[Var, tuple[Var, str]] = {}
         outputs: list[Var] = []
         for atom, join, var in zip(body.outputs, params["joins"], equation.outputs, strict=True):
-            last = inner.producers.get(inner.read(atom))
-            if last is not None and last.op == "ap.reduce" and last.params["op"] == join:
+            last, state = inner.producers.get(inner.read(atom)), inner.state(atom)
+            if last is not None and last.op == self.shared.op("reduce") and last.params["op"] == join:
                 results.append(last.inputs[0])
                 outputs.append(Var(var.type))
                 late[var] = outputs[-1], join
                 continue
-            state = inner.state(atom) if join == "sum" else None if isinstance(join, str) else Spread(join)
+            if not isinstance(join, str):
+                state = self.part_state(state, join, var.shape[join])
+            elif join != "sum" and isinstance(state, Partial):
+                state = None
             results.append(inner.as_state(atom, state, equation))
             outputs.append(self.define(var, state))
         block, _ = eliminate_dead(Block(tuple(names), tuple(inner.equations), tuple(results)))
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(block,)))
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=tuple(outputs), bodies=(block,)))
         for var, (part, join) in late.items():
             k = next(k for k, r in enumerate(noted[mark:], mark) if (r.type, r.op) == (part.type, join))
             del noted[k]

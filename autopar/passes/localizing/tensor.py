@@ -1,0 +1,105 @@
+"""The program of one device of a tensor axis: `localize` once more, over the devices that divide products.
+
+Weights are in shards along the axis that was decided (`analysis.tensor`); from there on a value is whole, an equal
+shard or a partial sum as it is among the devices of a batch, and sums are reduced where an equation reads them that
+isn't linear: one AllReduce a pair of products. What concerns the batch's devices is done by each as it is: of shards
+and partial sums where that is the same, else of the whole. Rows of tables go by themselves, and are whole here.
+Source: Megatron-LM (Shoeybi et al., 2019), section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.analysis.local import LocalFacts, Reduction, Spread, State
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.operations import PREFIX
+from autopar.ir.program import Block, Equation, Program
+from autopar.ir.slicing import eliminate_dead
+from autopar.passes.localize import Localizer
+from autopar.passes.localizing.local_forms import Shared
+
+#: What is done to each element, or to each part along another axis than its own.
+_APART = frozenset(
+    f"{PREFIX}{name}"
+    for name in ("once", "microbatch_once", "reduce", "replicate", "shard", "microbatch_shard", "only_examples")
+)
+
+
+def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+    """The program of one device of the tensor axis as well, and what it does over that axis.
+
+    Args:
+      program: Localized over the batch's devices.
+      bound: What says along which axes leaves are divided.
+
+    Raises:
+      NotLocal: an equation that can't be run on a part of its operands.
+    """
+    plan = bound.plan.tensor
+    if plan is None or not bound.tensors:
+        return program, "no products are divided"
+    alone = dataclasses.replace(bound.plan, devices=plan.devices)
+    over = dataclasses.replace(bound, plan=alone, families=(), shards={}, undivided=0)
+    walk = _TensorPart(Shared(over, True, "tensor_"))
+    axes = [bound.tensors.get(k) for k in range(len(program.block.inputs))]
+    states: list[State] = [None if axis is None else Spread(axis) for axis in axes]
+    inputs = [walk.define(v, s) for v, s in zip(program.block.inputs, states, strict=True)]
+    outputs, returned = walk.program(program, states)
+    block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
+    shared = walk.shared
+    facts = LocalFacts(tuple(returned), frozenset(), tuple(shared.reductions), tuple(shared.gathered))
+    local = dataclasses.replace(program.local, reductions=tuple(_reductions(block)), tensor=facts)
+    return dataclasses.replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
+
+
+def _reductions(block: Block, *, nested: bool = False) -> Iterator[Reduction]:
+    """What is reduced over the batch's devices, of which each has its part of the products now."""
+    for equation in block.equations:
+        if equation.op == "ap.reduce":
+            yield Reduction(equation.inputs[0].type, equation.params["op"], nested, equation.source)
+        for body in equation.bodies:
+            yield from _reductions(body, nested=True)
+
+
+@dataclass(eq=False)
+class _TensorPart(Localizer):
+    """One block being rewritten."""
+
+    def nested_walk(self) -> Localizer:
+        return _TensorPart(self.shared, True)
+
+    def result_state(self, state: State) -> State:
+        return None
+
+    @property
+    def delays_sums(self) -> bool:
+        return False
+
+    def part_state(self, state: State, axis: int, size: int) -> State:
+        """Shards stay shards, but along the axis of the examples."""
+        return state if isinstance(state, Spread) and state.axis != axis else None
+
+    def add(self, equation: Equation) -> None:
+        if equation.op in _APART:
+            self._apart(equation)
+        elif equation.op.startswith(PREFIX) and equation.op != "ap.microbatches":
+            for atom in equation.inputs:
+                self.make_whole(atom, equation)
+            self.copy(equation)
+        else:
+            super().add(equation)
+
+    def _apart(self, equation: Equation) -> None:
+        """What the batch's devices do with a value, of what a device has of it."""
+        (atom,), params = equation.inputs, equation.params
+        state = self.state(atom)
+        if isinstance(state, Spread):
+            state = self.part_state(state, params.get("axis", -1), 0)
+        elif params.get("op", "sum") != "sum" or "axis" in params:
+            state = None
+        if state is None:
+            self.make_whole(atom, equation)
+        self.copy(equation, [state])
