@@ -229,13 +229,16 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     try:
         program, note = localize(program, bound)
     except NotLocal as error:
-        if request.options.emit is None:
-            raise NoOwnProgram(str(error)) from error
-        raise StrategyError(
-            f"emit='pmap': {program.name} can't be written as the program of one device: {error}. "
-            "Leave it to emit='pjit'"
-        ) from error
+        raise _without_own_program(program, request, error) from error
     return program, bound, note
+
+
+def _without_own_program(program: Program, request: Request, error: NotLocal) -> Exception:
+    if request.options.emit is None:
+        return NoOwnProgram(str(error))
+    return StrategyError(
+        f"emit='pmap': {program.name} can't be written as the program of one device: {error}. Leave it to emit='pjit'"
+    )
 
 
 def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tuple[Program, str]:
@@ -244,7 +247,7 @@ def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tu
     try:
         return localize_tensor(program, bound)
     except NotLocal as error:
-        raise NoOwnProgram(str(error)) from error
+        raise _without_own_program(program, request, error) from error
 
 
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
