@@ -14,6 +14,7 @@ from jax import lax
 import autopar
 from autopar.planning.check import CheckRow
 from tests.support.meshes import mesh_of
+from tests.support.row_steps import same
 
 EXAMPLES, LENGTH, WIDTH, TURNS = 12, 5, 8, 11
 #: Bytes that each of four devices sends of a sum, and of a value of all examples.
@@ -59,6 +60,11 @@ def until(h: jax.Array, turns: jax.Array) -> jax.Array:
     return lax.fori_loop(0, turns, lambda _, c: mean(c), h)
 
 
+def centred(h: jax.Array, turns: jax.Array) -> jax.Array:
+    scale = jnp.linspace(0.5, 1, h.size).reshape(h.shape)
+    return lax.scan(lambda c, _: (c - scale * jnp.broadcast_to(c.mean(0), c.shape), None), h, None, length=TURNS)[0]
+
+
 def rows_of(measure: Measure | None, strategy: Any = "allreduce") -> dict[tuple[str, str], CheckRow]:
     """Returns a check's rows by (collective, what); all are planned, and as planned."""
 
@@ -92,10 +98,11 @@ TURN = "all-reduce", "each turn of a while loop"
         (gathered, MODEL, TURNS * ALL),
         (flagged, FLAGS, TURNS * 3),
         (until, TURN, SUM),
+        (centred, SUMS, TURNS * SUM),
     ],
 )
 def test_what_loops_send_is_counted(measure: Measure, key: tuple[str, str], sent: int) -> None:
-    """As often as they turn, where that is known; all branches."""
+    """As often as they turn, where that is known; all branches. What is broadcast is reduced before."""
     without, row = rows_of(None), rows_of(measure)[key]
     before = without[key].compiled if key in without else 0
     assert (row.planned, row.compiled - before) == (row.compiled, sent)
@@ -104,3 +111,25 @@ def test_what_loops_send_is_counted(measure: Measure, key: tuple[str, str], sent
 def test_dense_leaves_in_shards_are_gathered_as_planned() -> None:
     row = rows_of(None, {"table": "allreduce", "w": "ps"})[MODEL]
     assert row.planned == row.compiled == 3 * WIDTH**2
+
+
+def test_sums_that_are_broadcast_in_loops() -> None:
+    """Some are needed whole in a turn; others are summed up, and reduced after the loop."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            def turn(carry: tuple[jax.Array, jax.Array], _: None) -> Any:
+                h, total = carry
+                means = jnp.broadcast_to(h.mean(0), (3, WIDTH)) * jnp.linspace(1, 2, 3)[:, None]
+                h = jnp.tanh(h @ w - means[1]) / jnp.sqrt(h.var(0) + 0.1)
+                return (h, total + 2 * means), None
+
+            h, total = lax.scan(turn, (x, jnp.zeros((3, WIDTH))), None, length=4)[0]
+            return jnp.sum(h**2) + jnp.sum(total**2)
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.01 * gradient, value
+
+    w, x = jnp.eye(WIDTH) * 1.1, jnp.sin(jnp.arange(EXAMPLES * WIDTH, dtype=jnp.float32)).reshape(EXAMPLES, WIDTH)
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    same(planned(w, x), jax.jit(step)(w, x))

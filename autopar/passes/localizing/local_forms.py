@@ -78,6 +78,8 @@ class Forms(ZeroWriter, abc.ABC):
     #: Old variables that depend on a sum over the examples.
     reduced: set[Atom] = field(default_factory=set)
     converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
+    #: Partial sums that are larger than those they are made of -> what makes them, and the smaller ones' bytes.
+    grown: dict[Atom, tuple[Equation, int]] = field(default_factory=dict)
 
     # --- values ---
 
@@ -156,7 +158,23 @@ class Forms(ZeroWriter, abc.ABC):
         if not isinstance(self.state(atom), Partial):
             return self.as_state(atom, None, source)
         assert isinstance(atom, Var), "constants are whole"
+        if atom in self.grown:
+            made, _ = self.grown[atom]
+            inputs = tuple(self.as_state(a, None, source) for a in made.inputs)
+            self.reduced.add(atom)
+            self.append(dataclasses.replace(made, inputs=inputs, outputs=(self.define(atom, None),)))
+            return self.read(atom)
         return self.reduced_value(atom, self.read(atom), "sum", source)
+
+    def note_growth(self, equation: Equation) -> None:
+        """Remember, in a loop or branch, partial sums that are larger than those they are made of.
+
+        They stay partial where they can. Where they can't, the smaller ones are reduced.
+        """
+        parts = {a for a in equation.inputs if isinstance(self.state(a), Partial)}
+        nbytes = sum(self.grown[a][1] if a in self.grown else a.type.nbytes for a in parts)
+        if self.nested and nbytes < equation.outputs[0].type.nbytes:
+            self.grown[equation.outputs[0]] = equation, nbytes
 
     def reduced_value(self, var: Var, part: Atom, op: str, source: Equation | None) -> Atom:
         """What an old value is once its parts are reduced; from here on it is whole."""
