@@ -138,6 +138,7 @@ def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[An
     """Seconds a step, a mean of each turn, and how even steps are."""
     means: dict[str, list[float]] = {name: [] for name in steps}
     every: dict[str, list[float]] = {name: [] for name in steps}
+    first: dict[str, float] = {}
     done = 0
     for turn in range(TURNS + 1):
         for name, step in steps.items():
@@ -148,7 +149,9 @@ def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[An
                 states[name], loss = step(states[name], batches[(done + k) % len(batches)])
                 jax.block_until_ready((states[name], loss))
                 seconds.append(time.perf_counter() - start)
-            if turn:  # the first one compiles
+            if turn == 0:  # this one compiles, also beside the steps
+                first[name] = float(np.median(seconds[1:]))
+            else:
                 timed = seconds[min(SKIPPED, count - 1) :]
                 means[name].append(float(np.mean(timed)))
                 every[name] += timed
@@ -156,7 +159,8 @@ def _compare(steps: Mapping[str, Step], states: dict[str, Any], batches: list[An
     total = {name: float(np.mean(found)) * 1e3 for name, found in means.items()}
     shares = {name: np.quantile(found, (0.5, 0.99, 1)) * 1e3 for name, found in every.items()}
     shown = "\n".join(
-        f"  {name}: mean {total[name]:.1f} ms, median {p50:.1f}, p99 {p99:.1f}, longest {longest:.1f}"
+        f"  {name}: mean {total[name]:.1f} ms, median {p50:.1f}, p99 {p99:.1f}, longest {longest:.1f}; "
+        f"before that, in {STEPS[name]} steps, median {1e3 * first[name]:.1f}"
         for name, (p50, p99, longest) in shares.items()
     )
     print(

@@ -3,7 +3,8 @@
 Five models with AdamW and Adagrad, on one device, on 4 CPU devices and on 4 ranks, beside plain `jax.jit` (on several
 devices data parallelism: the batch sharded, the state everywhere). Each case is a process of its own, both sides take
 turns in it. `python -m benchmarks first_week` prints the table of docs/first_week.md; `FIRST_WEEK="DLRM:one device"`
-in the environment selects cases, and JAX_PLATFORMS an accelerator for those on one device.
+in the environment selects cases, and JAX_PLATFORMS an accelerator for those on one device. Steps up to the last one
+beside which something was compiled, and those after it, are told apart; nan: there were none.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ EVALUATIONS, BETWEEN = 3, 20
 
 def first_week() -> None:
     """A line for each case, autopar / plain; then install to first step."""
-    columns = ["first call, s", "evaluation, s", "first 50 steps, s", "p50, ms", "p99, ms", "later evaluations, ms"]
+    columns = ["first call, s", "evaluation, s", "first 50 steps, s", "while compiling: p50, ms", "p99, ms"]
+    columns += ["steady: p50, ms", "p99, ms", "later evaluations, ms"]
     print("| model, optimizer | where |", " | ".join(columns), "|")
     print("|---" * (2 + len(columns)) + "|", flush=True)
     chosen = os.environ.get("FIRST_WEEK", "")
@@ -134,13 +136,21 @@ def main(model_name: str, optimizer: str, devices: str, only: str = "") -> None:
             batches,
         ),
     }
+    settled = FIRST
+
+    def listen(event: str, seconds: float, **_: Any) -> None:
+        nonlocal settled
+        if event.endswith("/backend_compile_duration"):
+            settled = max(settled, len(sides["autopar"].seconds))
+
     first = {name: side.begin() for name, side in sides.items()}
+    jax.monitoring.register_event_duration_secs_listener(listen)
     slowest = max(np.median(side.seconds) for side in sides.values())
     turns = max(1, min(STEPS, int(SECONDS / slowest)) // TURN)
     for _ in range(int(broadcast_one_to_all(np.int32(turns)))):
         for side in sides.values():
             side.run(TURN)
-    spread_ms = {name: side.spread_ms() for name, side in sides.items()}
+    spread_ms = {name: side.spread_ms(settled) for name, side in sides.items()}
     later_ms = {name: side.later_evaluation_ms() for name, side in sides.items()}
     if jax.process_index() == 0:
         print(json.dumps({name: [*first[name], *spread_ms[name], later_ms[name]] for name in sides}))
@@ -184,9 +194,10 @@ class _Side:
             found.append(self._evaluation_s())
         return float(np.median(found)) * 1e3
 
-    def spread_ms(self) -> list[float]:
-        """The median and the 99th percentile of the steps after the first ones."""
-        return (np.quantile(self.seconds[FIRST:], (0.5, 0.99)) * 1e3).tolist()
+    def spread_ms(self, settled: int) -> list[float]:
+        """The median and the 99th percentile of the steps behind the first ones up to `settled`, and of those after."""
+        parts = self.seconds[FIRST:settled], self.seconds[settled:]
+        return [1e3 * float(np.quantile(part or np.nan, q)) for part in parts for q in (0.5, 0.99)]
 
 
 if __name__ == "__main__":
