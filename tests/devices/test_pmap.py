@@ -105,7 +105,7 @@ def test_what_needs_all_rows_is_told_with_its_line() -> None:
     (mine, told), (theirs, other) = planned(table, ids), jax.jit(step)(table, ids)
     np.testing.assert_allclose(np.asarray(mine), theirs, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), told, other)
-    assert re.search(r"every device has whole: +592 B for \w+ \(.*test_pmap\.py:\d+\)", explained(planned))
+    assert re.search(r"every device has whole: +608 B for \w+ \(.*test_pmap\.py:\d+\)", explained(planned))
 
 
 def test_ids_that_only_one_branch_takes_from_the_batch() -> None:
