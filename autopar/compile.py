@@ -10,7 +10,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
@@ -132,11 +131,9 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
     )
 
 
-def _uneven(options: Options) -> Literal["no", "by XLA", "by example"]:
-    """How a batch is spread that the devices don't divide."""
-    if options.hosts or options.pipeline is not None or options.is_served:
-        return "no"
-    return "by XLA" if options.emit == "pjit" else "by example"
+def _uneven(options: Options) -> bool:
+    """Whether a batch is spread that the devices don't divide: in each device's own program."""
+    return not (options.hosts or options.pipeline is not None or options.is_served or options.emit == "pjit")
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:

@@ -129,8 +129,6 @@ def collect_ids(
     space: RowSpace,
     batch: Mapping[Var, int] | None = None,
     devices: int = 1,
-    *,
-    uneven: bool = False,
     undivided: int = 0,
 ) -> RowIds:
     """The ids of all accesses of a family, each distinct set once.
@@ -140,8 +138,8 @@ def collect_ids(
       space: The family.
       batch: The batch axes of variables.
       devices: N, over how many the examples are spread.
-      uneven: Whether N needn't divide them: ids are then padded by those of no row (`more` examples of them).
-      undivided: B, if each device is to have the ids of ceil(B / N) whole examples then.
+      undivided: B, if N doesn't divide the examples: each device has the ids of ceil(B / N) of them, padded by those of
+        no row (`more` in all).
     """
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
@@ -165,7 +163,7 @@ def collect_ids(
             if access.known is None:
                 indices[access.equation] = Index(access.path, index, varies)
             follow_batch(equations[known:], axes, devices=devices)
-            least = 1 if uneven else devices
+            least = 1 if undivided else devices
             if access.known is None:
                 spread[access.equation] = axis = _spread_axis(access, atom, index, axes, least)
             else:

@@ -59,12 +59,8 @@ def spread(
             return value
         return devices.constrain(value, *bound.place(k))
 
-    def given(value: Array, k: int) -> Array:
-        is_xlas = k in bound.uneven and bound.emit == "pjit"
-        return devices.constrain(value, bound.uneven[k]) if is_xlas else constrained(value, k)
-
     def spread_run(*inputs: Array) -> Sequence[Array]:
-        outputs = run(*(given(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag
+        outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag
         pairs = zip(outputs, program.outputs, strict=False)
         placed = [x if out.state is None else constrained(x, out.state) for x, out in pairs]
         return [*placed, *outputs[len(placed) :]]

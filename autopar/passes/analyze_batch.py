@@ -1,7 +1,7 @@
 """Follow the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
 Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
-divide it, or if XLA may pad and mask what each has (`uneven`). An evaluation has no state, and is given parameters
+divide it, or if each device's part may be padded and masked (`uneven`). An evaluation has no state, and is given parameters
 beside the batch: they are what holds tables, or is used like weights, or has leaves of different sizes, and stay where
 they are. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's state from
 one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed to be
@@ -16,7 +16,6 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
 from autopar.analysis.row_ids import collect_ids
@@ -36,7 +35,7 @@ def analyze_batch(
     microbatches: int = 1,
     batch_axis: BatchAxis = 0,
     always: bool = False,
-    uneven: Literal["no", "by XLA", "by example"] = "no",
+    uneven: bool = False,
 ) -> tuple[Program, str]:
     """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
@@ -46,8 +45,9 @@ def analyze_batch(
       microbatches: M, into which each device's examples are divided.
       batch_axis: Which axis of the batch's leaves runs over its examples.
       always: Also for one device.
-      uneven: Whether, and how, a batch whose size N doesn't divide is spread: the largest of its leaves, or else those
-        of the size that most have. Shared leaves of other sizes that N doesn't divide never are.
+      uneven: Whether a batch whose size N doesn't divide is spread: the largest of its leaves, or else those of the
+        size that most have, of which each device has ceil(B / N) examples. Shared leaves of other sizes that N doesn't
+        divide never are.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -58,21 +58,18 @@ def analyze_batch(
     parts = devices * microbatches
     sizes = [v.shape[axis] for v, axis in named.items()]
     undivided = next((n for n in (max(sizes, default=0), common_size(sizes, devices)) if n > 1 and n % devices), 0)
-    is_uneven = uneven != "no" and microbatches == 1 and undivided > 0
+    undivided *= uneven and microbatches == 1
     starts = {
         v: axis
         for v, axis in named.items()
-        if v.shape[axis] and (v.shape[axis] % parts == 0 or (is_uneven and v.shape[axis] == undivided))
+        if v.shape[axis] and (v.shape[axis] % parts == 0 or v.shape[axis] == undivided)
     }
     if microbatches > 1:
         paths = {v: x.path for v, x in zip(program.block.inputs, program.inputs, strict=True)}
         _check_divides(paths, named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
-    by_example = undivided if uneven == "by example" else 0
-    return _with_ids(program, axes, devices, uneven=is_uneven, undivided=by_example), _note(
-        program, over, named, starts, axes
-    )
+    return _with_ids(program, axes, devices, undivided), _note(program, over, named, starts, axes)
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
@@ -171,12 +168,9 @@ def _check_divides(
         raise ArgumentsError(f"microbatches={microbatches}: nothing in the batch has examples that could be divided")
 
 
-def _with_ids(program: Program, axes: BatchAxes, devices: int, *, uneven: bool = False, undivided: int = 0) -> Program:
+def _with_ids(program: Program, axes: BatchAxes, devices: int, undivided: int = 0) -> Program:
     spaces = () if program.rows is None else program.rows.spaces
-    ids = {
-        space.family: collect_ids(program.block, space, axes, devices, uneven=uneven, undivided=undivided)
-        for space in spaces
-    }
+    ids = {space.family: collect_ids(program.block, space, axes, devices, undivided) for space in spaces}
     return dataclasses.replace(program, batch=axes, ids=ids)
 
 

@@ -6,7 +6,6 @@ what it gives on one device: a JAX whose partitioner breaks another primitive is
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -51,14 +50,6 @@ def test_every_primitive(group: str, groups: int) -> None:
 
 
 SOME = ["reductions", "indices", *(long(g) for g in GROUPS if g not in ("reductions", "indices"))]
-
-
-@pytest.mark.parametrize("group", SOME)
-def test_every_primitive_on_examples_that_the_devices_do_not_divide(group: str) -> None:
-    mesh = jax.make_mesh((3, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:6])
-    for size, mesh_ in itertools.product((4, 8), (mesh_of(3), mesh)):
-        planned = check_group(group, mesh_, of_size(size), emit="pjit")
-        assert planned.latest.compiled.bound.uneven
 
 
 @pytest.mark.parametrize("group", SOME)
