@@ -244,36 +244,13 @@ class Localizer(LoopForms):
             if top:
                 return False
             if self.shared.bound.emit == "pmap" and not self.shared.bound.on_hosts:
-                self._scaled(equation, partial.index(True))
+                self.scale_partial(equation, partial.index(True))
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
         self.note_growth(equation)
         return True
-
-    def _scaled(self, equation: Equation, k: int) -> None:
-        """In a loop or branch, partial sums (operand `k`) times or by a number of the step: they are summed first, at
-        each turn, only if that number isn't an ordinary one."""
-        (out,) = equation.outputs
-
-        def body(sums_first: bool) -> Block:
-            inner = tuple(Var(a.type) for a in equation.inputs)
-            operands, result = list(inner), Var(out.type)
-            lines = []
-            if sums_first:
-                operands[k] = Var(inner[k].type)
-                lines.append(Equation(self.shared.op("reduce"), (inner[k],), (operands[k],), {"op": "sum"}))
-            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
-            if sums_first:
-                lines.append(Equation(self.shared.op("once"), (result,), (Var(out.type),)))
-            return Block(inner, tuple(lines), lines[-1].outputs)
-
-        inputs = tuple(self.read(a) for a in equation.inputs)
-        params = {"by": 1 - k, "divides": equation.op == "div"}
-        scaled = self.define(out, PARTIAL)
-        self.note_growth(equation)
-        self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
         """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""

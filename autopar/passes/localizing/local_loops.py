@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.local import NotLocal, Partial, Spread, State
+from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Var
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.localizing.local_forms import Forms, joined
@@ -141,6 +141,29 @@ class LoopForms(Forms, abc.ABC):
         if turn.reduced:
             self.reduced.update(equation.outputs)
         return True
+
+    def scale_partial(self, equation: Equation, k: int) -> None:
+        """In a loop or branch, partial sums (operand `k`) times or by a number of the step: they are summed first, at
+        each turn, only if that number isn't an ordinary one."""
+        (out,) = equation.outputs
+
+        def body(sums_first: bool) -> Block:
+            inner = tuple(Var(a.type) for a in equation.inputs)
+            operands, result = list(inner), Var(out.type)
+            lines = []
+            if sums_first:
+                operands[k] = Var(inner[k].type)
+                lines.append(Equation(self.shared.op("reduce"), (inner[k],), (operands[k],), {"op": "sum"}))
+            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
+            if sums_first:
+                lines.append(Equation(self.shared.op("once"), (result,), (Var(out.type),)))
+            return Block(inner, tuple(lines), lines[-1].outputs)
+
+        inputs = tuple(self.read(a) for a in equation.inputs)
+        params = {"by": 1 - k, "divides": equation.op == "div"}
+        scaled = self.define(out, PARTIAL)
+        self.note_growth(equation)
+        self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
 
     def exchanges(self) -> bool:
         """Whether a nested block needs values of other devices."""
