@@ -2,11 +2,11 @@
 
 Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
 divide it, or if each device's part may be padded and masked (`uneven`). An evaluation has no state, and is given
-parameters beside the batch: they are what holds tables, or is used like weights, or has leaves of different sizes, and stay where
-they are. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's state from
-one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed to be
-carried, and the program tells: a carried leaf meets the batch along its axis only, and its new value is one of the
-batch whether or not the old one is.
+parameters beside the batch: they are what holds tables, or is used like weights, or has leaves of different sizes, and
+stay where they are. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's
+state from one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed
+to be carried, and the program tells: a carried leaf meets the batch along its axis only, and its new value is one of
+the batch whether or not the old one is.
 """
 
 from __future__ import annotations
