@@ -12,13 +12,12 @@ aggregation).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import (
     PARTIAL,
@@ -32,6 +31,7 @@ from autopar.analysis.local import (
     place_spread,
     resized_params,
 )
+from autopar.analysis.rules import ALIGNED
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import neutral
@@ -39,6 +39,7 @@ from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_loops import LoopForms
 from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
+from autopar.passes.localizing.regrouped import RegroupedForms
 
 
 def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
@@ -88,7 +89,7 @@ _OF_ALL_DEVICES = frozenset({"shard_map", "custom_partitioning", "sharding_const
 
 
 @dataclass(eq=False)
-class Localizer(LoopForms):
+class Localizer(LoopForms, RegroupedForms):
     """One block being rewritten."""
 
     def program(self, program: Program, inputs: Sequence[State]) -> tuple[list[Atom], list[State]]:
@@ -135,7 +136,7 @@ class Localizer(LoopForms):
             return
         inner = [e for body in equation.bodies for e in body.walk()] if equation.op == "while" else []
         of_all = next((e for e in (equation, *inner) if e.op in _OF_ALL_DEVICES), None)
-        if of_all is not None and self._may_repeat:
+        if of_all is not None and self.may_repeat:
             raise NotLocal(f"{of_all.op} says itself what each device has", of_all.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
@@ -145,9 +146,9 @@ class Localizer(LoopForms):
             self.copy(equation, states)
         elif self._is_callback(equation):
             self._first(equation)
-        elif not any(states) and not _is_walked(equation) and not (equation.effects and self._may_repeat):
+        elif not any(states) and not _is_walked(equation) and not (equation.effects and self.may_repeat):
             self.copy(equation)
-        elif equation.effects and (not equation.bodies or not self._may_repeat):
+        elif equation.effects and (not equation.bodies or not self.may_repeat):
             self._effect(equation)
         elif equation.bodies:
             self.nested_equation(equation)
@@ -178,15 +179,10 @@ class Localizer(LoopForms):
         """Whether partial sums stay so wherever they can: in a loop they are added up, and reduced behind it."""
         return self.nested
 
-    @property
-    def _may_repeat(self) -> bool:
-        """Returns whether an effect of what all devices have would be seen once for each of them."""
-        return self.shared.examples and not self.shared.bound.on_hosts
-
     def _is_callback(self, equation: Equation) -> bool:
         """Returns whether Python is called, which might give each device something else."""
         is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
-        return is_call and self._may_repeat
+        return is_call and self.may_repeat
 
     def _first(self, equation: Equation) -> None:
         """A callback of whole operands on the first device; its results go to all."""
@@ -296,50 +292,27 @@ class Localizer(LoopForms):
         params = {"axis": axis, "size": size, "fill": neutral(op, part.dtype)}
         return self.emit("ap.only_examples", (part,), part.type, params)
 
-    def take_part(self, var: Var, state: Spread) -> None:
-        """Make a device's part, from here on, of an old value that it is given whole."""
-        whole = self.read(var)
-        part = self.as_state(var, state)
-        self.env[var] = part, state
-        self.converted[part, None] = whole
-
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""
         self.shared.inside = self.shared.inside or reason
-        if self._looks_up_rows(equation, spread):
-            self._lookup_part(equation)
+        if self.looks_up_rows(equation, spread):
+            self.lookup_part(equation)
             return
-        kept = max(spread, key=lambda k: equation.inputs[k].type.size) if equation.op == "dot_general" else None
-        if len(spread) == 1:
-            kept = None
-        for k in spread:
-            atom = equation.inputs[k]
-            if k != kept:
-                self.make_whole(atom, equation)
-        self._plain(equation)
+        kept = self._kept(equation, spread) if len(spread) > 1 else ()
+        self._plain(self.wholly(equation, [k for k in spread if k not in kept]))
+        self.divide_again(equation, spread)
 
-    def _looks_up_rows(self, equation: Equation, spread: Mapping[int, int]) -> bool:
-        """Returns whether it is a lookup of single rows that lie on several devices, which adds up."""
-        if equation.op != "gather" or 0 not in spread or not self._may_repeat:
-            return False
-        numbers, axis = equation.params["dimension_numbers"], spread[0]
-        is_row = axis in numbers.start_index_map and equation.params["slice_sizes"][axis] == 1
-        dtype = equation.outputs[0].type.dtype
-        return is_row and not jax_compat.is_key(dtype) and dtype != np.bool_
-
-    def _lookup_part(self, equation: Equation) -> None:
-        """Look up the rows of all examples that a device has; zeros stand for the others."""
-        operand, index = equation.inputs
-        state = self.state(operand)
-        assert isinstance(state, Spread), "its rows are spread"
-        inputs = (self.read(operand), self.whole(index, equation))
-        params = {**equation.params, "axis": state.axis, "size": operand.shape[state.axis]}
-        outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
-        self.append(
-            dataclasses.replace(
-                equation, op=self.shared.op("lookup_part"), inputs=inputs, outputs=outputs, params=params, original=None
-            )
-        )
+    def _kept(self, equation: Equation, spread: Mapping[int, int]) -> Collection[int]:
+        """Returns the operands of an equation of which a device's own part will do, once it has all of the others."""
+        states = [self.state(equation.inputs[k]) for k in spread]
+        if equation.op == "dot_general":
+            return (max(spread, key=lambda k: equation.inputs[k].type.size),)
+        if not self.regroups or any(isinstance(s, Spread) and s.owner for s in states):
+            return ()
+        if equation.op == "gather":
+            return (1,)  # each device looks up for its own examples
+        alike = [k for k, s in zip(spread, states, strict=True) if s == states[0]]
+        return alike if equation.op in ALIGNED and len(alike) < len(states) else ()
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
         """A reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""

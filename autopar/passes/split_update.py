@@ -297,7 +297,7 @@ class _Microbatch(Localizer):
         self._of_weights = dependent(program.block.equations, weights)
 
     @property
-    def _may_repeat(self) -> bool:
+    def may_repeat(self) -> bool:
         return False
 
     def add(self, equation: Equation) -> None:

@@ -83,6 +83,16 @@ class Forms(ZeroWriter, abc.ABC):
 
     # --- values ---
 
+    @property
+    def may_repeat(self) -> bool:
+        """Returns whether an effect of what all devices have would be seen once for each of them."""
+        return self.shared.examples and not self.shared.bound.on_hosts
+
+    @property
+    def regroups(self) -> bool:
+        """Returns whether parts are of examples, and each device can have all of them."""
+        return self.may_repeat and not self.shared.over
+
     def state(self, atom: Atom) -> State:
         """What a device has of an old value."""
         return None if isinstance(atom, Literal) else self.env[atom][1]
@@ -137,21 +147,37 @@ class Forms(ZeroWriter, abc.ABC):
 
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
-        key = new, None
         if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         known = None if have.owner else self.known(atom)
         if known is not None:
             return known
-        if key not in self.converted:
+        return self._all_of(new, atom.type, have, source)
+
+    def _all_of(self, new: Atom, type_: ArrayType, have: Spread, source: Equation | None) -> Atom:
+        """All of a new value that is spread, of this type; of what is broadcast, before it is."""
+        key = new, None
+        if key in self.converted:
+            return self.converted[key]
+        made = None if have.owner else self.producers.get(new)
+        if made is not None and made.op == "broadcast_in_dim":
+            dims, inputs = made.params["broadcast_dimensions"], made.inputs
+            axis = dims.index(have.axis) if have.axis in dims else None
+            if axis is not None and inputs[0].shape[axis] == new.shape[have.axis]:
+                whole = inputs[0].type.resized(axis, type_.shape[have.axis])
+                inputs = (self._all_of(inputs[0], whole, have.moved(axis), source), *inputs[1:])
+            out, params = Var(type_), {**made.params, "shape": type_.shape}
+            self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
+        else:
             if not have.owner:
                 op, where = (source.op, source.source) if source else ("", None)
                 nbytes = new.type.nbytes * self.shared.devices
                 self.shared.gathered.append(Gathered(nbytes, self.nested, op, where))
                 self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
-            size = {"size": atom.shape[have.axis]} if have.examples else {}
-            self.converted[key] = self.emit(self.shared.op("replicate"), (new,), atom.type, {"axis": have.axis, **size})
-        return self.converted[key]
+            size = {"size": type_.shape[have.axis]} if have.examples else {}
+            out = self.emit(self.shared.op("replicate"), (new,), type_, {"axis": have.axis, **size})
+        self.converted[key] = out
+        return out
 
     def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
         """An old value reduced over the devices; from here on it is whole."""
@@ -195,10 +221,15 @@ class Forms(ZeroWriter, abc.ABC):
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
         return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op})
 
-    def make_whole(self, atom: Atom, source: Equation) -> None:
-        """From here on every device has all of an old value."""
-        if isinstance(atom, Var) and self.state(atom) is not None:
-            self.env[atom] = self.whole(atom, source), None
+    def wholly(self, equation: Equation, operands: Iterable[int]) -> Equation:
+        """Returns an equation that reads the whole of some operands; others go on with what a device has of them."""
+        inputs = list(equation.inputs)
+        for k in operands:
+            if self.state(inputs[k]) is not None:
+                whole = Var(inputs[k].type)
+                self.env[whole] = self.whole(inputs[k], equation), None
+                inputs[k] = whole
+        return dataclasses.replace(equation, inputs=tuple(inputs))
 
     def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
         """What all devices have, as a shard or a partial sum of it."""

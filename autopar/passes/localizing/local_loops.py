@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
@@ -35,43 +35,55 @@ class LoopForms(Forms, abc.ABC):
             self._microbatches(equation)
         elif equation.op != "while" or not self._while(equation):
             self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
-            for atom in equation.inputs:
-                self.make_whole(atom, equation)
-            self.copy(equation)
+            self.copy(self.wholly(equation, range(len(equation.inputs))))
 
     def _scan(self, equation: Equation) -> None:
         consts, carry = equation.params["num_consts"], equation.params["num_carry"]
         (body,) = equation.bodies
-        states = [self.state(a) for a in equation.inputs]
-        xs: list[State] = []
-        for k, atom in enumerate(equation.inputs[consts + carry :], consts + carry):
-            state = states[k]
-            if isinstance(state, Spread) and state.axis == 0:
-                self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
-                self.make_whole(atom, equation)
-                state = None
+        states, constants = [self.state(a) for a in equation.inputs], [self.read(a) for a in equation.inputs[:consts]]
+        sequences, xs = [], []
+        for k in range(consts + carry, len(equation.inputs)):
+            new, state = self._sequence(equation, k)
+            sequences.append(new)
             xs.append(state.moved(state.axis - 1) if isinstance(state, Spread) else state)
         inner, inputs, results = self._turn(equation, states[: consts + carry], xs)
         carries = results[:carry]
         atoms = tuple(inner.as_state(a, s, equation) for a, s in zip(body.outputs, results, strict=True))
+        hoisted = self._hoisted(equation, inner, dict(zip(inputs, equation.inputs[:consts], strict=False)))
+        names = [*inputs[:consts], *hoisted]
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
-        operands = (
-            *map(self.read, equation.inputs[:consts]),
-            *outer,
-            *map(self.read, equation.inputs[consts + carry :]),
-        )
+        operands = (*constants, *hoisted.values(), *outer, *sequences)
         outputs = []
         for k, var in enumerate(equation.outputs):
             state = results[k]
             if k >= carry and isinstance(state, Spread):
                 state = state.moved(state.axis + 1)
             outputs.append(self.define(var, state))
-        block = Block(tuple(inputs), tuple(inner.equations), atoms)
+        block = Block((*names, *inputs[consts:]), tuple(inner.equations), atoms)
+        params = {**equation.params, "num_consts": len(names)}
         self.append(
-            dataclasses.replace(equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), original=None)
+            dataclasses.replace(
+                equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), params=params, original=None
+            )
         )
         if inner.reduced:
             self.reduced.update(equation.outputs)
+
+    def _sequence(self, equation: Equation, k: int) -> tuple[Atom, State]:
+        """Returns a scan's sequence (operand `k`) as its turns take it, and what a device has of it: its part of each
+        microbatch, where these are a reshape of the examples, and all of any other sequence of examples."""
+        atom = equation.inputs[k]
+        new, state = self.read(atom), self.state(atom)
+        if not isinstance(state, Spread) or state.axis:
+            return new, state
+        self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
+        made, wanted = self.producers.get(new), None
+        if made is not None and made.op == "reshape" and self.regroups and not state.owner and len(new.shape) > 1:
+            of_turn = self.shared.of_examples(1, atom.shape[1])
+            is_parted = made.inputs[0].shape[:1] == (new.shape[0] * new.shape[1],)
+            if is_parted and atom.shape[1] % (of_turn.examples or self.shared.devices) == 0:
+                wanted = of_turn
+        return self.as_state(atom, wanted, equation), wanted
 
     def _turn(
         self, equation: Equation, start: Sequence[State], xs: Sequence[State]
@@ -96,6 +108,33 @@ class LoopForms(Forms, abc.ABC):
                 return inner, inputs, [*carries, *returned[carry:]]
             self._restore(mark)
             carries = wanted
+
+    def _hoisted(self, equation: Equation, inner: LoopForms, constants: Mapping[Var, Atom]) -> dict[Var, Atom]:
+        """Exchanges once, before a loop, what each turn would exchange of the loop's constants.
+
+        Args:
+          equation: The loop.
+          inner: Its body, which no longer exchanges that.
+          constants: Name in the body -> constant.
+
+        Returns:
+          Name in the body -> what is whole.
+        """
+        whole, kept, shared = dict[Var, Atom](), [], self.shared
+        reduce, replicate = shared.op("reduce"), shared.op("replicate")
+        for each in inner.equations:
+            name = each.inputs[0] if each.op in (reduce, replicate) else None
+            if not isinstance(name, Var) or name not in constants:
+                kept.append(each)
+                continue
+            if each.op == reduce:
+                shared.reductions.remove(next(r for r in shared.reductions[::-1] if r.nested and r.type == name.type))
+            elif name not in shared.owned:
+                size = name.type.nbytes * shared.devices
+                shared.gathered.remove(next(g for g in shared.gathered[::-1] if g.nested and g.nbytes == size))
+            whole[each.outputs[0]] = self.whole(constants[name], equation)
+        inner.equations[:] = kept
+        return whole
 
     def _mark(self) -> tuple[int, int, NotLocal | None]:
         """Returns how much has been noted so far."""
@@ -130,14 +169,20 @@ class LoopForms(Forms, abc.ABC):
             if goes_on is None or all(s == goes_on for s in carries):
                 break
             start = [*states[n:first], *[goes_on] * len(carries)]  # whatever is carried has the examples' axis
+        constants = [self.read(a) for a in equation.inputs[:first]]
+        hoisted = self._hoisted(equation, turn, dict(zip(inputs, equation.inputs[n:first], strict=False)))
+        names = [*inputs[: first - n], *hoisted]
         blocks = (
             Block(tuple(given), tuple(ends.equations), (ends.read(condition.outputs[0]),)),
-            Block(tuple(inputs), tuple(turn.equations), atoms),
+            Block((*names, *inputs[first - n :]), tuple(turn.equations), atoms),
         )
         outer = (self.as_state(a, s, equation) for a, s in zip(equation.inputs[first:], carries, strict=True))
-        operands = (*map(self.read, equation.inputs[:first]), *outer)
+        operands = (*constants, *hoisted.values(), *outer)
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, carries, strict=True))
-        self.append(dataclasses.replace(equation, inputs=operands, outputs=outputs, bodies=blocks, original=None))
+        params = {**equation.params, "body_nconsts": len(names)}
+        self.append(
+            dataclasses.replace(equation, inputs=operands, outputs=outputs, bodies=blocks, params=params, original=None)
+        )
         if turn.reduced:
             self.reduced.update(equation.outputs)
         return True

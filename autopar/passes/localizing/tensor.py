@@ -86,9 +86,7 @@ class _TensorPart(Localizer):
         if equation.op in _APART:
             self._apart(equation)
         elif equation.op.startswith(PREFIX) and equation.op != "ap.microbatches":
-            for atom in equation.inputs:
-                self.make_whole(atom, equation)
-            self.copy(equation)
+            self.copy(self.wholly(equation, range(len(equation.inputs))))
         else:
             super().add(equation)
 
@@ -100,6 +98,4 @@ class _TensorPart(Localizer):
             state = self.part_state(state, params.get("axis", -1), 0)
         elif params.get("op", "sum") != "sum" or "axis" in params:
             state = None
-        if state is None:
-            self.make_whole(atom, equation)
-        self.copy(equation, [state])
+        self.copy(self.wholly(equation, (0,)) if state is None else equation, [state])
