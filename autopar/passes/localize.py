@@ -99,8 +99,7 @@ class Localizer(LoopForms, RegroupedForms):
           program: The program, whose inputs are defined.
           inputs: What a device has of these.
         """
-        for equation in program.block.equations:
-            self._add_with_line(program.block, equation)
+        self.rewrite(program.block)
         outputs, states = [], []
         for atom, out in zip(program.block.outputs, program.outputs, strict=True):
             if out.state is not None:
@@ -118,15 +117,16 @@ class Localizer(LoopForms, RegroupedForms):
 
     # --- equations ---
 
-    def _add_with_line(self, block: Block, equation: Equation) -> None:
-        """Rewrite an equation; what is wrong with one of ours is said with the nearest line of the user's."""
-        try:
-            self.add(equation)
-        except NotLocal as error:
-            if error.source is None and equation.outputs:
-                near = nearest_line(block, equation.outputs[0])
-                error.source = None if near is None else near.source
-            raise
+    def rewrite(self, block: Block) -> None:
+        """Rewrite all equations; what is wrong with one of ours is said with the nearest line of the user's."""
+        for equation in block.equations:
+            try:
+                self.add(equation)
+            except NotLocal as error:
+                if error.source is None and equation.outputs:
+                    near = nearest_line(block, equation.outputs[0])
+                    error.source = None if near is None else near.source
+                raise
 
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
