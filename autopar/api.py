@@ -216,7 +216,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
-            worker_devices=devices.count if whole and devices.mesh.size > 1 else 0,
+            worker_devices=devices.mesh.size if whole else 1,
             servers=servers,
             server_ranks=() if clients is None else server_ranks_of(servers),
         ),

@@ -31,7 +31,6 @@ from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
 from autopar.passes.localizing.tensor import localize_tensor
-from autopar.passes.localizing.worker import localize_worker
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
@@ -41,7 +40,7 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.share_logs import share_logs
-from autopar.passes.shield import shield, shield_stages
+from autopar.passes.shield import shield, shield_stages, shield_worker
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import split_servers
 from autopar.passes.split_stages import split_stages
@@ -220,10 +219,6 @@ def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     if bound.on_hosts:
         return localize_rank(program, bound)
-    if program.served is not None and request.options.worker_devices:
-        worker, note = localize_worker(program, bound, request.options.worker_devices)
-        served = dataclasses.replace(program.served, local_worker=worker)
-        return dataclasses.replace(program, served=served), bound, note
     if bound.devices * request.options.tensor == 1:
         return program, bound, "one device"
     if bound.emit == "pjit":
@@ -256,10 +251,13 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
     by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
     options = request.options
-    devices = (1 if by_rank else bound.devices) * options.rank_devices
+    devices = (1 if by_rank else bound.devices) * options.rank_devices * options.worker_devices
     if devices * options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
         return program, bound, "XLA partitions nothing"
-    if program.staged is not None:
+    if program.served is not None:
+        worker, isolated = shield_worker(program, bound, devices)
+        program = dataclasses.replace(program, served=dataclasses.replace(program.served, divided_worker=worker))
+    elif program.staged is not None:
         staged, isolated = shield_stages(program.staged)
         program = dataclasses.replace(program, staged=staged)
     else:

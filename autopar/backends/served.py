@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 
 from autopar import jax_compat
 from autopar.backends.across import place_array
-from autopar.backends.devices import Devices, Mapped
+from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.watched import jit_on
 from autopar.ir.printer import block_text
@@ -69,11 +69,12 @@ class ServedPrograms:
         types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
         self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
         # On several devices all results are whole on each: they are pushed, or the user's.
-        if devices is None:
-            self._work = jax.jit(_typed(emit(served.worker), types))
-        else:
-            work = _typed(_mapped(served, devices), types)
-            self._work = jit_on(devices.mesh, work, out_shardings=devices.sharding(None))
+        worker = served.worker if devices is None else served.divided_worker
+        assert worker is not None, "it was planned for several devices"
+        work = _typed(worker, types, devices)
+        self._work = (
+            jax.jit(work) if devices is None else jit_on(devices.mesh, work, out_shardings=devices.sharding(None))
+        )
 
     def exported(self, server: int, leaves: Sequence[Array]) -> ExportedPrograms:
         """Returns a server's programs as another process can be sent them. `leaves`: the step's flat arguments."""
@@ -158,7 +159,7 @@ def _server_functions(
     """Returns what a server computes, not compiled: leaves, ids -> pulled; leaves, clocks, pushed -> new ones."""
     places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
-    return _own(part.pull), _typed(emit(part.update), types)
+    return _own(part.pull), _typed(part.update, types)
 
 
 def server_programs(
@@ -199,17 +200,9 @@ def _own(block: Block) -> Callable[..., list[Array]]:
     return own
 
 
-def _mapped(served: ServedStep, devices: Devices) -> Callable[..., Sequence[Array]]:
-    """A worker's program as a function of global arrays, each of its devices running its own."""
-    local = served.local_worker
-    assert local is not None, "it was planned for several devices"
-    run = emit(local.block, devices=Mapped(devices.mesh, devices.axis))
-    returned = (None,) * len(local.block.outputs)
-    return devices.mapped(lambda *inputs: tuple(map(jnp.asarray, run(*inputs))), local.axes, returned)
-
-
-def _typed(run: Callable[..., Sequence[Array]], types: Sequence[Any]) -> Callable[..., list[Array]]:
-    """The function with the plain step's types, weak or strong."""
+def _typed(block: Block, types: Sequence[Any], devices: Devices | None = None) -> Callable[..., list[Array]]:
+    """The block as a function, with the plain step's types, weak or strong. `devices`: over which XLA divides it."""
+    run = emit(block, devices=devices)
 
     def typed(*inputs: Array) -> list[Array]:
         return [x if t is None else _like(jnp.asarray(x), t) for x, t in zip(run(*inputs), types, strict=True)]

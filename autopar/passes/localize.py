@@ -99,7 +99,8 @@ class Localizer(LoopForms, RegroupedForms):
           program: The program, whose inputs are defined.
           inputs: What a device has of these.
         """
-        self.rewrite(program.block)
+        for equation in program.block.equations:
+            self._add_with_line(program.block, equation)
         outputs, states = [], []
         for atom, out in zip(program.block.outputs, program.outputs, strict=True):
             if out.state is not None:
@@ -117,16 +118,15 @@ class Localizer(LoopForms, RegroupedForms):
 
     # --- equations ---
 
-    def rewrite(self, block: Block) -> None:
-        """Rewrite all equations; what is wrong with one of ours is said with the nearest line of the user's."""
-        for equation in block.equations:
-            try:
-                self.add(equation)
-            except NotLocal as error:
-                if error.source is None and equation.outputs:
-                    near = nearest_line(block, equation.outputs[0])
-                    error.source = None if near is None else near.source
-                raise
+    def _add_with_line(self, block: Block, equation: Equation) -> None:
+        """Rewrite an equation; what is wrong with one of ours is said with the nearest line of the user's."""
+        try:
+            self.add(equation)
+        except NotLocal as error:
+            if error.source is None and equation.outputs:
+                near = nearest_line(block, equation.outputs[0])
+                error.source = None if near is None else near.source
+            raise
 
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""

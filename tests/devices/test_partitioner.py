@@ -352,7 +352,7 @@ def test_updates_that_the_devices_do_not_divide() -> None:
 
 @pytest.mark.parametrize(("examples", "meet"), [(8, False), (6, False), (8, True)])
 def test_a_worker_of_several_devices(examples: int, meet: bool) -> None:
-    """Whose state servers keep, and whose minibatch its devices divide, if they can: forwards, backwards, results."""
+    """Whose state servers keep, and whose minibatch XLA divides, if it can: forwards, backwards and results."""
 
     def step(state: Any, batch: Any) -> Any:
         params, count = state
@@ -380,6 +380,4 @@ def test_a_worker_of_several_devices(examples: int, meet: bool) -> None:
     mine, theirs = planned((jnp.ones(4), 0), batch), jax.jit(step)((jnp.ones(4), 0), batch)
     for a, b in zip(jax.tree.leaves(autopar.materialize(mine)), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert planned.latest is not None
-    axes = planned.latest.compiled.program.served.local_worker.axes
-    assert {*axes} == ({0, None} if examples % N == 0 else {None})
+    assert "is written otherwise" in explained(planned)
