@@ -193,7 +193,7 @@ def parallelize(
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
-    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which its devices divide
+    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which XLA divides
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)

@@ -133,7 +133,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 
 def _uneven(options: Options) -> bool:
     """Whether a batch is spread that the devices don't divide: in each device's own program."""
-    return not (options.hosts or options.pipeline is not None or options.is_served or options.emit == "pjit")
+    return not (options.hosts or options.pipeline or options.sync or options.emit == "pjit")
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
