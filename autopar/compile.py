@@ -132,7 +132,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 
 
 def _uneven(options: Options) -> bool:
-    """Whether a batch is spread that the devices don't divide: in each device's own program."""
+    """Returns whether a batch is spread that the devices don't divide: in each device's own program."""
     return not (options.hosts or options.pipeline or options.sync or options.emit == "pjit")
 
 

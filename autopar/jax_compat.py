@@ -201,7 +201,7 @@ def share_compilations() -> None:
 
 
 def is_of_auto_mesh(sharding: Any) -> bool:
-    """Whether JAX noted by itself that a value is on a mesh whose axes are all Auto, which says nothing of where."""
+    """Returns whether JAX noted this by itself, of a mesh whose axes are all Auto, which says nothing of where."""
     mesh = getattr(sharding, "mesh", None)
     return isinstance(mesh, AbstractMesh) and all(kind == AxisType.Auto for kind in mesh.axis_types)
 

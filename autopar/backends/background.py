@@ -76,7 +76,7 @@ class Compilation(Generic[_T]):
 
     @property
     def has_begun(self) -> bool:
-        """Whether it is being compiled, or nobody is to compile it any more."""
+        """Returns whether it is being compiled, or nobody is to compile it any more."""
         return self._turn.locked()
 
     def is_done(self) -> bool:

@@ -112,7 +112,7 @@ class Localizer(LoopForms, RegroupedForms):
         return outputs, states
 
     def result_state(self, state: State) -> State:
-        """What a device returns of a result that is no new state: its examples, if it has as many as the others."""
+        """Returns the form of a result that is no new state: a device's examples, if it has as many as the others."""
         is_whole = isinstance(state, Partial) or (isinstance(state, Spread) and state.examples)
         return None if is_whole else state
 
@@ -176,7 +176,7 @@ class Localizer(LoopForms, RegroupedForms):
 
     @property
     def delays_sums(self) -> bool:
-        """Whether partial sums stay so wherever they can: in a loop they are added up, and reduced behind it."""
+        """Returns whether partial sums stay so wherever they can: a loop adds them up, and ends with one reduction."""
         return self.nested
 
     def _is_callback(self, equation: Equation) -> bool:
@@ -328,7 +328,7 @@ class Localizer(LoopForms, RegroupedForms):
                 self.reduced_value(old, new, op, equation)
 
     def nested_walk(self) -> Localizer:
-        """What rewrites a nested block."""
+        """Returns what rewrites a nested block."""
         return Localizer(self.shared, True)
 
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:

@@ -33,7 +33,7 @@ def _alike(a: Spread, b: Spread) -> bool:
 
 @dataclass(eq=False)
 class Shared:
-    """What the walks through a program and its bodies have in common.
+    """Holds what the walks through a program and its bodies have in common.
 
     Attributes:
       bound, examples: As `localize` takes them.

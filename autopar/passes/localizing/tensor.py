@@ -56,7 +56,7 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
 
 
 def _reductions(block: Block, *, nested: bool = False) -> Iterator[Reduction]:
-    """What is reduced over the batch's devices, of which each has its part of the products now."""
+    """Yields what is reduced over the batch's devices, of which each has its part of the products now."""
     for equation in block.equations:
         if equation.op == "ap.reduce":
             yield Reduction(equation.inputs[0].type, equation.params["op"], nested, equation.source)
