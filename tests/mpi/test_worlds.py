@@ -1,5 +1,5 @@
-"""What the ranks of a job do together, once for each shape of the world. A job runs the cases of several modules: to
-start one takes longer than most cases."""
+"""What the ranks of a job do together, for each shape of the world. A job runs the cases of several modules, for to
+start one takes longer than most cases; of four at most, for a job's time is limited."""
 
 from __future__ import annotations
 
@@ -157,7 +157,12 @@ def _worlds(cases: dict[str, dict[World, tuple[str, ...]]]) -> list[Any]:
     for module, worlds in cases.items():
         for world, names in worlds.items():
             found.setdefault(world, {})[module] = names
-    return [pytest.param(*w, each, id=f"{w[0]} ranks, {w[1]} devices each") for w, each in found.items()]
+    return [
+        pytest.param(*world, dict(part), id=" ".join([f"{world[0]} ranks of {world[1]}:", *dict(part)]))
+        for world, each in found.items()
+        for start in range(0, len(each), 4)
+        for part in [list(each.items())[start : start + 4]]
+    ]
 
 
 @pytest.mark.parametrize(("ranks", "devices", "cases"), _worlds(CASES))

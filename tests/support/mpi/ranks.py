@@ -31,6 +31,7 @@ def run_ranks(count: int, module: str, *arguments: str, output: Path, timeout_s:
     assert launcher, "no mpiexec: pip install mpich"
     command = [launcher, "-n", str(count), sys.executable, *WARNINGS, "-m", "mpi4py.run", "-m", module, *arguments]
     environment = {**os.environ, **UNBOUND, "PYTHONPATH": str(ROOT), "AUTOPAR_SERVERS": str(servers)}
+    environment["STACKS_S"] = str(timeout_s - 10)
     with output.open("wb") as file:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment, start_new_session=True

@@ -1,10 +1,12 @@
-"""One rank: runs functions whose names start with `check_`, in order. The first failure ends the job.
+"""One rank: runs functions whose names start with `check_`, in order. The first failure ends the job. A rank that is
+still there `STACKS_S` seconds from its start prints where each of its threads is.
 
 `python -m tests.support.mpi.worker <devices of this rank> <folder for what is kept> <module>[:<name> ...] ...`
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -15,6 +17,7 @@ import jax
 
 
 def main(devices: str, folder: str, *modules: str) -> None:
+    faulthandler.dump_traceback_later(float(os.environ["STACKS_S"]))
     signal.signal(signal.SIGINT, signal.default_int_handler)  # who starts the tests may have it ignored
     jax.config.update("jax_num_cpu_devices", int(devices))
     importlib.import_module("autopar")  # connects the ranks
