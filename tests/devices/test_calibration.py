@@ -151,7 +151,7 @@ def test_measured_rates_make_sense(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert all(seconds >= 0 for _, seconds in curve.points)
     assert found.gather(100, 1024) > 0 and found.scatter(100, 1024) > 0
     assert found.dense is not None and found.dense(4) >= 0
-    assert found.flop_s > 0 and found.moved_byte_s >= 0 and found.call_s > 0
+    assert found.flop_s > 0 and found.moved_byte_s >= 0 and found.call_s >= 0
     planned = autopar.parallelize(step, mesh=mesh_of(4))
     same(planned(make_state(4000), ids_in(0, 4000)), jax.jit(step)(make_state(4000), ids_in(0, 4000)))
     text = explained(planned)

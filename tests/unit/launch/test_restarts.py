@@ -84,7 +84,7 @@ def test_signals_that_mpirun_hears_of(
 ) -> None:
     """A SIGHUP that is ignored, as under nohup, none. The job has nothing of one that the launcher is a rank of."""
     monkeypatch.setenv("PMI_RANK", "0")
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if sent is None else signal.SIG_DFL)  # pytest's may be ignored, too
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if sent is None else signal.SIG_DFL)
 
     def press() -> None:
         while not (tmp_path / "begun").exists():
