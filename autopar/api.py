@@ -115,9 +115,8 @@ def parallelize(
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
       emit: None (the default): each device runs a program of its own, with explicit reductions: sums over the examples
-        are reduced once, after the loops that make them. Where none can be written (a `shard_map` in the step), and
-        over the devices of a client of `sync=`, XLA partitions one global program, as it does with "pjit". "pmap":
-        StrategyError where none can be written.
+        are reduced once, after the loops that make them. Over the devices of a client of `sync=` XLA partitions one
+        global program, as it does with "pjit".
       results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
         reads them (the default of functions without state), or "spread", each where its example is (that of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on

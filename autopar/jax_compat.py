@@ -55,6 +55,7 @@ CALLS: Mapping[str, str] = {
     "custom_vmap_call": "call",
     "composite": "jaxpr",
     "custom_linear_solve": "jaxprs",
+    "custom_partitioning": "call",
 }
 
 #: Names under which JAX has known `jax.checkpoint`.
@@ -70,6 +71,11 @@ def lowered(jaxpr: Any) -> Any:
     """A closed jaxpr whose primitives are those that XLA is given: jax 0.12 traces some (`jnp.searchsorted`) as a
     `call_hi_primitive`, which stands for a program of such."""
     return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
+
+
+def literal_value(literal: Any) -> Any:
+    """Returns a literal's value; that of JAX is a view, without the mesh of the `shard_map` that it was traced in."""
+    return literal.val.view() if isinstance(literal.val, np.ndarray) else literal.val
 
 
 def is_jaxpr(value: Any) -> bool:
@@ -201,9 +207,14 @@ def share_compilations() -> None:
 
 
 def is_of_auto_mesh(sharding: Any) -> bool:
-    """Returns whether JAX noted this by itself, of a mesh whose axes are all Auto, which says nothing of where."""
+    """Returns whether JAX noted this by itself, of a mesh without Explicit axes, which says nothing of where."""
     mesh = getattr(sharding, "mesh", None)
-    return isinstance(mesh, AbstractMesh) and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    return isinstance(mesh, AbstractMesh) and AxisType.Explicit not in mesh.axis_types
+
+
+def is_manual(eqn: Any) -> bool:
+    """Returns whether an equation was traced in a `shard_map`'s body, by which its arrays' types are of a mesh."""
+    return any(kind == AxisType.Manual for kind in getattr(eqn.ctx.cur_abstract_mesh, "axis_types", ()))
 
 
 def is_key(dtype: Any) -> bool:

@@ -33,10 +33,6 @@ LOST: Mapping[str, tuple[str, str]] = {
         "rows that it looks up (jnp.unique(ids, size=...)), and add their changes to the table",
     ),
     "scan": ("a scan over the rows of the table", _ROWS_FIRST),
-    "shard_map": (
-        "jax.shard_map is a program of its own, in which lookups aren't followed",
-        "look up rows by t[ids] outside of it: strategy='ps' spreads the rows over the devices by itself",
-    ),
     **dict.fromkeys(
         ("bcoo_dot_general", "bcsr_dot_general"),
         (

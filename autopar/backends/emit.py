@@ -28,6 +28,7 @@ from autopar.backends.reductions import Others, reduce_across
 from autopar.backends.row_ops import ROW_OPS
 from autopar.backends.segments import Entries
 from autopar.backends.single import SingleDevice
+from autopar.backends.user_sharding import REWRITTEN, of_whole_arrays
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 
@@ -91,6 +92,8 @@ class _Emitter:
     def _equation(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         if equation.op in ROW_OPS:
             return [ROW_OPS[equation.op](equation.params, *operands)]
+        if equation.op in REWRITTEN:
+            return REWRITTEN[equation.op](equation.params, *operands)
         op, devices = self._over(equation.op)
         if op in _ON_DEVICES:
             assert devices is not None, "one device has everything"
@@ -155,6 +158,9 @@ class _Emitter:
         return while_loop(
             lambda state: self.block(condition, [*outside, *state])[0], step, tuple(map(jnp.asarray, start))
         )
+
+    def _shard_map(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
+        return of_whole_arrays(equation.params, self.block, list(map(jnp.asarray, operands)))
 
     # --- where values are ---
 
@@ -355,6 +361,7 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.reduce_part": _Emitter._reduce_rows,
     "ap.isolated": _Emitter._isolated,
     "ap.microbatches": _Emitter._microbatches,
+    "shard_map": _Emitter._shard_map,
 }
 #: Control flow whose bodies were rewritten.
 _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Array]]] = {

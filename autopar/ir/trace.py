@@ -81,7 +81,7 @@ def _run(
 
     def read(atom: Any) -> Atom:
         if isinstance(atom, jax_compat.JaxLiteral):
-            return Literal(atom.val, type_of(atom.aval))
+            return Literal(jax_compat.literal_value(atom), type_of(atom.aval))
         return env[atom]
 
     for eqn in jaxpr.eqns:
@@ -126,7 +126,8 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
     else:
         ours, original = {k: None if jax_compat.is_of_auto_mesh(v) else v for k, v in params.items()}, None
     blocks = tuple(_block(body, (eqn, *outer)) for body in bodies)
-    if any(e.op == "sharding_constraint" for block in blocks for e in block.walk()):
+    is_manual = jax_compat.is_manual(eqn)
+    if is_manual or any(e.op in ("shard_map", "sharding_constraint") for block in blocks for e in block.walk()):
         original = None
     return Equation(
         op=name,
@@ -137,7 +138,7 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
         primitive=primitive,
         original=original,
         effects=bool(eqn.effects),
-        context=eqn.ctx,
+        context=None if is_manual else eqn.ctx,
         info=eqn.source_info,
         origin=Origin(infos),
     )

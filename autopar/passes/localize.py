@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import (
@@ -84,10 +83,6 @@ def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
     return is_entry or k in bound.shards or (space is not None and space.family in planned)
 
 
-#: Equations about values that are spread over a mesh.
-_OF_ALL_DEVICES = frozenset({"shard_map", "custom_partitioning", "sharding_constraint"})
-
-
 @dataclass(eq=False)
 class Localizer(LoopForms, RegroupedForms):
     """One block being rewritten."""
@@ -131,13 +126,6 @@ class Localizer(LoopForms, RegroupedForms):
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
         states = [self.state(a) for a in equation.inputs]
-        if equation.op == "sharding_constraint" and _is_kept(equation, states[0]):
-            self.env[equation.outputs[0]] = self.read(equation.inputs[0]), states[0]
-            return
-        inner = [e for body in equation.bodies for e in body.walk()] if equation.op == "while" else []
-        of_all = next((e for e in (equation, *inner) if e.op in _OF_ALL_DEVICES), None)
-        if of_all is not None and self.may_repeat:
-            raise NotLocal(f"{of_all.op} says itself what each device has", of_all.source)
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
         elif equation.op == "ap.microbatch_shard":
@@ -341,15 +329,6 @@ class Localizer(LoopForms, RegroupedForms):
         return inner, inputs
 
 
-def _is_kept(equation: Equation, state: State) -> bool:
-    """Returns whether a constraint asks for no more than that the examples are spread, which they are."""
-    spec = getattr(equation.params["sharding"], "spec", None)
-    if spec is None:
-        return False
-    spread = {axis for axis, names in enumerate(spec) if names not in (None, (), PartitionSpec.UNCONSTRAINED)}
-    return spread <= ({state.axis} if isinstance(state, Spread) else set())
-
-
 def _grows(equation: Equation) -> bool:
     """Whether the result is larger than the first operand."""
     return equation.outputs[0].type.size > equation.inputs[0].type.size
@@ -357,4 +336,4 @@ def _grows(equation: Equation) -> bool:
 
 def _is_walked(equation: Equation) -> bool:
     """Returns whether a loop or branch has operations that aren't copied: what rows make may be an owner's."""
-    return any(e.op in LOCAL_ROW_OPS or e.op in _OF_ALL_DEVICES for body in equation.bodies for e in body.walk())
+    return any(e.op in LOCAL_ROW_OPS for body in equation.bodies for e in body.walk())

@@ -54,7 +54,7 @@ class _Placing(Writer):
             inputs = tuple(self._shard(a, axis) if a.shape == shape else a for a in equation.inputs)
             self.append(dataclasses.replace(equation, inputs=inputs))
             self.shards.update((v, axis) for v in equation.outputs if v.shape == shape)
-        elif equation.op.startswith(("reduce_", "arg")) or equation.op == "shard_map":  # it says itself where it is
+        elif equation.op.startswith(("reduce_", "arg")):
             self.append(equation)
         else:
             self.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))

@@ -26,6 +26,7 @@ import jax
 from autopar import jax_compat
 from autopar.analysis.keys import may_be_words, use_as_key
 from autopar.analysis.own_sums import own_sums
+from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StateError, StepError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.paths import matches, path_name
@@ -34,6 +35,25 @@ from autopar.ir.trace import block_of
 from autopar.run.arguments import Call, States, describe_leaves
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
+
+#: Equations that say where values are, and what becomes of them.
+_PLACING = {
+    "shard_map": "planned like the rest of the step, each of its devices an element of an axis",
+    "sharding_constraint": "not followed, the plan says where values are",
+}
+
+
+def of_whole_arrays(jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
+    """Returns a step's program as it is without the user's own sharding (`backends.user_sharding`), and notes on it."""
+    block = block_of(jaxpr)
+    lines = {op: dict.fromkeys(e.where for e in block.walk() if e.op == op) for op in _PLACING}
+    if not any(lines.values()):
+        return jaxpr, block, ()
+    notes = [f"{op} ({', '.join(where)}): {_PLACING[op]}" for op, where in sorted(lines.items()) if where]
+    inputs = [v.aval for v in jax_compat.open_jaxpr(jaxpr)[0].invars]
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in inputs]
+    again = jax.make_jaxpr(emit(block))(*types)
+    return again, block_of(again), notes
 
 
 @dataclass(frozen=True, slots=True)

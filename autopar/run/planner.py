@@ -53,7 +53,7 @@ from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
 from autopar.run.missed_states import warn_of_missed_states
-from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis
+from autopar.run.per_device import CallOfOne, PerDevice, of_whole_arrays, unknown_axis
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
@@ -130,7 +130,8 @@ class Planner:
                 f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
                 "Pass that value as an argument"
             )
-        block = block_of(traced.jaxpr)
+        jaxpr, block, unfollowed = of_whole_arrays(traced.jaxpr)
+        notes = [*notes, *unfollowed]
         states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None and is_first:
             warn_of_missed_states(self.name, call, traced.out_info, block, states, self.batch_argnums or ())
@@ -173,7 +174,7 @@ class Planner:
         notes = [*notes, *shard_notes(options)]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
-        rest = (traced.jaxpr, traced.out_tree, seconds, None, self.devices, donate, options, self.machine)
+        rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, options, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
         return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
 

@@ -210,11 +210,9 @@ def test_examples_by_themselves() -> None:
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("spec", "emit"), [(("data", None), "pmap"), (("data",), "pmap"), ((), "pmap"), ((None, "data"), "pjit")]
-)
-def test_a_sharding_constraint(spec: tuple[str | None, ...], emit: str) -> None:
-    """One that asks for the examples' shards changes nothing; XLA places what is asked for elsewhere."""
+@pytest.mark.parametrize("spec", [("data", None), ("data",), (), (None, "data")])
+def test_a_sharding_constraint(spec: tuple[str | None, ...]) -> None:
+    """One changes nothing, whatever it asks for."""
     mesh = mesh_of(4)
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
 
@@ -234,5 +232,4 @@ def test_a_sharding_constraint(spec: tuple[str | None, ...], emit: str) -> None:
     w, x = jnp.full((16, 16), 0.1), np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
     planned = autopar.parallelize(step, mesh=mesh, donate=False)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), planned(w, x), jax.jit(step)(w, x))
-    assert planned.plan.emit == emit
-    assert ("sharding_constraint" in explained(planned, w, x)) == (emit == "pjit")
+    assert planned.plan.emit == "pmap" and "sharding_constraint" in explained(planned, w, x)

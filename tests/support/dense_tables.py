@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import sparse
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 ROWS, WIDTH, BATCH = 1200, 8, 6
 
@@ -73,17 +71,6 @@ def _bcoo(table: Any, ids: Any) -> Any:
 
 def _bcsr(table: Any, ids: Any) -> Any:
     return sparse.BCSR((jnp.ones(BATCH, table.dtype), ids, jnp.arange(BATCH + 1)), shape=(BATCH, ROWS)) @ table
-
-
-def _shard_map(table: Any, ids: Any) -> Any:
-    def local(table: Any, ids: Any) -> Any:
-        own = ids - lax.axis_index("x") * len(table)
-        is_mine = (own >= 0) & (own < len(table))
-        rows = jnp.where(is_mine[:, None], table[jnp.clip(own, 0, len(table) - 1)], 0.0)
-        return lax.psum(rows, "x")
-
-    mesh = Mesh(np.array(jax.devices()[:1]), ("x",))
-    return jax.shard_map(local, mesh=mesh, in_specs=(P("x"), P()), out_specs=P())(table, ids)
 
 
 def _turn(table: Any, ids: Any) -> tuple[Any, None]:
@@ -183,7 +170,6 @@ FORMS: Mapping[str, Form] = {
     ),
     "sparse product": Form(training(_bcoo), training(_by_row)),
     "compressed sparse product": Form(training(_bcsr), training(_by_row)),
-    "shard_map": Form(training(_shard_map), training(lookup)),
     "clients": Form(clients, clients_by_rows),
     "padded": Form(training(lambda t, i: _one_by_one(jnp.pad(t, ((1, 0), (0, 0))), i)), training(_with_padding)),
     "a row of zeros behind": Form(

@@ -46,8 +46,8 @@ class Rewriter(abc.ABC):
             variables = [a for a in inputs if isinstance(a, Var)]
             if equation.op in ELEMENTWISE and variables and all(a in self.pure for a in variables):
                 self.pure.update(equation.outputs)
-            if equation.op == "broadcast_in_dim" and inputs[0].shape == ():
-                self.uniform[equation.outputs[0]] = inputs[0]
+            if equation.op == "broadcast_in_dim" and (inputs[0].shape == () or inputs[0] in self.uniform):
+                self.uniform[equation.outputs[0]] = self.uniform.get(inputs[0], inputs[0])
             equations += self.nested(equation) if equation.bodies else self.rewritten(equation)
         outputs = tuple(self.env.get(a, a) for a in block.outputs)
         same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
