@@ -30,7 +30,7 @@ from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
-from autopar.passes.localizing.tensor import localize_tensor
+from autopar.passes.localizing.tensor import localize_stages, localize_tensor
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
@@ -40,7 +40,7 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.share_logs import share_logs
-from autopar.passes.shield import shield, shield_stages, shield_worker
+from autopar.passes.shield import shield, shield_worker
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import split_servers
 from autopar.passes.split_stages import split_stages
@@ -231,6 +231,11 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
 
 
 def _without_own_program(program: Program, request: Request, error: NotLocal) -> Exception:
+    if program.staged is not None:
+        return StrategyError(
+            f"pipeline: products of {program.name} can't be divided over the devices of a stage: {error}. Leave them "
+            "whole: a mesh without a tensor axis, or strategy='allreduce'"
+        )
     if request.options.emit is None:
         return NoOwnProgram(str(error))
     return StrategyError(
@@ -239,12 +244,15 @@ def _without_own_program(program: Program, request: Request, error: NotLocal) ->
 
 
 def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tuple[Program, str]:
-    if program.local is None or bound.plan.tensor is None:
-        return program, "no products are divided in a device's own program"
     try:
-        return localize_tensor(program, bound)
+        if program.staged is not None and request.options.tensor > 1:
+            staged, note = localize_stages(program.staged, bound, request.options.tensor)
+            return dataclasses.replace(program, staged=staged), note
+        if program.local is not None:
+            return localize_tensor(program, bound)
     except NotLocal as error:
         raise _without_own_program(program, request, error) from error
+    return program, "no products are divided in a device's own program"
 
 
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -252,14 +260,12 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
     options = request.options
     devices = (1 if by_rank else bound.devices) * options.rank_devices * options.worker_devices
-    if devices * options.tensor == 1 or (bound.emit == "pmap" and not bound.on_hosts):
+    is_own = program.staged is not None or (bound.emit == "pmap" and not bound.on_hosts)
+    if devices * options.tensor == 1 or is_own:
         return program, bound, "XLA partitions nothing"
     if program.served is not None:
         worker, isolated = shield_worker(program, bound, devices)
         program = dataclasses.replace(program, served=dataclasses.replace(program.served, divided_worker=worker))
-    elif program.staged is not None:
-        staged, isolated = shield_stages(program.staged)
-        program = dataclasses.replace(program, staged=staged)
     else:
         program, isolated = shield(program, bound, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"

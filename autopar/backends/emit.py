@@ -189,10 +189,11 @@ class _Emitter:
     def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Runs the body on the first device alone, and returns zeros on the others, which change no sum.
 
-        Along axes of the mesh other than the data axis all devices have what the first one got.
+        Along other axes of the mesh all devices have what the first one got.
         """
-        assert isinstance(self._devices, OwnPart), "in the program of one device"
-        mesh, axis = self._devices.mesh, self._devices.axis
+        _, devices = self._over(equation.op)
+        assert isinstance(devices, OwnPart), "in the program of one device"
+        mesh, axis = devices.mesh, devices.axis
         others = tuple(name for name in mesh.axis_names if name != axis and mesh.shape[name] > 1)
 
         def nothing(*_: Array) -> tuple[Array, ...]:

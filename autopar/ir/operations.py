@@ -169,6 +169,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "tensor_shard": _named("value"),
         "tensor_once": _named("value"),
         "tensor_lookup_part": _named("rows index"),
+        "tensor_first": _named("operands*"),
     },
     "shield": {"isolated": _named("operands*")},
 }

@@ -5,8 +5,7 @@ Values are named by variables: the programs of a pipeline share them, and each r
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal as Choice
 
@@ -198,6 +197,8 @@ class StageProgram:
       level: Of an update's programs the order: one reads only what earlier levels and its own stage made.
       block: Its inputs and outputs are values of the pipeline.
       call: Of an asynchronous pipeline the call in which it runs, counted from the one that brings its minibatch.
+      local: The same as the program of one of the devices that divide the stage's products, if several do: it takes
+        and returns a device's part of the values that are divided.
     """
 
     phase: Phase
@@ -205,6 +206,7 @@ class StageProgram:
     level: int
     block: Block
     call: int = 0
+    local: Block | None = None
 
     @property
     def outputs(self) -> tuple[Var, ...]:
@@ -251,8 +253,3 @@ class StagedStep:
         """What the step returns and stages have made."""
         atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
         return tuple(a for a in atoms if isinstance(a, Var))
-
-    def with_blocks(self, of: Callable[[Block], Block]) -> StagedStep:
-        """The same with other blocks of the same inputs and outputs."""
-        programs = tuple(dataclasses.replace(p, block=of(p.block)) for p in self.programs)
-        return dataclasses.replace(self, programs=programs)

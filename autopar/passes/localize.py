@@ -94,8 +94,7 @@ class Localizer(LoopForms, RegroupedForms):
           program: The program, whose inputs are defined.
           inputs: What a device has of these.
         """
-        for equation in program.block.equations:
-            self._add_with_line(program.block, equation)
+        self.rewrite(program.block)
         outputs, states = [], []
         for atom, out in zip(program.block.outputs, program.outputs, strict=True):
             if out.state is not None:
@@ -113,15 +112,16 @@ class Localizer(LoopForms, RegroupedForms):
 
     # --- equations ---
 
-    def _add_with_line(self, block: Block, equation: Equation) -> None:
-        """Rewrite an equation; what is wrong with one of ours is said with the nearest line of the user's."""
-        try:
-            self.add(equation)
-        except NotLocal as error:
-            if error.source is None and equation.outputs:
-                near = nearest_line(block, equation.outputs[0])
-                error.source = None if near is None else near.source
-            raise
+    def rewrite(self, block: Block) -> None:
+        """Rewrite all equations; what is wrong with one of ours is said with the nearest line of the user's."""
+        for equation in block.equations:
+            try:
+                self.add(equation)
+            except NotLocal as error:
+                if error.source is None and equation.outputs:
+                    near = nearest_line(block, equation.outputs[0])
+                    error.source = None if near is None else near.source
+                raise
 
     def add(self, equation: Equation) -> None:
         """Rewrite an equation."""
@@ -178,7 +178,9 @@ class Localizer(LoopForms, RegroupedForms):
         inputs = tuple(Var(a.type) for a in equation.inputs)
         results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
         body = Block(inputs, (dataclasses.replace(equation, inputs=inputs, outputs=results),), results)
-        self.append(Equation("ap.first", operands, parts, {}, (body,), equation.origin, effects=equation.effects))
+        self.append(
+            Equation(self.shared.op("first"), operands, parts, {}, (body,), equation.origin, effects=equation.effects)
+        )
         for var, part in zip(equation.outputs, parts, strict=True):
             self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
 

@@ -38,7 +38,6 @@ from autopar.analysis.mispartitioned import (
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.expand import expand
-from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 
 
@@ -58,12 +57,6 @@ def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, t
     if not walk.told:
         return program, ()
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
-
-
-def shield_stages(staged: StagedStep) -> tuple[StagedStep, tuple[str, ...]]:
-    """The same of a pipeline whose stages divide products over several devices; examples aren't divided."""
-    walk = _Shield({}, 1, divides=True)
-    return staged.with_blocks(walk.block), tuple(dict.fromkeys(walk.told))
 
 
 def shield_worker(program: Program, bound: BoundPlan, devices: int) -> tuple[Block, tuple[str, ...]]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Devices
+from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch, wide
 from autopar.backends.stage_device import StageDevice
@@ -65,7 +65,7 @@ class StageExecutable:
         """The programs of `CompiledProgram` for a device, to be compiled."""
 
         def places(values: Iterable[Var]) -> list[Any]:
-            return [device.sharding(self.divided.get(v)) for v in values]
+            return [device.sharding(axis) for axis in self._axes(values)]
 
         def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
             pairs = zip(values, places(values), strict=True)
@@ -82,13 +82,33 @@ class StageExecutable:
     def _start(self) -> Sequence[Array]:
         return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
 
+    def _axes(self, values: Iterable[Var]) -> list[int | None]:
+        return [self.divided.get(v) for v in values]
+
     def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
-        def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
-            results = emit(self.program.block, {}, devices, Microbatch(number, self.count, devices))(*inputs)
+        """The program of new sums and values; `devices`: those that divide products, if several do."""
+        block, count = self.program.block, len(self.joins)
+        here = None if devices is None else Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
+        if devices is not None:
+            assert self.program.local is not None, "it is written for one of several devices"
+            block = self.program.local
+
+        def of_device(number: Array, *operands: Array) -> tuple[Array, ...]:
+            results = emit(block, {}, here, Microbatch(number, self.count, here))(*operands[count:])
             made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
-            pairs = zip(self.joins.items(), sums, strict=True)
+            pairs = zip(self.joins.items(), operands, strict=False)
             joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]
-            return joined, [made[v] for v in self._values]
+            return *joined, *(made[v] for v in self._values)
+
+        of_all = of_device
+        if devices is not None:
+            given, made = self._axes(self.program.block.inputs), (*self._axes(self.joins), *self._axes(self._values))
+            given = [None, *self._axes(self.joins), *given]
+            of_all = devices.mapped(of_device, [None] * len(given), (None,) * len(made), tensors=(given, made))
+
+        def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
+            results = of_all(number, *sums, *inputs)
+            return [*results[:count]], [*results[count:]]
 
         run.__name__ = f"{self.program.phase}_{self.program.stage}"
         return run

@@ -355,3 +355,90 @@ def test_within_the_stages_of_a_pipeline(layers: str, pipeline: autopar.Pipeline
     assert autopar.check(planned, make(), words())
     shown = explained(planned, make(), words())
     assert f"({pipeline.count} stages on {pipeline.devices} x 2 devices, " in shown and "exchanged" in shown
+
+
+def _perceptron(params: Any, x: jax.Array, between: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    for up, down in params:
+        x = between(x @ up) @ down
+    return jnp.mean(x**2)
+
+
+def _in_two_stages(step: Any, state: Any, x: jax.Array) -> Any:
+    """Runs a step in two stages of two devices each, and compares it with the plain one; returns the planned one."""
+    pipeline = autopar.Pipeline(2, microbatches=4)
+    planned = autopar.parallelize(step, mesh=_auto_mesh(), strategy="tensor", pipeline=pipeline, donate=False)
+    for a, b in zip(*map(jax.tree.leaves, (planned(state, x), jax.jit(step)(state, x))), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-14)
+    assert planned.plan.tensor.axes
+    return planned
+
+
+def _auto_mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+
+def _pairs(dim: int = DIM) -> list[tuple[jax.Array, jax.Array]]:
+    keys = jax.random.split(jax.random.key(0), 4)
+    return [(_dense(keys[k], dim, 2 * dim), _dense(keys[k + 1], 2 * dim, dim)) for k in (0, 2)]
+
+
+def test_one_all_reduce_a_pair_within_stages() -> None:
+    """One ahead for each stage's pair, the last one's in its backward, and one back for the second's."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(_perceptron)(params, x, jnp.tanh))
+
+    planned = _in_two_stages(step, _pairs(), _dense(jax.random.key(5), EXAMPLES, DIM))
+    compiled = planned.latest.runner._executor._compiled
+    sums = {
+        (program.phase, program.stage): [(c.op, c.nbytes) for c in read_collectives(each.run.as_text())]
+        for (program, _), each in compiled.items()
+    }
+    one = [("all-reduce", EXAMPLES // 4 * DIM * 8)]
+    assert {key: made for key, made in sums.items() if made} == {("F", 0): one, ("B", 1): 2 * one}
+    assert {("B", 0), ("update", 0), ("update", 1)} <= set(sums)
+
+
+def test_whole_products_within_stages() -> None:
+    """Of stages of two devices each, where dividing doesn't pay or nothing can be divided, both compute all."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(_perceptron)(params, x, jnp.tanh))
+
+    pipeline = autopar.Pipeline(2, microbatches=4)
+    for dim, strategy in ((DIM, {"**": "allreduce"}), (3, "auto")):
+        params, x = _pairs(dim), _dense(jax.random.key(5), EXAMPLES, dim)
+        options: Any = {"tensor_axis": "tensor", "strategy": strategy, "donate": False}
+        planned = autopar.parallelize(step, mesh=_mesh(2, 2), pipeline=pipeline, **options)
+        for a, b in zip(*map(jax.tree.leaves, (planned(params, x), jax.jit(step)(params, x))), strict=True):
+            np.testing.assert_allclose(a, b, atol=1e-14)
+            assert len(a.devices()) == 2 and _divided(a) is None
+
+
+def test_a_constraint_within_stages() -> None:
+    """It asks for what a device has anyway; its mesh has other stages' devices as well."""
+    there = jax.sharding.NamedSharding(_auto_mesh(), jax.sharding.PartitionSpec(None, "tensor"))
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(_perceptron)(params, x, lambda h: jax.lax.with_sharding_constraint(jnp.tanh(h), there))
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    _in_two_stages(step, _pairs(), _dense(jax.random.key(5), EXAMPLES, DIM))
+
+
+def test_a_callback_within_stages() -> None:
+    """Of a whole gradient, on the first device of a stage; both have its result once."""
+    seen = set()
+
+    def rounded(gradient: Any) -> np.ndarray:
+        g = np.asarray(gradient)
+        seen.add(g.shape)
+        return np.round(g, 3) + 1
+
+    def step(params: Any, x: jax.Array) -> Any:
+        ((up, *down), *rest) = jax.grad(_perceptron)(params, x, jnp.tanh)
+        up = jax.pure_callback(rounded, jax.ShapeDtypeStruct(up.shape, jnp.float32), up.astype(jnp.float32))
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, [(up, *down), *rest])
+
+    _in_two_stages(step, _pairs(4), _dense(jax.random.key(5), EXAMPLES, 4))
+    assert seen == {(4, 8)}

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from autopar.analysis.local import LocalFacts, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import PREFIX
+from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Block, Equation, Program
-from autopar.ir.slicing import eliminate_dead
+from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 
@@ -38,12 +39,9 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    plan = bound.plan.tensor
-    if plan is None or not bound.tensors:
+    if bound.plan.tensor is None or not bound.tensors:
         return program, "no products are divided"
-    alone = dataclasses.replace(bound.plan, devices=plan.devices)
-    over = dataclasses.replace(bound, plan=alone, families=(), shards={}, undivided=0)
-    walk = _TensorPart(Shared(over, True, "tensor_"))
+    walk = _TensorPart(_shared(bound, bound.plan.tensor.devices))
     axes = [bound.tensors.get(k) for k in range(len(program.block.inputs))]
     states: list[State] = [None if axis is None else Spread(axis) for axis in axes]
     inputs = [walk.define(v, s) for v, s in zip(program.block.inputs, states, strict=True)]
@@ -53,6 +51,36 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     facts = LocalFacts(tuple(returned), frozenset(), tuple(shared.reductions), tuple(shared.gathered))
     local = dataclasses.replace(program.local, reductions=tuple(_reductions(block)), tensor=facts)
     return dataclasses.replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
+
+
+def localize_stages(staged: StagedStep, bound: BoundPlan, devices: int) -> tuple[StagedStep, str]:
+    """Write the programs of a pipeline's stages as those of one device of the tensor axis (`StageProgram.local`).
+
+    Args:
+      staged: The programs, and which values are divided; none may be.
+      bound: The plan.
+      devices: T.
+
+    Raises:
+      NotLocal: an equation that can't be run on a part of its operands.
+    """
+    shared, programs = _shared(bound, devices), []
+    states = {v: Spread(axis) for v, axis in staged.divided.items()}
+    for program in staged.programs:
+        walk, block = _TensorPart(shared), program.block
+        inputs = tuple(walk.define(v, states.get(v)) for v in block.inputs)
+        walk.rewrite(block)
+        outputs = tuple(walk.as_state(v, states.get(v), nearest_line(block, v)) for v in program.outputs)
+        local, _ = eliminate_dead(Block(inputs, tuple(walk.equations), outputs))
+        programs.append(dataclasses.replace(program, local=local))
+    note = f"{len(shared.reductions)} sums of divided products"
+    return dataclasses.replace(staged, programs=tuple(programs)), note
+
+
+def _shared(bound: BoundPlan, devices: int) -> Shared:
+    alone = dataclasses.replace(bound.plan, devices=devices)
+    over = dataclasses.replace(bound, plan=alone, families=(), shards={}, undivided=0)
+    return Shared(over, True, "tensor_")
 
 
 def _reductions(block: Block, *, nested: bool = False) -> Iterator[Reduction]:
