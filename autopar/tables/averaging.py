@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from autopar.backends.across import place_array
 from autopar.servers.session import Session
 from autopar.tables.kinds import materialize
 from autopar.tables.replica import Replica, replicas_of, settled
@@ -43,6 +44,9 @@ def average(state: T) -> T:
     places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
     mine = {k: own.get(leaves[k].place, None) for k in places}
     mine = {k: materialize(settled(leaves[k])) if x is None else x for k, x in mine.items()}
+    if replicas.ring is not None:  # a passive client has its weights from its server, where an active one has shards
+        whole = replicas.clients.devices.sharding(None)
+        mine = {k: place_array(x, whole) for k, x in mine.items()}
     floats = [k for k in places if jnp.issubdtype(mine[k].dtype, jnp.floating)]
     others = [k for k in places if k not in floats]
     made = dict(zip(floats, replicas.clients.mean([jnp.asarray(mine[k]) for k in floats]), strict=True))

@@ -90,7 +90,11 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "served_cases": {(2, 1): ()},
     "piece_cases": {(2, 1): (), (2, 2): ("check_large_weights_of_a_centre_are_kept_by_all",)},
     "kvstore_cases": {(2, 1): ()},
-    "ring_cases": {(2, 1): (), (3, 1): ("check_odd_rings_are_refused",)},
+    "ring_cases": {
+        (2, 1): (),
+        (2, 2): ("check_replays_have_the_same_bits",),
+        (3, 1): ("check_odd_rings_are_refused",),
+    },
     "resize_cases": {(2, 1): ()},
 }
 #: The rest of the product.
@@ -142,7 +146,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "shard_cases": {(2, 1): ()},
     "replica_cases": {(2, 2): (), (4, 1): ()},
     "kvstore_cases": {(3, 1): (), (4, 1): ()},
-    "ring_cases": {(4, 1): (), (2, 2): ("check_replays_have_the_same_bits",)},
+    "ring_cases": {(4, 1): ()},
     "served_cases": {(2, 2): ("check_workers_of_several_processes",), (3, 1): (), (4, 1): ()},
     "piece_cases": {
         (2, 2): ("check_large_leaves_are_kept_by_all", "check_tables_are_kept_by_all"),
