@@ -115,8 +115,7 @@ def parallelize(
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
       emit: None (the default): each device runs a program of its own, with explicit reductions: sums over the examples
-        are reduced once, after the loops that make them. Over the devices of a client of `sync=` XLA partitions one
-        global program, as it does with "pjit".
+        are reduced once, after the loops that make them. "pjit": XLA partitions one global program.
       results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
         reads them (the default of functions without state), or "spread", each where its example is (that of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
@@ -193,7 +192,7 @@ def parallelize(
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
-    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which XLA divides
+    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which its devices divide
     if pipeline is not None:
         _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
     hosts = asks_for_hosts(strategy)
@@ -216,7 +215,7 @@ def parallelize(
             may_leave=sync is None,
             sync=sync,
             clients=1 if clients is None else clients.count,
-            worker_devices=devices.mesh.size if whole else 1,
+            worker_devices=devices.count if whole and devices.mesh.size > 1 else 0,
             servers=servers,
             server_ranks=() if clients is None else server_ranks_of(servers),
         ),

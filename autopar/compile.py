@@ -31,6 +31,7 @@ from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
 from autopar.passes.localizing.tensor import localize_stages, localize_tensor
+from autopar.passes.localizing.worker import localize_worker
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row
@@ -40,7 +41,7 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.share_logs import share_logs
-from autopar.passes.shield import shield, shield_worker
+from autopar.passes.shield import shield
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import split_servers
 from autopar.passes.split_stages import split_stages
@@ -133,7 +134,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 
 def _uneven(options: Options) -> bool:
     """Returns whether a batch is spread that the devices don't divide: in each device's own program."""
-    return not (options.hosts or options.pipeline or options.sync or options.emit == "pjit")
+    return not (options.hosts or options.pipeline or options.is_served or options.emit == "pjit")
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
@@ -219,6 +220,9 @@ def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
 def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     if bound.on_hosts:
         return localize_rank(program, bound)
+    if program.served is not None and request.options.worker_devices:
+        program, note = _localize_worker(program, bound, request.options.worker_devices)
+        return program, bound, note
     if bound.devices * request.options.tensor == 1:
         return program, bound, "one device"
     if bound.emit == "pjit":
@@ -228,6 +232,15 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
     except NotLocal as error:
         raise _without_own_program(program, request, error) from error
     return program, bound, note
+
+
+def _localize_worker(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, str]:
+    try:
+        worker = localize_worker(program, bound, devices)
+    except NotLocal as error:
+        return program, f"{devices} devices of a worker are all given the whole minibatch: {error}"
+    served = dataclasses.replace(program.served, local_worker=worker)
+    return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
 
 
 def _without_own_program(program: Program, request: Request, error: NotLocal) -> Exception:
@@ -259,15 +272,11 @@ def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
     """Of what XLA partitions: over all devices, or over those of a rank."""
     by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
     options = request.options
-    devices = (1 if by_rank else bound.devices) * options.rank_devices * options.worker_devices
+    devices = (1 if by_rank else bound.devices) * options.rank_devices
     is_own = program.staged is not None or (bound.emit == "pmap" and not bound.on_hosts)
     if devices * options.tensor == 1 or is_own:
         return program, bound, "XLA partitions nothing"
-    if program.served is not None:
-        worker, isolated = shield_worker(program, bound, devices)
-        program = dataclasses.replace(program, served=dataclasses.replace(program.served, divided_worker=worker))
-    else:
-        program, isolated = shield(program, bound, devices)
+    program, isolated = shield(program, bound, devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
     return program, bound.noting(isolated=isolated), note
 

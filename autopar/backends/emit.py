@@ -19,6 +19,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
 from autopar.backends.devices import Devices, Mapped, OwnPart
+from autopar.backends.gathered import ReplicatedRows
 from autopar.backends.indices import cut, in_range
 from autopar.backends.layouts import own_rows, own_whole, store, whole
 from autopar.backends.loops import while_loop
@@ -44,7 +45,8 @@ def emit(
     microbatch: Microbatch | None = None,
 ) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
-    `SingleDevice`; `devices`: where values are spread, if any are; `microbatch`: of which this is the program."""
+    `SingleDevice`, or `ReplicatedRows` in `shard_map`; `devices`: where values are spread, if any are; `microbatch`: of
+    which this is the program."""
     emitter = _Emitter(backends, devices, microbatch)
 
     def run(*inputs: Array) -> list[Array]:
@@ -66,13 +68,14 @@ class _Emitter:
         self._backends = backends
         self._devices = devices
         self._microbatch = microbatch
-        self._single = SingleDevice()
+        # Rows that have no backend all devices have, in an order that must be that of all devices' ids.
+        self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
         """The backend of the family whose route the equation makes or takes."""
         atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
         family = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
-        return self._single if family is None else self._backends.get(family, self._single)
+        return self._whole if family is None else self._backends.get(family, self._whole)
 
     def block(self, block: Block, inputs: Sequence[Array]) -> list[Array]:
         env: dict[Var, Array] = dict(zip(block.inputs, inputs, strict=True))
@@ -259,7 +262,7 @@ class _Emitter:
 
         if self._devices is None:
             return run(*operands)
-        backends = [self._backends.get(family, self._single) for family in families]
+        backends = [self._backends.get(family, self._whole) for family in families]
         operand_axes, returned = deferred.spread([backend.is_spread for backend in backends])
         return self._devices.local(run, operand_axes, returned[: len(equation.outputs)], *operands)
 
@@ -289,7 +292,7 @@ class _Emitter:
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Whether rows change that the step doesn't touch."""
         p = equation.params
-        backend = self._backends.get(p["family"], self._single)
+        backend = self._backends.get(p["family"], self._whole)
         named = split(equation.op, p, operands)
         needed = jnp.zeros((), bool)
         for a, b, axis in zip(named["old"], named["new"], p["axes"], strict=True):

@@ -13,13 +13,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from autopar import jax_compat
-from autopar.backends.across import place_array
-from autopar.backends.devices import Devices
+from autopar.backends.across import local, place_array
+from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
 from autopar.backends.watched import jit_on
 from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program
-from autopar.ir.served import ServedStep, ServerPart
+from autopar.ir.served import LocalWorker, ServedStep, ServerPart
 
 Array = Any
 #: What a server runs: leaves and ids -> what is pulled; leaves, clocks and what was pushed -> new leaves and clocks.
@@ -36,7 +36,6 @@ class ServedPrograms:
       program: A program that `split_servers` has cut.
       analysed: The analysed one, which knows the types of results.
       devices: Those of a worker, over which its minibatch is divided; None: one.
-      placements: Of each input of the step the axis along which it may be divided, if there is one.
       keep: Brings inputs that are no state to the devices, unless they are there from an earlier step; None: each time.
 
     Attributes:
@@ -50,10 +49,9 @@ class ServedPrograms:
         program: Program,
         analysed: Program,
         devices: Devices | None = None,
-        placements: Sequence[int | None] = (),
         keep: Keep | None = None,
     ) -> None:
-        self._devices, self._placements, self._keep = devices, placements, keep
+        self._devices, self._keep = devices, keep
         self._states = frozenset(analysed.new_states)
         self.step: ServedStep = program.served
         self._functions = [_server_functions(self.step, part, analysed) for part in self.step.servers]
@@ -68,13 +66,13 @@ class ServedPrograms:
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
         types += [program.block.outputs[program.new_states[k]].type for k in served.clocks]
         self._ids = jax.jit(emit(served.ids)) if served.ids.outputs else None
+        run, axes = emit(served.worker), (None,) * len(served.worker.inputs)
+        if devices is not None and served.local_worker is not None:
+            run, axes = _mapped(served.local_worker, devices), served.local_worker.axes
+        self._axes, work = axes, _typed(run, types)
         # On several devices all results are whole on each: they are pushed, or the user's.
-        worker = served.worker if devices is None else served.divided_worker
-        assert worker is not None, "it was planned for several devices"
-        work = _typed(worker, types, devices)
-        self._work = (
-            jax.jit(work) if devices is None else jit_on(devices.mesh, work, out_shardings=devices.sharding(None))
-        )
+        whole = None if devices is None else devices.sharding(None)
+        self._work = jax.jit(work) if devices is None else jit_on(devices.mesh, work, out_shardings=whole)
 
     def exported(self, server: int, leaves: Sequence[Array]) -> ExportedPrograms:
         """Returns a server's programs as another process can be sent them. `leaves`: the step's flat arguments."""
@@ -107,8 +105,10 @@ class ServedPrograms:
           leaves: The step's flat arguments, of which those of the state that servers keep aren't read.
         """
         given = [self._placed(x, None) for values in pulled for x in values]
-        axes = self._placements or [None] * len(leaves)
-        own = [self._placed_input(k, leaves[k], axes[k]) for k in self.step.own]
+        own = [
+            self._placed_input(k, leaves[k], axis)
+            for k, axis in zip(self.step.own, self._axes[len(given) :], strict=True)
+        ]
         outputs = self._work(*given, *own)
         pushed: list[Sequence[Array]] = [[outputs[n] for n in part.pushed] for part in self.step.servers]
         rest, count = outputs[self.step.pushed :], len(self.step.results)
@@ -116,23 +116,20 @@ class ServedPrograms:
         return pushed, results, dict(zip(self.step.clocks, rest[count:], strict=True))
 
     def _placed(self, value: Array, axis: int | None) -> Array:
-        """A value on all devices of the worker, divided along an axis if they divide it."""
-        sharding = self._sharding(value, axis)
+        """A value on all devices of the worker, divided along an axis if there is one."""
+        sharding = self._sharding(axis)
         return value if sharding is None else place_array(value, sharding)
 
     def _placed_input(self, k: int, leaf: Array, axis: int | None) -> Array:
         """An input there, which it may be already from an earlier step."""
-        sharding = self._sharding(leaf, axis)
+        sharding = self._sharding(axis)
         if sharding is None or self._keep is None or k in self._states:
             return self._placed(leaf, axis)
         place = functools.partial(place_array, sharding=sharding, own=isinstance(leaf, jax.Array))
         return self._keep(k, leaf, sharding, place)
 
-    def _sharding(self, value: Array, axis: int | None) -> NamedSharding | None:
-        if self._devices is None:
-            return None
-        divided = axis is not None and value.shape[axis] % self._devices.count == 0
-        return self._devices.sharding(axis if divided else None)
+    def _sharding(self, axis: int | None) -> NamedSharding | None:
+        return None if self._devices is None else self._devices.sharding(axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +156,7 @@ def _server_functions(
     """Returns what a server computes, not compiled: leaves, ids -> pulled; leaves, clocks, pushed -> new ones."""
     places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
-    return _own(part.pull), _typed(part.update, types)
+    return _own(part.pull), _typed(emit(part.update), types)
 
 
 def server_programs(
@@ -200,9 +197,15 @@ def _own(block: Block) -> Callable[..., list[Array]]:
     return own
 
 
-def _typed(block: Block, types: Sequence[Any], devices: Devices | None = None) -> Callable[..., list[Array]]:
-    """The block as a function, with the plain step's types, weak or strong. `devices`: over which XLA divides it."""
-    run = emit(block, devices=devices)
+def _mapped(worker: LocalWorker, devices: Devices) -> Callable[..., Sequence[Array]]:
+    """Returns a worker's program as a function of global arrays, each of its devices running its own."""
+    run = emit(worker.block, devices=Mapped(devices.mesh, devices.axis))
+    returned = (None,) * len(worker.block.outputs)
+    return devices.mapped(lambda *inputs: tuple(map(jnp.asarray, run(*inputs))), worker.axes, returned)
+
+
+def _typed(run: Callable[..., Sequence[Array]], types: Sequence[Any]) -> Callable[..., list[Array]]:
+    """The function with the plain step's types, weak or strong."""
 
     def typed(*inputs: Array) -> list[Array]:
         return [x if t is None else _like(jnp.asarray(x), t) for x, t in zip(run(*inputs), types, strict=True)]
@@ -216,24 +219,28 @@ def _like(value: Array, type_: Any) -> Array:
     return jax_compat.weak(value) if getattr(type_, "weak_type", False) else jax_compat.strong(value)
 
 
-def one_worker(program: Program) -> Callable[..., list[Array]]:
-    """The step as one worker and its servers do it, on flat arrays: what a plain step must equal."""
-    served: ServedStep = program.served
+def one_worker(programs: ServedPrograms, program: Program) -> Callable[..., list[Array]]:
+    """Returns the step as one worker and its servers do it, on flat arrays: what a plain step must equal. Collective
+    within a worker of several processes.
+
+    Args:
+      programs: What they run.
+      program: The analysed step.
+    """
+    served = programs.step
 
     def step(*leaves: Array) -> list[Array]:
-        ids = emit(served.ids)(*(leaves[k] for k in served.id_inputs))
-        pulled: list[Array] = []
-        for part in served.servers:
-            pulled += emit(part.pull)(*(served.kept(k, leaves) for k in part.leaves), *(ids[n] for n in part.ids))
-        outputs = emit(served.worker)(*pulled, *(leaves[k] for k in served.own))
-        count = served.pushed + len(served.results)
-        results = dict(zip(served.results, outputs[served.pushed : count], strict=True))
-        results |= {program.new_states[k]: x for k, x in zip(served.clocks, outputs[count:], strict=True)}
-        new: dict[int, Array] = {}
-        for part in served.servers:
-            kept = (served.kept(k, leaves) for k in (*part.leaves, *part.clocks))
-            updated = emit(part.update)(*kept, *(outputs[n] for n in part.pushed))
-            new |= zip((*part.leaves, *part.clocks), updated, strict=True)
+        ids = programs.ids(leaves)
+        parts = list(zip(served.servers, programs.servers, strict=True))
+        pulled = [
+            pull([served.kept(k, leaves) for k in part.leaves], [*map(local, ids[n])])
+            for n, (part, (pull, _)) in enumerate(parts)
+        ]
+        pushed, results, new = programs.work(pulled, leaves)
+        for (part, (_, update)), values in zip(parts, pushed, strict=True):
+            kept = [copied(served.kept(k, leaves)) for k in part.leaves]  # which are updated in place
+            updated, clocks = update(kept, [leaves[k] for k in part.clocks], [*map(local, values)])
+            new |= zip((*part.leaves, *part.clocks), (*updated, *clocks), strict=True)
         results |= {program.new_states[k]: x for k, x in served.whole_leaves(new).items()}
         return [results[k] for k in range(len(program.outputs))]
 

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.analysis.local import LocalFacts, Spread
 from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
-from autopar.backends.gathered import GatheredRows, ReplicatedRows
+from autopar.backends.gathered import GatheredRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
@@ -19,15 +19,13 @@ Array = Any
 
 
 def backends(bound: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
-    """Family -> its backend; `allreduce_rows` needs none but the partitioner, or `reduce`."""
+    """Family -> its backend; `allreduce_rows` needs none but that of `emit`."""
     by_family: dict[int, RowBackend] = {}
     for family in bound.families:
         if family.layout is not None and family.bounds.capacity is not None:
             by_family[family.family] = ShardedRows(devices, family.layout, family.bounds.capacity)
         elif family.method == "allgather":
             by_family[family.family] = GatheredRows(devices)
-        elif isinstance(devices, Mapped):
-            by_family[family.family] = ReplicatedRows(devices)
     return by_family
 
 

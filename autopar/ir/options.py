@@ -58,8 +58,8 @@ class Options:
     #: How the replicas of clients come together, and how many there are; None: all processes train one state.
     sync: Sync | None = None
     clients: int = 1
-    #: Devices of a worker, which divide its minibatch, where servers keep the state.
-    worker_devices: int = 1
+    #: Over how many of its devices a worker divides its minibatch, where servers keep the state; 0: it has one device.
+    worker_devices: int = 0
     #: Servers that keep the state, if any do.
     servers: int = 1
     #: Their ranks where they are processes of their own; (): they are threads of the workers.

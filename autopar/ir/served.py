@@ -60,6 +60,19 @@ class ServerPart:
     push_bytes: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalWorker:
+    """A worker's program on each of its devices.
+
+    Attributes:
+      block: Takes and returns what a device has.
+      axes: Of each input the axis along which the devices divide it; None: each has all of it, as of all results.
+    """
+
+    block: Block
+    axes: tuple[int | None, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class ServedStep:
     """The programs of a step that is cut into what a worker does with its minibatch, and what servers do with that.
@@ -79,7 +92,7 @@ class ServedStep:
       whole: Leaves that a worker pulls whole.
       servers: What each server keeps; there may be fewer than were asked for.
       pieces: Of leaves that several servers keep, by numbers behind those of the step's inputs.
-      divided_worker: The worker's program where XLA divides it over several devices (`passes.shield`).
+      local_worker: The worker's program on each of its devices, if it has several that can divide its minibatch.
     """
 
     ids: Block
@@ -92,7 +105,7 @@ class ServedStep:
     whole: frozenset[int]
     servers: tuple[ServerPart, ...]
     pieces: Mapping[int, Piece] = field(default_factory=dict)
-    divided_worker: Block | None = None
+    local_worker: LocalWorker | None = None
 
     @functools.cached_property
     def homes(self) -> Mapping[int, Sequence[tuple[int, int]]]:

@@ -100,7 +100,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
 
 def _has_own_program(options: Options) -> bool:
     """Returns whether a device may run a program of its own, if one can be written."""
-    is_plain = options.pipeline is None and options.sync is None and not options.hosts
+    is_plain = options.pipeline is None and not options.is_served and not options.hosts
     return is_plain and options.devices * options.tensor > 1
 
 

@@ -59,25 +59,6 @@ def shield(program: Program, bound: BoundPlan, devices: int) -> tuple[Program, t
     return dataclasses.replace(program, block=block), tuple(dict.fromkeys(walk.told))
 
 
-def shield_worker(program: Program, bound: BoundPlan, devices: int) -> tuple[Block, tuple[str, ...]]:
-    """Shield the program of a worker of several devices, on which XLA divides its minibatch (`split_servers`)."""
-    worker: Block = program.served.worker
-    places = zip(program.block.inputs, bound.placements, strict=False)
-    axes: BatchAxes = {v: axis for v, axis in places if axis is not None and v.shape[axis] % devices == 0}
-    follow_batch(worker.equations, axes, devices=devices)
-    for equation in worker.equations:
-        if equation.op == "ap.microbatches":  # one, of the whole minibatch
-            (body,) = equation.bodies
-            axes |= {
-                v: axis
-                for v, a, axis in zip(body.inputs, equation.inputs, equation.params["axes"], strict=True)
-                if axis is not None and a in axes
-            }
-            follow_batch(body.equations, axes, devices=devices)
-    walk = _Shield(axes, devices, divides=False)
-    return walk.block(worker), tuple(dict.fromkeys(walk.told))
-
-
 def _batch_axes(program: Program, bound: BoundPlan, devices: int) -> Mapping[Var, int]:
     """Where the batch lies, followed once more: passes have made variables since it was."""
     if program.local is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from autopar.backends.across import local
 from autopar.errors import TimelineError
 from autopar.planning.replayed_client import ReplayedClient, with_means
 from autopar.run.entry import Entry
@@ -89,7 +90,8 @@ def replay_elastic(
             while events and _can_come(workers[events[0][0]], events[0][1], n):
                 number, step = events.popleft()
                 worker = workers[number]
-                values = [x.copy() for x in parts.of(n, Weights(worker.leaves))]
+                own = Weights(worker.leaves)
+                values = [x.copy() for x in parts.of(n, {k: local(own[k]) for k in weights})]
                 ((_, reply),) = center.take(Exchange(number, step, values))
                 assert isinstance(reply, Pulled), "nobody reads"
                 worker.moves[n] = reply.values

@@ -199,7 +199,7 @@ def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
     compiled, devices = entry.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
         devices = None
-    return ServedPrograms(compiled.program, compiled.analysed, devices, compiled.bound.placements)
+    return ServedPrograms(compiled.program, compiled.analysed, devices)
 
 
 def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:

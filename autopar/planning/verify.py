@@ -33,6 +33,7 @@ from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
+from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.run.wrapped_step import AnyStep, unwrapped
 from autopar.tables.averaging import average
@@ -94,8 +95,9 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
 
 def _compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
     """Compare what one worker does by itself with the plain step; and all workers with their replay."""
-    if entry.options.is_served:
-        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=one_worker(entry.compiled.program))
+    if isinstance(entry.runner, ServedRunner):
+        planned = one_worker(entry.runner.programs, entry.compiled.analysed)
+        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=planned)
         if not alone.ok:
             return alone
     return compare_served(entry, leaves, steps)
@@ -134,17 +136,14 @@ def compare_runs(
       entry: The step at these shapes.
       batches: Flat arguments of each step. States are taken from the first one, then go around.
       lazy: Compare with the lazy oracle: rows that a step doesn't look up stay as they are.
-      planned: The planned step on flat arrays; the entry's own by default.
+      planned: The planned step on flat arrays, compiled; the entry's own by default.
     """
     program = entry.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
     first = [_here(x) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: entry.plain(*xs))
     as_called = entry.devices is not None or entry.compiled.plan.on_hosts or entry.compiled.plan.defers
-    if planned is None and as_called:
-        run_planned = entry.run_called
-    else:
-        run_planned = jax.jit(lambda *xs: (planned or entry.run)(*xs))
+    run_planned = planned or (entry.run_called if as_called else jax.jit(lambda *xs: entry.run(*xs)))
     keep = jax.jit(_lazy(entry)) if lazy else None
     block = block_of(entry.jaxpr)
     with jax_compat.enable_x64():

@@ -37,7 +37,7 @@ class ServedRunner:
         placements = compiled.bound.placements
         copies = [0 if devices is None else 1 if along is not None else devices.mesh.size for along in placements]
         self._kept = KeptPlacements(compiled.analysed, copies)
-        self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, placements, self._kept.placed)
+        self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, self._kept.placed)
         inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
         shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
         self._mode = f"{compiled.plan.served}, {shapes} (program {self.programs.digest})"

@@ -348,36 +348,3 @@ def test_updates_that_the_devices_do_not_divide() -> None:
     mine, theirs = planned(state, batch)[0], jax.jit(step)(state, batch)[0]
     np.testing.assert_allclose(autopar.materialize(mine)["t"], theirs["t"], rtol=1e-6)
     assert "a scatter of updates that the devices don't divide" in explained(planned, state, batch)
-
-
-@pytest.mark.parametrize(("examples", "meet"), [(8, False), (6, False), (8, True)])
-def test_a_worker_of_several_devices(examples: int, meet: bool) -> None:
-    """Whose state servers keep, and whose minibatch XLA divides, if it can: forwards, backwards and results."""
-
-    def step(state: Any, batch: Any) -> Any:
-        params, count = state
-
-        def loss_of(w: jax.Array) -> Any:
-            running = lax.cumsum(batch["x"], 1) * lax.cumprod(batch["x"], 1)
-            scale = lax.reduce(batch["y"], np.float32(1), lambda a, b: a + b, (0,))
-            h = running @ w
-            others = jax.nn.logsumexp(jnp.outer(h, h), 1).mean() if meet else 0.0
-            return jnp.mean((h - batch["y"]) ** 2) * scale + others, batch["z"].max()
-
-        (loss, largest), slope = jax.value_and_grad(loss_of, has_aux=True)(params)
-        return (params - 0.01 * slope, count + 1), (
-            loss,
-            largest,
-            jax.ops.segment_max(batch["z"], IDS[:examples] % 2, 2),
-        )
-
-    batch = {
-        name: np.random.default_rng(k).normal(size=shape).astype(np.float32)
-        for k, (name, shape) in enumerate({"x": (examples, 4), "y": (examples,), "z": (examples,)}.items())
-    }
-    batch["z"][3] = np.nan
-    planned = autopar.parallelize(step, mesh=mesh_of(N), sync=autopar.sync.Async())
-    mine, theirs = planned((jnp.ones(4), 0), batch), jax.jit(step)((jnp.ones(4), 0), batch)
-    for a, b in zip(jax.tree.leaves(autopar.materialize(mine)), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
-    assert "is written otherwise" in explained(planned)

@@ -107,9 +107,10 @@ def test_a_batch_that_devices_do_not_divide(examples: int, warns: bool) -> None:
     assert not warns or "64 or 68" in told[0]
 
 
+@pytest.mark.parametrize("sync", [None, autopar.sync.Average(every=1)])
 @pytest.mark.parametrize("examples", [66, 64])
-def test_devices_that_do_not_divide_a_batch_do_their_share(examples: int) -> None:
-    assert _told(None, examples, mesh=mesh_of(4), strategy="allreduce") == []
+def test_devices_that_do_not_divide_a_batch_do_their_share(examples: int, sync: Any) -> None:
+    assert _told(None, examples, mesh=mesh_of(4), strategy="allreduce", sync=sync) == []
 
 
 def test_values_of_all_examples_that_every_device_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -280,8 +280,9 @@ def check_workers_of_several_processes() -> None:
     """Within a worker data parallelism, on all devices of its processes; servers and centre between workers."""
     tx, count = optax.adagrad(0.1), max(1, RANKS // 2)
     worker = RANK // (RANKS // count)
-    for sync in (Async(clients=count), Elastic(alpha=0.5, interval=3, clients=count)):
-        step = autopar.parallelize(step_of(tx), sync=sync)
+    elastic = Elastic(alpha=0.5, interval=3, clients=count)
+    for sync, strategy in ((Async(clients=count), "auto"), (elastic, "allreduce"), (elastic, "ps")):
+        step = autopar.parallelize(step_of(tx), sync=sync, strategy=strategy)
         assert autopar.verify(step, make_state(tx), minibatch(worker, 0), steps=5).ok
         state = make_state(tx)
         for k in range(8):

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar import compile as passes
 from autopar import jax_compat
-from autopar.backends.served import one_worker
+from autopar.backends.served import ServedPrograms, one_worker
 from autopar.ir import balance
 from autopar.ir.served import ServedStep
 from tests.support.served import compiled
@@ -146,7 +146,8 @@ def test_one_worker_does_the_step(name: str, kind: str, cut: bool, monkeypatch: 
         columns = [piece for piece in pieces.values() if known.program.inputs[piece.leaf].path in by_rows]
         assert [piece.axis for piece in columns] == ([1, 1] if cut and (name, kind) in BY_COLUMNS else [])
         mine, tree = jax.tree.leaves(theirs), jax.tree.structure(jax.eval_shape(step, theirs, batch(0)))
-        run, plain = jax.jit(one_worker(known.program)), jax.jit(step)
+        run = one_worker(ServedPrograms(known.program, known.analysed), known.analysed)
+        plain = jax.jit(step)
         for k in range(STEPS):
             outputs = run(*mine, *jax.tree.leaves(batch(k)))
             theirs, results = plain(theirs, batch(k))
