@@ -206,6 +206,7 @@ def parallelize(
             devices=1 if whole else count,
             accelerators=devices.mesh.devices.flat[0].platform != "cpu",
             hosts=hosts,
+            rank_devices=jax.local_device_count(),
             batch_axis=batch_axis,
             emit=emit,
             results=results,

@@ -269,14 +269,12 @@ def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tu
 
 
 def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
-    """Of what XLA partitions: over all devices, or over those of a rank."""
-    by_rank = bound.on_hosts and bound.plan.reduction_backend != "xla"
+    """Of what XLA partitions over all devices."""
     options = request.options
-    devices = (1 if by_rank else bound.devices) * options.rank_devices
-    is_own = program.staged is not None or (bound.emit == "pmap" and not bound.on_hosts)
-    if devices * options.tensor == 1 or is_own:
+    is_own = program.staged is not None or bound.emit == "pmap" or bound.on_hosts
+    if bound.devices * options.tensor == 1 or is_own:
         return program, bound, "XLA partitions nothing"
-    program, isolated = shield(program, bound, devices)
+    program, isolated = shield(program, bound, bound.devices)
     note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
     return program, bound.noting(isolated=isolated), note
 
@@ -328,7 +326,7 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("split_servers", _following(_split_servers)),
     ("split_pipeline", _following(_split_pipeline)),
     ("localize", _following(_localize)),
-    ("once_per_row", _following(lambda program, bound, r: once_per_row(program, bound, r.options.rank_devices))),
+    ("once_per_row", _following(lambda program, bound, _: once_per_row(program, bound))),
     ("localize_tensor", _following(_localize_tensor)),
     ("shield", _following(_shield)),
     ("split_stages", _following(_split_stages)),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -32,15 +32,19 @@ class Spread:
       owner: Whether of the rows that a device owns, not of the examples that it has.
       examples: Number B of examples, if the devices don't divide it: each has ceil(B / N), the last ones padded by
         copies. The axis has a multiple of B elements, those of an example next to each other. 0: equal shards.
+      rank: Whether of the rows that a rank asked for, of which all of its devices have the same.
+      sums: Whether of these each of them has a partial sum.
     """
 
     axis: int
     owner: bool = False
     examples: int = 0
+    rank: bool = False
+    sums: bool = False
 
     def moved(self, axis: int) -> Spread:
         """Returns the same shard along another axis."""
-        return Spread(axis, self.owner, self.examples)
+        return replace(self, axis=axis)
 
     def size(self, whole: int, devices: int) -> int:
         """Returns how many of `whole` elements along the axis a device has.
@@ -130,6 +134,7 @@ class LocalFacts:
       gathered: What every device has whole of the examples.
       inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
       tensor: The same over the devices that divide products, if any do.
+      between: Whether what is reduced over ranks is reduced between programs, owners' rows apart.
     """
 
     outputs: tuple[State, ...]
@@ -138,6 +143,7 @@ class LocalFacts:
     gathered: tuple[Gathered, ...] = ()
     inside: NotLocal | None = None
     tensor: LocalFacts | None = None
+    between: bool = False
 
 
 @dataclass(frozen=True, slots=True)

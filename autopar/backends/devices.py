@@ -72,6 +72,11 @@ class Devices:
         """The mesh's axes over which examples are spread."""
         return (self.axis,)
 
+    @property
+    def by_ranks(self) -> Devices:
+        """The same by the ranks that have them, for what is spread over these."""
+        return self
+
     def position(self) -> Array:
         """In the program of one device its number, int32[]."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)

@@ -100,7 +100,9 @@ class _Emitter:
         op, devices = self._over(equation.op)
         if op in _ON_DEVICES:
             assert devices is not None, "one device has everything"
-            return [_ON_DEVICES[op](devices, equation.params, jnp.asarray(operands[0]))]
+            params = dict(equation.params)
+            devices = devices.by_ranks if params.pop("ranks", False) else devices
+            return [_ON_DEVICES[op](devices, params, jnp.asarray(operands[0]))]
         if equation.op in _OF_MICROBATCH:
             assert self._microbatch is not None, "in the program of a microbatch"
             return [_OF_MICROBATCH[equation.op](self._microbatch, equation.params, jnp.asarray(operands[0]))]
@@ -196,8 +198,8 @@ class _Emitter:
         """
         _, devices = self._over(equation.op)
         assert isinstance(devices, OwnPart), "in the program of one device"
-        mesh, axis = devices.mesh, devices.axis
-        others = tuple(name for name in mesh.axis_names if name != axis and mesh.shape[name] > 1)
+        mesh, axes = devices.mesh, devices.examples
+        others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
 
         def nothing(*_: Array) -> tuple[Array, ...]:
             return tuple(jnp.full(v.shape, -0.0).astype(v.dtype) for v in equation.outputs)
@@ -205,7 +207,7 @@ class _Emitter:
         def run(*operands: Array) -> tuple[Array, ...]:
             return tuple(map(jnp.asarray, self.block(equation.bodies[0], operands)))
 
-        is_first = functools.reduce(operator.and_, (jax.lax.axis_index(name) == 0 for name in (axis, *others)))
+        is_first = functools.reduce(operator.and_, (jax.lax.axis_index(name) == 0 for name in (*axes, *others)))
         results = jax.lax.cond(is_first, run, nothing, *map(jnp.asarray, operands))
         return [reduce_across("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
 
@@ -340,6 +342,8 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
+    "ap.reduce_rank": lambda devices, p, value: devices.reduce_rank(value, p["op"]),
+    "ap.once_rank": lambda devices, p, value: devices.once_a_rank(value),
     "ap.shard": lambda devices, p, value: (devices.padded_share if "size" in p else devices.share)(value, **p),
     "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),

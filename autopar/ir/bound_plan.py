@@ -70,6 +70,7 @@ class BoundPlan:
       uneven: Inputs of examples that the devices don't divide -> the axis of these. Each device is given all of it, and
         takes its part in the step, padded and masked where it matters.
       undivided: B, the number of examples, if there are such; else 0.
+      rank_devices: L, over how many devices of each rank the rank's examples are spread, with tables on hosts.
       layouts: Input -> (layout, row axis) of those that are stored otherwise than as they are.
       fallback: The families once more with the capacity that no batch exceeds, if some are tight.
       shards: Dense leaves that are spread and gathered for use -> the axis.
@@ -85,6 +86,7 @@ class BoundPlan:
     tensors: Mapping[int, int] = field(default_factory=dict)
     uneven: Mapping[int, int] = field(default_factory=dict)
     undivided: int = 0
+    rank_devices: int = 1
 
     @property
     def devices(self) -> int:
@@ -127,6 +129,7 @@ class BoundPlan:
             self.tensors,
             self.uneven,
             self.undivided,
+            self.rank_devices,
             self.emit,
             self.plan.microbatches,
         )

@@ -155,6 +155,8 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
     },
     "localize": {
         "reduce": _named("value"),
+        "reduce_rank": _named("value"),
+        "once_rank": _named("value"),
         "shard": _named("value"),
         "once": _named("value"),
         "only_examples": _named("value"),

@@ -31,7 +31,7 @@ class Options:
     accelerators: bool = False
     #: Tables on hosts are asked for; `devices` are ranks then.
     hosts: bool = False
-    #: Devices of each rank then.
+    #: Devices of each rank then, at most.
     rank_devices: int = 1
     #: Bytes of gradients that ranks begin to add up while later ones are computed; None: all are added up at once.
     bucket_bytes: int | None = None

@@ -142,8 +142,8 @@ class Plan:
       tensor: Products that are divided over the devices of a tensor axis, if there is one.
       work: Operations of the model, and what is reduced of its dense gradients.
       parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
-      reduction_backend: With tables on hosts, who reduces dense gradients over the ranks: "mpi" between programs, or
-        "xla" within them.
+      reduction_backend: With tables on hosts, what reduces dense gradients over the ranks: "mpi" between programs, or
+        "psum" within them.
       reduction_reason: Why.
       stages: With tables on hosts, a step's compiled programs and exchanges, in order, in words.
       isolated: What is kept from XLA's partitioner, which gets it wrong (`passes.shield`), in words.

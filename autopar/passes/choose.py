@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,6 +96,9 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
     bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
+    if bound.on_hosts:
+        each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
+        bound = dataclasses.replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
 
 

@@ -41,18 +41,21 @@ from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 from autopar.passes.localizing.regrouped import RegroupedForms
 
 
-def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tuple[Program, str]:
+def localize(
+    program: Program, bound: BoundPlan, *, examples: bool = True, between: bool = False
+) -> tuple[Program, str]:
     """The program of each device, with `local` facts.
 
     Args:
       program: A lifted program.
       bound: What says where values are.
       examples: Whether the batch is a device's part. Else only rows are an owner's part, and the rest stays global.
+      between: Whether sums over the ranks' examples are reduced between programs, by MPI.
 
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    walk = Localizer(Shared(bound, examples))
+    walk = Localizer(Shared(bound, examples, between=between))
     inputs = []
     entries = [input_.entry_axis for input_ in program.inputs[len(bound.placements) :]]
     placements = (*bound.placements, *entries)
@@ -68,11 +71,10 @@ def localize(program: Program, bound: BoundPlan, *, examples: bool = True) -> tu
     outputs, states = walk.program(program, input_)
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
-    facts = LocalFacts(
-        tuple(states), frozenset(shared.owned), tuple(shared.reductions), tuple(shared.gathered), shared.inside
-    )
+    reductions, gathered = tuple(shared.reductions), tuple(shared.gathered)
+    facts = LocalFacts(tuple(states), frozenset(shared.owned), reductions, gathered, shared.inside, between=between)
     count = len(shared.reductions)
-    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {bound.devices} devices"
+    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {shared.devices} devices"
 
 
 def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
@@ -186,6 +188,8 @@ class Localizer(LoopForms, RegroupedForms):
 
     def _effect(self, equation: Equation) -> None:
         """An effect of what all devices have: once sums over the examples are reduced, of these, too."""
+        if self.shared.between and self.shared.bound.rank_devices > 1:
+            raise NotLocal(f"{equation.op} has an effect, and a rank several devices", equation.source)
         if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
             remedy = "Leave it out, or return what it tells from the step"
             raise NotLocal(f"{equation.op} has an effect", equation.source, remedy)
@@ -229,7 +233,7 @@ class Localizer(LoopForms, RegroupedForms):
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
             if top:
                 return False
-            if self.shared.bound.emit == "pmap" and not self.shared.bound.on_hosts:
+            if self.may_repeat and (self.shared.bound.emit == "pmap" or self.shared.bound.on_hosts):
                 self.scale_partial(equation, partial.index(True))
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
@@ -244,14 +248,17 @@ class Localizer(LoopForms, RegroupedForms):
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
         """An equation without bodies on a device's part of its operands."""
+        for atom in equation.inputs:
+            if isinstance(have := self.state(atom), Spread) and have.sums:
+                self.add_up(atom, have)
         kinds = {s.moved(0) for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         try:
             if len(kinds) > 1:
                 what = "an owner's rows" if any(k.owner for k in kinds) else "other examples"
                 raise NotLocal(f"{equation.op} of examples and of {what}", equation.source)
             (kind,) = kinds
-            placed = place_spread(equation, spread, self.shared.devices, examples=kind.examples)
-            if placed.axis == SUMMED and equation.op not in REDUCES:
+            placed = place_spread(equation, spread, self.shared.parts(kind), examples=kind.examples)
+            if placed.axis == SUMMED and (equation.op not in REDUCES or kind.rank):
                 raise NotLocal(f"{equation.op} over the examples", equation.source)
         except NotLocal as error:
             self._without_some(equation, spread, error)
@@ -284,7 +291,8 @@ class Localizer(LoopForms, RegroupedForms):
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
         """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""
-        self.shared.inside = self.shared.inside or reason
+        # One that was raised would keep its frames, and the caller's arguments with them.
+        self.shared.inside = self.shared.inside or NotLocal(reason.reason, reason.source)
         if self.looks_up_rows(equation, spread):
             self.lookup_part(equation)
             return

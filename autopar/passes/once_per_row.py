@@ -42,18 +42,17 @@ _GATHERS = frozenset({"ap.lookup", "gather"})
 _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
-def once_per_row(program: Program, bound: BoundPlan, devices: int = 1) -> tuple[Program, str]:
-    """The program of one rank with what depends on single rows computed once for each.
+def once_per_row(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+    """The program of one device with what depends on single rows computed once for each.
 
     Args:
       program: Localized.
       bound: What it was made by.
-      devices: Of a rank: they share the lookups, but each has all rows.
     """
-    if not bound.on_hosts or bound.plan.reduction_backend == "xla":
+    if not bound.on_hosts:
         return program, "for a rank's own program, with tables on hosts"
     distinct: list[Ids] = []
-    block = _of_block(program.block, devices, distinct)
+    block = _of_block(program.block, distinct)
     if block is program.block:
         return program, "nothing to gain, compiled for so many rows"
     counts = tuple((ids.entries, ids.lookups) for ids in dict.fromkeys(distinct))
@@ -62,11 +61,11 @@ def once_per_row(program: Program, bound: BoundPlan, devices: int = 1) -> tuple[
     return dataclasses.replace(program, block=block, once_per_row=made), str(made)
 
 
-def _of_block(block: Block, devices: int, distinct: list[Ids]) -> Block:
+def _of_block(block: Block, distinct: list[Ids]) -> Block:
     block = block.with_equations(
-        [e.with_bodies([_of_block(body, devices, distinct) for body in e.bodies]) for e in block.equations]
+        [e.with_bodies([_of_block(body, distinct) for body in e.bodies]) for e in block.equations]
     )
-    every = {key: ids for key, ids in all_ids(block).items() if ids.entries * devices < ids.lookups}
+    every = {key: ids for key, ids in all_ids(block).items() if ids.entries < ids.lookups}
     if not every:
         return block
     rewritten = [_Rewrite(block, every, backward=backward).run() for backward in (False, True)]

@@ -38,8 +38,11 @@ EXCHANGES = (
 _ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
-#: They are about the rows that a rank asked for, which its devices have.
-_OF_DEVICES = frozenset({"ap.lookup", "ap.lookup_ids", "ap.aggregate"})
+#: They are about the rows that a rank asked for, which its devices have, or exchange values between devices.
+_OF_DEVICES = frozenset(
+    "ap." + name
+    for name in ("lookup", "lookup_ids", "aggregate", "reduce", "reduce_rank", "replicate", "lookup_part", "first")
+)
 
 
 #: Parts of a stage's reductions at most.
@@ -66,7 +69,8 @@ def split_stages(program: Program, hosted: Collection[int], *, owners: bool, buc
         return _Split(program.block, None, hosted).run(None)
     owned = program.local.owned
     equations = [part for equation in program.block.equations for part in _by_owner(equation, owned)]
-    return _Split(program.block.with_equations(equations), owned, hosted).run(bucket_bytes)
+    split = _Split(program.block.with_equations(equations), owned, hosted, between=program.local.between)
+    return split.run(bucket_bytes)
 
 
 def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
@@ -91,13 +95,20 @@ def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
 
 
 class _Split:
-    def __init__(self, block: Block, owned: frozenset[Var] | None, hosted: Collection[int]) -> None:
+    def __init__(
+        self, block: Block, owned: frozenset[Var] | None, hosted: Collection[int], *, between: bool = True
+    ) -> None:
         self.block = block
         self.owned = owned or frozenset()
         self.sides: tuple[Side, ...] = ("device",) if owned is None else ("device", "owner")
         self.exchanges = _ALONE if owned is None else EXCHANGES
         about = {None, *hosted}  # rows on hosts, or no table's
-        self.exchanged = {e for e in block.walk() if e.op in self.exchanges and family_of(e) in about}
+        self.exchanged = {
+            e
+            for e in block.walk()
+            if e.op in self.exchanges and family_of(e) in about
+            if e.op != "ap.reduce" or between or e.params.get("ranks")
+        }
         self.free = _free(block, self.exchanged)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}

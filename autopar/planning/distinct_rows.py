@@ -6,7 +6,6 @@ again when one needs more; only then is it known what is worth computing for dis
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,13 +17,12 @@ from autopar.passes.choosing.capacity import device_ids
 from autopar.run.entry import Entry
 
 
-def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> OncePerRow | None:
+def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | None:
     """What a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
 
     Args:
       entry: Of any step.
       leaves: Its flat arguments, or those that ids depend on.
-      devices: Of each rank.
     """
     program, bound = entry.compiled.analysed, entry.compiled.bound
     sizes: dict[int, tuple[int, int]] = {}
@@ -43,5 +41,4 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None, devices: int) ->
         )
     if not sizes:
         return None
-    options = dataclasses.replace(entry.options, rank_devices=devices)
-    return follow(program, bound.with_sizes(sizes), options).once_per_row
+    return follow(program, bound.with_sizes(sizes), entry.options).once_per_row

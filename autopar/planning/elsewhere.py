@@ -63,6 +63,7 @@ def on_devices(
     """
     strategy = without_hosts(step.options.strategy) if strategy is None else strategy
     options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
+    options = dataclasses.replace(options, rank_devices=1)
     old = step.planner
     written = old.per_device and dataclasses.replace(old.per_device, count=count)
     planner = dataclasses.replace(

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from autopar.cost.formulas import table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
@@ -79,10 +77,9 @@ def _explain(
     rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    devices = 1 if cluster is not None else jax.local_device_count()
     there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
     there += emission_notes(entry, verbose)
-    there += isolated_notes(entry, devices, verbose)
+    there += isolated_notes(entry, verbose)
     bound = entry.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))
@@ -103,7 +100,7 @@ def _explain(
         devices=plan.devices,
         updates=any(input_.role == "state" for input_ in program.inputs),
         processes=1 if entry.devices is None else len(entry.devices.processes.members),
-        hosted=hosted_text(entry, leaves, devices) if plan.on_hosts else "",
+        hosted=hosted_text(entry, leaves) if plan.on_hosts else "",
         notes=(
             *replica_notes(plan),
             *server_notes(plan),

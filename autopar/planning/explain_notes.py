@@ -11,7 +11,6 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
-from autopar.passes.shield import shield
 from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.folding import fold_paths
 from autopar.planning.workload import table_bytes
@@ -40,12 +39,10 @@ def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
     return "Values of all examples that every device has whole:", *shown, *more
 
 
-def isolated_notes(entry: Entry, devices: int, verbose: bool) -> tuple[str, ...]:
-    """Tells what is kept from XLA's partitioner; `devices`: of each rank, with tables on hosts; `verbose`: all."""
+def isolated_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
+    """Tells what is kept from XLA's partitioner; `verbose`: all."""
     plan = entry.compiled.plan
     isolated = plan.isolated
-    if plan.on_hosts and devices > 1 and not isolated:  # planned for one device a rank, and once more when it is run
-        isolated = shield(entry.compiled.program, entry.compiled.bound, devices)[1]
     if not isolated:
         return ()
     shown = [f"  {text}" for text in (isolated if verbose else isolated[:_SHOWN])]
@@ -115,16 +112,16 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
     return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
 
 
-def hosted_text(entry: Entry, leaves: Sequence[Any] | None, devices: int) -> str:
-    """What is done between ranks of so many devices each, and for distinct rows by each of them, in words."""
+def hosted_text(entry: Entry, leaves: Sequence[Any] | None) -> str:
+    """What is done between ranks, and for distinct rows by each of their devices, in words."""
     plan = entry.compiled.plan
     why = plan.reduction_reason
     text = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
-        "xla": f"Dense gradients are reduced by XLA, in programs over all ranks' devices: {why}",
+        "psum": f"Dense gradients are reduced by psum, within the programs of all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
     }[plan.reduction_backend]
-    once = once_per_row_of(entry, leaves, devices)
+    once = once_per_row_of(entry, leaves)
     if once is not None:
         text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
     return f"{text}.\nStages: {', '.join(plan.stages)}."

@@ -85,15 +85,23 @@ def plan_of(
 
 
 def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
-    """What the step computes; of devices' own programs with the sums that these have, which stand after loops."""
+    """What the step computes; of devices' own programs with the sums that these have, which stand after loops. Those of
+    tables that are trained whole aren't among them (`dense_load`)."""
     work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
-    once = once_per_row_of(entry, leaves, devices=1)
+    once = once_per_row_of(entry, leaves)
     if once is not None:
         work = dataclasses.replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
     if facts is None:
         return work
     sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
+    sums -= Counter(size for size, _ in _trained_whole(entry.compiled.plan))
     return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
+
+
+def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
+    """Returns the tables that are looked up by rows but trained whole, each with its bytes."""
+    whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]
+    return [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
 
 
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
@@ -108,8 +116,7 @@ def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[
 
 def dense_load(decided: Plan) -> DenseLoad:
     """What a step does on each device with all leaves whose rows don't go by themselves."""
-    whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]  # looked up, but trained whole
-    sizes = [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
+    sizes = _trained_whole(decided)
     divided = {} if decided.tensor is None else dict.fromkeys(decided.tensor.axes, decided.tensor.devices)
     leaves = [leaf.nbytes // (decided.devices if leaf.sharded else divided.get(leaf.path, 1)) for leaf in decided.dense]
     leaves += [size for size, table in sizes for _ in range(1 + len(table.slots))]

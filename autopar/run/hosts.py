@@ -52,10 +52,10 @@ class HostRunner:
         bucket_bytes = None
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
             exchange_.rings_from, bucket_bytes = reductions_here()
-        self._ranks = Ranks(exchange_, compiled.plan.reduction_backend)
-        devices = self._ranks.mesh.shape["local"]
-        self._options = dataclasses.replace(options, rank_devices=devices, bucket_bytes=bucket_bytes)
-        self._kept = KeptPlacements(self._program, [devices if along is None else 1 for along in bound.placements])
+        self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
+        self._options = dataclasses.replace(options, bucket_bytes=bucket_bytes)
+        copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
+        self._kept = KeptPlacements(self._program, copies)
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])
@@ -98,11 +98,18 @@ class HostRunner:
         self._returned: dict[int, weakref.ref[Any]] = {}
 
     def _check_others(self) -> None:
-        """Tables on devices by their rows don't go together with tables on several ranks, nor on one if rows wait.
+        """Tables on devices by their rows don't go together with tables on several ranks, nor on one if rows wait; nor
+        do dense parameters in shards.
 
         Raises:
           StrategyError: there are such.
         """
+        if self._bound.shards:
+            path, ranks = self._program.inputs[min(self._bound.shards)].path, self._bound.devices
+            raise StrategyError(
+                f"strategy: {path} can't be in shards on devices ('ps') beside tables on the hosts of {ranks} ranks. "
+                "Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
+            )
         there = {f.family: f.method for f in self._bound.families if not f.on_hosts}
         spaces = [s for s in self._program.rows.spaces if s.family in there]
         space = next((s for s in spaces if s.deferred), spaces[0] if spaces else None)
@@ -226,7 +233,7 @@ class HostRunner:
         if staged is None:
             plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._options)
-            donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_global else ())
+            donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_joint else ())
             mark(self._ranks.step, "compiling", "compiles")
             staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
             self._programs[bucket] = staged
@@ -280,7 +287,7 @@ class HostRunner:
 
     def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
-        if not self._donate or self._ranks.is_global or self._are_own(leaves):
+        if not self._donate or self._ranks.is_joint or self._are_own(leaves):
             return leaves
         return with_own_buffers(leaves, self._states - set(self._tables))
 
@@ -310,7 +317,7 @@ class HostRunner:
             return place(leaf)
         if isinstance(leaf, np.ndarray):  # of one over all ranks each has its part
             self._kept.look(k, leaf)
-        return self._kept.placed(k, leaf, (self._ranks.mesh, self._ranks.is_global, along), place)
+        return self._kept.placed(k, leaf, (self._ranks.mesh, along), place)
 
     def _whole(self, k: int, along: int | None, leaf: Any) -> Any:
         ranks = self._ranks
@@ -320,40 +327,32 @@ class HostRunner:
                 f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it: give "
                 "it whole to each, jax.device_put with a replicated sharding"
             )
-        if ranks.is_global:
-            return ranks.everywhere(leaf)
         if ranks.is_single:
             return leaf
-        devices = ranks.mesh.shape["local"]
-        spread = along is not None and leaf.shape[along] % devices == 0
-        return jax.device_put(leaf, ranks.sharding(along if spread else None))
+        return ranks.everywhere(leaf) if ranks.is_joint else jax.device_put(leaf, ranks.sharding(along))
 
     def _part(self, along: int, leaf: Any) -> Any:
-        """This rank's examples; under XLA its part of the global array."""
+        """This rank's examples, or all ranks', of which it has its own."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
         leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            if ranks.is_global:
-                return leaf
-            shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
-            parts = {s.index[along].start: s.data for s in shards}
-            arrays = list(parts.values())
-            if ranks.is_single:
-                return arrays[0]
-            shape = (*leaf.shape[:along], leaf.shape[along] // size, *leaf.shape[along + 1 :])
-            return jax.make_array_from_single_device_arrays(shape, ranks.sharding(along), arrays)
         count = leaf.shape[along] // size
-        index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
-        own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]
-        if isinstance(leaf, jax.Array) and isinstance(own, np.ndarray):
-            own = jax.numpy.asarray(own) if ranks.is_single else own.copy()  # a view would keep the whole leaf
-        devices = ranks.mesh.shape["local"]
-        spread = count % devices == 0
-        if not ranks.is_global:
-            return own if ranks.is_single else jax.device_put(own, ranks.sharding(along if spread else None))
-        sharding = ranks.sharding(along, ranks_only=not spread)
-        return jax.make_array_from_process_local_data(sharding, own, leaf.shape)
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            shards = sorted(leaf.addressable_shards, key=lambda s: s.index[along].start or 0)
+            arrays = list({s.index[along].start: s.data for s in shards}.values())
+            if len(arrays) == len(ranks.own_devices):
+                return ranks.array_of(arrays, along)
+            own = np.concatenate([np.asarray(x) for x in arrays], along)
+        else:
+            index = (slice(None),) * along + (slice(rank * count, (rank + 1) * count),)
+            own = (leaf if jax_compat.is_key(leaf.dtype) else np.asarray(leaf))[index]
+            if isinstance(leaf, jax.Array) and isinstance(own, np.ndarray):
+                own = jax.numpy.asarray(own) if ranks.is_single else own.copy()  # a view would keep the whole leaf
+        if ranks.is_single:
+            return own
+        if not ranks.is_joint:
+            return jax.device_put(own, ranks.sharding(along))
+        return jax.make_array_from_process_local_data(ranks.sharding(along), own, leaf.shape)
 
     def _result(self, out: int, value: Any) -> Any:
         if self._new.get(out) in self._tables:
@@ -361,7 +360,7 @@ class HostRunner:
         if isinstance(value, HostRows):
             return _read(value)
         state, ranks = self._local.outputs[out], self._ranks
-        if isinstance(state, Spread) and not (state.owner or ranks.is_global) and ranks.exchange.size > 1:
+        if isinstance(state, Spread) and not (state.owner or ranks.is_joint) and ranks.exchange.size > 1:
             return self._joined(value, state.axis)
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 

@@ -271,8 +271,8 @@ class HostMaker(Maker):
     @staticmethod
     def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
         """`inputs_of`: which input of the step each leaf is."""
-        ranks = Ranks(exchange(), "xla" if exchange().size > 1 else "")
-        devices = ranks.device_view if exchange().size > 1 else None
+        ranks = Ranks(exchange(), joint=True)
+        devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
         inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]

@@ -67,7 +67,9 @@ MODES: Mapping[str, Mode] = {
         ),
         Mode("ranks", ranks=2, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto")),
         Mode("hosts", ranks=2, strategies=(("ps", "hosts"),)),
+        Mode("hosts-devices", devices=2, ranks=2, strategies=(("ps", "hosts"), ("ps", "hosts"), *_DENSE)),
         Mode("one-host", strategies=(("ps", "hosts"),)),
+        Mode("one-host-devices", devices=2, strategies=(("ps", "hosts"), ("ps", "hosts"), *_DENSE)),
         Mode("dense-hosts", ranks=2, strategies=_DENSE),
         Mode("dense-one-host", strategies=_DENSE),
         Mode(

@@ -57,7 +57,11 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_branch_between_two_steps",
             "check_a_sum_over_examples_times_rows",
         ),
-        (2, 2): ("check_batches_that_devices_do_not_divide", "check_ids_of_other_examples"),
+        (2, 2): (
+            "check_batches_that_devices_do_not_divide",
+            "check_ids_of_other_examples",
+            "check_models_in_which_examples_meet",
+        ),
         (3, 1): ("check_some_of_the_contract",),
     },
     "followed_cases": {(2, 1): ("check_some_are_followed",)},

@@ -1,31 +1,28 @@
 """Who takes part in a step with tables on hosts, and how values get to compiled programs and back.
 
-Two reduction backends. "mpi": a rank's device programs are its own, on its own devices and its own examples; what is
-reduced travels between programs. "xla": they are global programs over all ranks' devices, and XLA reduces; rows that
-ranks fetched are global arrays of which each rank has its part. The owner's programs are always its own.
+Each device runs programs of its own on its own examples. Either a rank's devices run them by themselves, and what is
+reduced travels between programs, by MPI; or those of all ranks run them together, and reduce within, by XLA. Rows that
+a rank fetched all of its devices have. The owner's programs are always its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.profiler import TraceAnnotation
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
-from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, local
+from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
-from autopar.backends.host.view import AllRanks, RankView
-from autopar.backends.protocol import RowBackend
-from autopar.backends.spread import backends
+from autopar.backends.host.view import RankDevice, RankView
 from autopar.backends.watched import jit_on
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.stages import Side
 from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
@@ -34,8 +31,10 @@ from autopar.mpi.exchange import Exchange, Requested
 Array = Any
 T = TypeVar("T")
 
-#: Where a program's result is: XLA decides.
-ANYHOW = -1
+#: Where an operand or result of a device program is: None: whole on each device; k: spread over them along axis k;
+#: `EACH`: each device's own, behind one another along a new first axis.
+Place = int | None
+EACH = -1
 
 
 class Ranks:
@@ -44,26 +43,35 @@ class Ranks:
     Attributes:
       exchange: Between ranks.
       device_view, owner_view: How programs of either side see the devices.
-      mesh: Of the device programs: the rank's own devices ("mpi"), or all ranks' ("xla").
+      mesh: Of the device programs: the rank's own devices, or all ranks'.
+      is_joint: Whether the device programs are of several ranks.
+      is_single: Whether they are of one device.
       host: The device of the owner's programs, where that isn't the default one.
+      own_devices: Those of this rank that run device programs.
       buffers: Memory that the step after next uses again.
       step: The number of the step, for messages.
     """
 
-    def __init__(self, exchange: Exchange, reduction_backend: str) -> None:
+    def __init__(self, exchange: Exchange, *, joint: bool, devices: int | None = None) -> None:
+        """
+        Args:
+          exchange: Between ranks.
+          joint: Whether device programs are of all ranks.
+          devices: How many of each rank run them; all by default.
+        """
         self.exchange = exchange
-        self.is_global = reduction_backend == "xla"
-        mine = jax.local_devices()
-        if self.is_global:
-            grid = np.array(jax.devices()).reshape(exchange.size, -1)
-            self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
-            self.device_view: Devices = AllRanks(self.mesh, "ranks")
-        else:
-            self.mesh = Mesh(np.array(mine).reshape(1, -1), ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
-            self.device_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
+        self.is_joint = joint and exchange.size > 1
+        self.own_devices = jax.local_devices()[:devices]
+        grid = np.array(self.own_devices).reshape(1, -1)
+        if self.is_joint:
+            grid = np.array(jax.devices()).reshape(exchange.size, -1)[:, :devices]
+        self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
+        self.is_single = grid.size == 1
+        own = None if self.is_joint else exchange.rank
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
-        self.is_single = not self.is_global and len(mine) == 1
-        self.host = None if mine[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
+        several = RankDevice(self.mesh, "ranks", rank=own, ranks=exchange.size)
+        self.device_view: Devices = self.owner_view if self.is_single else several
+        self.host = None if self.own_devices[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self.buffers = Buffers()
         self._thread = ThreadPoolExecutor(1, "autopar-reductions")
         self.step = -1
@@ -91,21 +99,27 @@ class Ranks:
 
     # --- programs ---
 
-    def backends(self, bound: BoundPlan, side: Side) -> Mapping[int, RowBackend]:
-        """Of families on devices."""
-        return backends(bound, self.device_view) if self.is_global and side == "device" else {}
-
     def compile(
-        self, run: Callable[..., Sequence[Array]], side: Side, donated: Sequence[int], along: Sequence[int | None]
+        self,
+        run: Callable[..., Sequence[Array]],
+        side: Side,
+        donated: Sequence[int],
+        given: Sequence[Place] = (),
+        returned: Sequence[Place] = (),
     ) -> Callable[..., Sequence[Array]]:
-        """A program of one side. `along`: the axis by which a result is spread over the devices of a program of all
-        ranks; None for one of which every device must have all, or `ANYHOW`."""
+        """A program of one side; `given`, `returned`: where the operands and results of one of the devices are."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
-            is_left = [a == ANYHOW or (a is not None and not self.is_global) for a in along]
-            options["out_shardings"] = tuple(
-                None if k else self.sharding(a) for a, k in zip(along, is_left, strict=True)
-            )
+
+            def each(*operands: Any) -> tuple[Any, ...]:
+                pairs = zip(operands, given, strict=True)
+                own = (jax.tree.map(lambda a: jax.lax.squeeze(a, (0,)), x) if at == EACH else x for x, at in pairs)
+                pairs = zip(run(*own), returned, strict=True)
+                return tuple(jax.tree.map(lambda a: jnp.asarray(a)[None], x) if at == EACH else x for x, at in pairs)
+
+            specs = [tuple(self.sharding(at).spec for at in places) for places in (given, returned)]
+            mapped = jax.shard_map(each, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+            return jit_on(self.mesh, mapped, **options)
         if side == "device":
             return jit_on(self.mesh, lambda *xs: tuple(run(*xs)), **options)
         program = jax.jit(lambda *xs: tuple(run(*xs)), **options)
@@ -116,37 +130,55 @@ class Ranks:
 
         return program if self.host is None else on_host
 
-    def sharding(self, along: int | None, *, ranks_only: bool = False) -> NamedSharding:
-        """On all devices, or spread along an axis: over the ranks, and over each rank's devices."""
-        if along is None:
+    def sharding(self, place: Place) -> NamedSharding:
+        """Where something is on the devices."""
+        if place is None:
             return NamedSharding(self.mesh, P())
-        return NamedSharding(self.mesh, P(*[None] * along, "ranks" if ranks_only else ("ranks", "local")))
+        return NamedSharding(self.mesh, P(*[None] * max(place, 0), ("ranks", "local")))
 
     # --- values ---
 
-    def for_device(self, value: Any) -> Any:
-        """A value as a device program takes it."""
-        if not self.is_global or is_global(value):
+    def for_device(self, value: Any, place: Place) -> Any:
+        """A value that is whole in this process, as a device program takes it."""
+        return value if self.is_single else jax.tree.map(lambda x: self._on_each(x, place), value)
+
+    def _on_each(self, value: Any, place: Place) -> jax.Array:
+        """A value on each of the own devices."""
+        if isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) == self.mesh:
             return value
-        return jax.tree.map(self.everywhere, value)
+        if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
+            data = self._on_each(jax.random.key_data(value), place)
+            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
+        value = value if isinstance(value, jax.Array) else np.asarray(value)
+        return self.array_of([value[None] if place == EACH else value] * len(self.own_devices), place)
+
+    def array_of(self, parts: Sequence[Any], place: Place) -> jax.Array:
+        """An array of what each of the own devices has."""
+        if self.is_single:
+            return parts[0]
+        shape = parts[0].shape
+        if place is not None:
+            axis = max(place, 0)
+            shape = (*shape[:axis], self.mesh.size * shape[axis], *shape[axis + 1 :])
+        placed = [jax.device_put(x, d) for x, d in zip(parts, self.own_devices, strict=True)]
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(place), placed)
 
     def everywhere(self, value: Any) -> jax.Array:
         """A value that all ranks have, on all devices."""
-        if is_global(value):
+        return self._on_each(value, None)
+
+    def from_device(self, value: Any, place: Place) -> Any:
+        """A value of a device program, of which all of a rank's devices have the same, as others take it."""
+        if self.is_single or not isinstance(value, jax.Array):
             return value
-        if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
-            data = self.everywhere(jax.random.key_data(value))
-            return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
-        value = value if isinstance(value, jax.Array) else np.asarray(value)
-        mine = [d for d in self.mesh.devices.flat if d.process_index == jax.process_index()]
-        parts = [jax.device_put(value, d) for d in mine]
-        return jax.make_array_from_single_device_arrays(value.shape, self.sharding(None), parts)
+        jax.block_until_ready(value)  # on all devices: none reads any more what the program was given
+        value = value.addressable_data(0)
+        value = value if jax_compat.is_key(value.dtype) else np.asarray(value)
+        return value[0] if place == EACH else value
 
     def for_owner(self, value: Any) -> Any:
         """A value, all of it, as an owner's program takes it."""
-        if isinstance(value, jax.Array) and (self.host is not None or not self.is_single):
-            return np.asarray(local(value))
-        return value
+        return np.asarray(value) if isinstance(value, jax.Array) and self.host is not None else value
 
     def own(self, value: Any) -> Any:
         """A result that all devices have, as an ordinary array of this process."""
@@ -154,24 +186,10 @@ class Ranks:
             return value.addressable_data(0)
         return value
 
-    def spread(self, part: np.ndarray, axis: int) -> Any:
-        """This rank's part of an array that is spread over the ranks."""
-        if not self.is_global:
-            return part
-        sharding = self.sharding(axis, ranks_only=True)
-        shape = resized(part.shape, axis, part.shape[axis] * self.exchange.size)
-        return jax.make_array_from_callback(shape, sharding, lambda index: part)
-
-    def own_part(self, value: Any, axis: int) -> np.ndarray:
-        """Returns this rank's part of a global array."""
-        if isinstance(value, jax.Array) and self.is_global:
-            return np.asarray(value.addressable_data(0))
-        return np.asarray(value)
-
     def own_ids(self, ids: Any) -> np.ndarray:
         """Flat ids of this rank: all that its devices have."""
-        if isinstance(ids, jax.Array) and self.is_global:
-            return np.concatenate([np.asarray(s.data) for s in ids.addressable_shards])
+        if isinstance(ids, jax.Array) and not self.is_single:
+            return np.concatenate([np.asarray(s.data).ravel() for s in ids.addressable_shards])
         return np.asarray(ids)
 
     def reduce(self, values: Sequence[Any], op: str, *, beside: bool = False) -> Callable[[], Sequence[Any]]:
@@ -193,7 +211,7 @@ class Ranks:
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
         """The largest of all ranks' needs, where their programs must have one shape."""
-        if not self.is_global:
+        if not self.is_joint:
             return needs
         (largest,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
         return int(largest[0]), int(largest[1])

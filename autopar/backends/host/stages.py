@@ -8,17 +8,19 @@ that the step's rows don't fit, or fit a smaller bucket, before anything has cha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from autopar.analysis.local import Spread
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.other_rows import OtherRows
 from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
-from autopar.backends.host.ranks import ANYHOW, Ranks
+from autopar.backends.host.ranks import EACH, Place, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.table_reduction import TableReduction
@@ -26,16 +28,11 @@ from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name, split
-from autopar.ir.program import Atom, Equation, Literal, Program, RouteType
+from autopar.ir.program import ArrayType, Atom, Equation, Literal, Program, RouteType, Var
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested
 from autopar.mpi.rows import distinct_rows, number_dtype
-
-#: Exchanges that read values of device programs, all of them.
-_READS_WHOLE = frozenset(
-    "ap." + name for name in ("reduce", "reduce_others", "reduce_table", "commit", "sweep", "fill", "flush")
-)
 
 
 class OtherBucket(Exception):
@@ -125,7 +122,8 @@ class StagedProgram:
         self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
-        self._whole, self._ids = self._needed_whole(items), self._ids_by_device(items)
+        self._ids = self._ids_by_device(items)
+        self._places = self._placed(program, items)
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
@@ -162,17 +160,16 @@ class StagedProgram:
 
         return act
 
-    def _needed_whole(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
-        """What leaves the device programs: for the caller, for owners, to be reduced."""
-        atoms: set[Atom] = set(self._outputs)
-        for item in items:
-            if isinstance(item, ProgramStage):
-                atoms.update(item.block.inputs if item.side == "owner" else ())
-            elif item.op in _READS_WHOLE:
-                atoms.update(a for e in item.equations for a in e.inputs)
-            elif item.op == "ap.route":
-                atoms.update(a for e in item.equations for a, batched in _ids_of(e) if not batched)
-        return atoms
+    def _placed(self, program: Program, items: Sequence[ProgramStage | ExchangeStage]) -> dict[Atom, Place]:
+        """Where device programs have inputs, outputs and what they make."""
+        made = (v for i in items if isinstance(i, ProgramStage) and i.side == "device" for v in i.block.outputs)
+        places: dict[Atom, Place] = dict.fromkeys(made, EACH)
+        inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)
+        places |= {v: at for v, at in inputs if isinstance(v.type, ArrayType)}
+        for atom, state in zip(self._outputs, program.local.outputs, strict=True):
+            if atom in places:
+                places[atom] = state.axis if isinstance(state, Spread) and not state.owner else None
+        return places
 
     def _ids_by_device(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
         """Ids of which each device looks up those of its own examples."""
@@ -193,15 +190,18 @@ class StagedProgram:
         new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one place
         outputs = [block.outputs[k] for k in donation_order(new, len(block.outputs))]
         block = dataclasses.replace(block, outputs=tuple(outputs))
-        run = emit(block, {**self._ranks.backends(self._bound, segment.side), **host_backends(self._bound, view)}, view)
-        donated = sorted(new)
-        along = [None if v in self._whole else 0 if v in self._ids else ANYHOW for v in outputs]
-        compiled = self._ranks.compile(run, segment.side, donated, along)
-        read = self._ranks.for_owner if owner else self._ranks.for_device
+        run = emit(block, host_backends(self._bound, view), view)
+        given, returned = ([self._places.get(v, EACH) for v in of] for of in (names, outputs))
+        compiled = self._ranks.compile(run, segment.side, sorted(new), given, returned)
+
+        def read(step: RunningStep, var: Var, place: Place) -> Any:
+            if owner:
+                return self._ranks.for_owner(_shown(self._value(step, var)))
+            return self._ranks.for_device(_shown(step.values[var]), place)
 
         def act(step: RunningStep) -> None:
             values = step.values
-            operands = [read(_shown(values[v])) for v in names]
+            operands = [read(step, v, place) for v, place in zip(names, given, strict=True)]
             for var, value in zip(outputs, compiled(*operands), strict=True):
                 values[var] = value
 
@@ -214,7 +214,7 @@ class StagedProgram:
         for equation, family in zip(equations, families, strict=True):
             if family not in step.routes:
                 layout = self._layouts[family]
-                ids = [self._ranks.own_ids(self._value(step, a)) for a in equation.inputs]
+                ids = [self._own_ids(step, a) for a in equation.inputs]
                 places = _places(ids, layout)
                 requested = self._ranks.ask(places, layout.shard_rows)
                 step.routes[family] = requested, places
@@ -224,7 +224,7 @@ class StagedProgram:
         for equation, family in zip(equations, families, strict=True):
             requested, places = step.routes[family]
             rows, requested_rows = self._bucket.rows[family]
-            route = _route(requested, places, self._layouts[family], rows, requested_rows, self._ranks)
+            route = _route(requested, places, self._layouts[family], rows, requested_rows)
             step.values[equation.outputs[0]] = route
 
     def _reduce(self, item: ExchangeStage, step: RunningStep) -> None:
@@ -255,18 +255,18 @@ class StagedProgram:
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:
-        axis, count = equation.params["axis"], len(self._ranks.own_part(route.view.requested, 0))
+        axis, count = equation.params["axis"], len(route.view.requested)
         first = rows_first(np.asarray(rows), axis)[: route.count]
         shape = count, *first.shape[1:]
         is_awaited = equation in self._awaited
         out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
         fetched = self._ranks.fetch(route.requested, np.ascontiguousarray(first), out)
         out[len(fetched) :] = 0
-        return [self._ranks.spread(rows_back(out, axis), axis)]
+        return [rows_back(out, axis)]
 
     def _deliver(self, equation: Equation, step: RunningStep, sums: Any, route: HostRoute, *base: Any) -> Sequence[Any]:
         axis = equation.params["axis"]
-        own = rows_first(self._ranks.own_part(sums, axis), axis)[: route.places.size]
+        own = rows_first(np.asarray(sums), axis)[: route.places.size]
         out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
         total = self._ranks.deliver(route.requested, np.ascontiguousarray(own), out)
         out[len(total) :] = 0
@@ -333,7 +333,14 @@ class StagedProgram:
         return self._ranks.buffers.take(name, shape, dtype)
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
-        return atom.value if isinstance(atom, Literal) else step.values[atom]
+        """A value outside of device programs."""
+        if isinstance(atom, Literal):
+            return atom.value
+        value = step.values[atom]
+        return self._ranks.from_device(value, self._places[atom]) if atom in self._places else value
+
+    def _own_ids(self, step: RunningStep, atom: Atom) -> np.ndarray:
+        return self._ranks.own_ids(step.values[atom] if atom in self._ids else self._value(step, atom))
 
 
 def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
@@ -360,15 +367,11 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     return distinct_rows(layout.place(flat))
 
 
-def _route(
-    requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int, ranks: Ranks
-) -> HostRoute:
+def _route(requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int) -> HostRoute:
     touched = requested.rows
     # The first row that the step doesn't touch; some row if it touches all.
     gaps = np.flatnonzero(touched != np.arange(touched.size, dtype=touched.dtype))
     spare = int(gaps[0]) if gaps.size else touched.size if touched.size < layout.shard_rows else 0
     numbers = padded(touched, rows, layout.shard_rows)
-    view = RouteView(
-        numbers, np.array([spare], np.int32), ranks.spread(padded(places, requested_rows, layout.stored), 0)
-    )
+    view = RouteView(numbers, np.array([spare], np.int32), padded(places, requested_rows, layout.stored))
     return HostRoute(requested, places, view, numbers, spare)

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Devices, OwnPart
+from autopar.backends.devices import Devices, Mapped, OwnPart
+from autopar.backends.gathered import ReplicatedRows
 from autopar.backends.protocol import Params, RowBackend
+from autopar.backends.reductions import reduce_across
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.bound_plan import BoundPlan
 
@@ -60,12 +62,51 @@ class RankView(OwnPart):
         raise AssertionError("what is gathered from other ranks comes from outside")
 
 
-class AllRanks(Devices):
-    """The devices of all ranks, in a program of all: rows are spread over the ranks, examples over the devices."""
+@dataclass(frozen=True)
+class RankDevice(Mapped):
+    """One of all ranks' devices, in a program that each of a mesh runs: all of them, or those of its own rank.
+
+    Attributes:
+      rank: The own one, if the mesh has its devices only; None: it has all.
+      ranks: How many there are.
+    """
+
+    rank: int | None = None
+    ranks: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.ranks * self.mesh.shape["local"]
 
     @property
     def examples(self) -> tuple[str, ...]:
         return self.mesh.axis_names
+
+    @property
+    def by_ranks(self) -> OwnPart:
+        if self.rank is None:
+            return Mapped(self.mesh, "ranks")
+        return RankView(self.mesh, "ranks", self.rank, self.ranks)
+
+    def position(self) -> Array:
+        before = 0 if self.rank is None else self.rank * self.mesh.size
+        return before + jax.lax.axis_index(self.examples).astype(jnp.int32)
+
+    def gathered(self, value: Array, along: int) -> Array:
+        assert self.mesh.size == self.count, "of all ranks"
+        return jax.lax.all_gather(value, self.examples, axis=along, tiled=True)
+
+    def reduce(self, value: Array, op: str) -> Array:
+        assert self.mesh.size == self.count, "over all ranks"
+        return reduce_across(op, value, self.examples)
+
+    def reduce_rank(self, value: Array, op: str) -> Array:
+        """Reduced over the devices of the own rank."""
+        return reduce_across(op, value, "local")
+
+    def once_a_rank(self, value: Array) -> Array:
+        """The value on the first device of each rank, zeros on the others."""
+        return jnp.where(jax.lax.axis_index("local") == 0, value, jnp.zeros_like(value))
 
 
 class RankRows(ShardedRows):
@@ -89,8 +130,14 @@ def _resized(rows: Array, count: int, axis: int) -> Array:
 
 
 def host_backends(bound: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
-    """Family on hosts -> its operations within a program."""
-    return {f.family: RankRows(view, f.layout, 0) for f in bound.families if f.on_hosts and f.layout is not None}
+    """Family -> its operations within a program; none of one on devices where each program's is one device's alone."""
+    ranks, by_family = view.by_ranks, dict[int, RowBackend]()
+    for family in bound.families:
+        if family.on_hosts and family.layout is not None:
+            by_family[family.family] = RankRows(ranks, family.layout, 0)
+        elif isinstance(view, RankDevice):
+            by_family[family.family] = ReplicatedRows(view)
+    return by_family
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:

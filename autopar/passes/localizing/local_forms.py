@@ -26,23 +26,19 @@ def joined(states: Iterable[State]) -> State:
     return first or next((s for s in kinds if s is not None), None)
 
 
-def _alike(a: Spread, b: Spread) -> bool:
-    """Whether a device's shards are the same."""
-    return (a.axis, a.examples) == (b.axis, b.examples)
-
-
 @dataclass(eq=False)
 class Shared:
     """Holds what the walks through a program and its bodies have in common.
 
     Attributes:
-      bound, examples: As `localize` takes them.
+      bound, examples, between: As `localize` takes them.
       over: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
     """
 
     bound: BoundPlan
     examples: bool
     over: str = ""
+    between: bool = False
     owned: set[Var] = field(default_factory=set)
     reductions: list[Reduction] = field(default_factory=list)
     gathered: list[Gathered] = field(default_factory=list)
@@ -50,7 +46,17 @@ class Shared:
 
     @property
     def devices(self) -> int:
+        """The devices over which examples are spread."""
+        return self.bound.devices * self.bound.rank_devices
+
+    @property
+    def owners(self) -> int:
+        """The devices, or ranks, over which rows are spread."""
         return self.bound.devices
+
+    def parts(self, state: Spread) -> int:
+        """Of how many shards this is one."""
+        return self.owners if state.owner or state.rank else self.devices
 
     def op(self, name: str) -> str:
         """An operation over these devices."""
@@ -86,7 +92,7 @@ class Forms(ZeroWriter, abc.ABC):
     @property
     def may_repeat(self) -> bool:
         """Returns whether an effect of what all devices have would be seen once for each of them."""
-        return self.shared.examples and not self.shared.bound.on_hosts
+        return self.shared.examples and not self.shared.between
 
     @property
     def regroups(self) -> bool:
@@ -105,7 +111,7 @@ class Forms(ZeroWriter, abc.ABC):
         """The type of a device's part."""
         if not isinstance(state, Spread):
             return type_
-        return type_.resized(state.axis, state.size(type_.shape[state.axis], self.shared.devices))
+        return type_.resized(state.axis, state.size(type_.shape[state.axis], self.shared.parts(state)))
 
     def define(self, var: Var, state: State) -> Var:
         """A new variable for an old one."""
@@ -122,7 +128,7 @@ class Forms(ZeroWriter, abc.ABC):
     def _owners(self, family: int) -> int:
         """Over how many devices a family's rows are spread."""
         planned = self.shared.bound.family(family)
-        return 1 if planned is None or planned.layout is None else self.shared.devices
+        return 1 if planned is None or planned.layout is None else self.shared.owners
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
@@ -135,8 +141,13 @@ class Forms(ZeroWriter, abc.ABC):
         have, new = self.state(atom), self.read(atom)
         if have == wanted or isinstance(atom.type, RouteType):
             return new
-        if isinstance(have, Spread) and isinstance(wanted, Spread) and _alike(have, wanted):
+        if isinstance(have, Spread) and isinstance(wanted, Spread) and self._alike(have, wanted):
             return new
+        if isinstance(have, Spread) and have.sums:
+            self.add_up(atom, have)
+            return self.as_state(atom, wanted, source)
+        if isinstance(wanted, Spread) and wanted.sums and have == dataclasses.replace(wanted, sums=False):
+            return self._once_a_rank(new)
         if isinstance(have, Partial) and wanted is not None:
             return self._convert(self.whole(atom, source), atom, wanted)
         if isinstance(have, Partial):
@@ -144,6 +155,11 @@ class Forms(ZeroWriter, abc.ABC):
         if isinstance(have, Spread):
             new = self._gathered(new, atom, have, source)
         return self._convert(new, atom, wanted)
+
+    def _alike(self, a: Spread, b: Spread) -> bool:
+        """Whether a device's shards are the same."""
+        parts = self.shared.parts(a), self.shared.parts(b)
+        return (a.axis, a.examples, a.sums, parts[0]) == (b.axis, b.examples, b.sums, parts[1])
 
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
         """All of a value that is spread, on every device."""
@@ -171,11 +187,11 @@ class Forms(ZeroWriter, abc.ABC):
         else:
             if not have.owner:
                 op, where = (source.op, source.source) if source else ("", None)
-                nbytes = new.type.nbytes * self.shared.devices
+                nbytes = new.type.nbytes * self.shared.parts(have)
                 self.shared.gathered.append(Gathered(nbytes, self.nested, op, where))
                 self.shared.inside = self.shared.inside or NotLocal("examples meet those of other devices", where)
             size = {"size": type_.shape[have.axis]} if have.examples else {}
-            out = self.emit(self.shared.op("replicate"), (new,), type_, {"axis": have.axis, **size})
+            out = self.emit(self.shared.op("replicate"), (new,), type_, {"axis": have.axis, **size, **self._by(have)})
         self.converted[key] = out
         return out
 
@@ -215,11 +231,33 @@ class Forms(ZeroWriter, abc.ABC):
         """The whole of an old value, where it was computed before; None of anything else."""
         return None
 
-    def reduce(self, new: Atom, op: str, source: Equation | None = None) -> Var:
-        """A new value reduced over the devices."""
+    def _by(self, state: Spread) -> dict[str, bool]:
+        """The parameter that says that shards are ranks', where these have several devices each."""
+        return {"ranks": True} if self.shared.parts(state) != self.shared.devices else {}
+
+    def reduce(self, new: Atom, op: str, source: Equation | None = None, *, owners: bool = False) -> Var:
+        """A new value reduced over the devices, or over the owners of rows."""
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
-        return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op})
+        if self.shared.between and not owners:
+            new = self.of_rank(new, op)
+        ranks = {"ranks": True} if owners and self.shared.bound.on_hosts else {}
+        return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
+
+    def add_up(self, atom: Atom, have: Spread) -> None:
+        """Have a rank's devices add up their partial sums of an old value."""
+        assert isinstance(atom, Var), "constants are whole"
+        self.env[atom] = self.of_rank(self.read(atom)), dataclasses.replace(have, sums=False)
+
+    def _once_a_rank(self, new: Atom) -> Var:
+        """What a rank's devices have, as a partial sum of it: the first one's."""
+        return self.emit(self.shared.op("once_rank"), (new,), new.type)
+
+    def of_rank(self, new: Atom, op: str = "sum") -> Atom:
+        """A new value reduced over a rank's own devices."""
+        if self.shared.bound.rank_devices == 1:
+            return new
+        return self.emit(self.shared.op("reduce_rank"), (new,), new.type, {"op": op})
 
     def wholly(self, equation: Equation, operands: Iterable[int]) -> Equation:
         """Returns an equation that reads the whole of some operands; others go on with what a device has of them."""
@@ -240,6 +278,7 @@ class Forms(ZeroWriter, abc.ABC):
             out = new if self.is_zero(new) else self.emit(self.shared.op("once"), (new,), new.type)
         elif isinstance(wanted, Spread):
             out = self._shard(new, wanted)
+            out = self._once_a_rank(out) if wanted.sums and not self.is_zero(new) else out
         else:
             out = new
         if isinstance(new, Var):
@@ -271,7 +310,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
-            out = self.emit(self.shared.op("shard"), (new,), type_, {"axis": wanted.axis, **size})
+            out = self.emit(self.shared.op("shard"), (new,), type_, {"axis": wanted.axis, **size, **self._by(wanted)})
         if wanted.owner:
             self.shared.owned.add(out)
         return out

@@ -38,7 +38,14 @@ def _rows(walk: Forms, equation: Equation) -> State:
 def _requested(walk: Forms, equation: Equation) -> State:
     """What a device has of the rows that all devices asked for."""
     is_spread = walk.shared.examples and _family(walk, equation).bounds.requested is not None
-    return Spread(equation.params["axis"]) if is_spread else None
+    of_rank = walk.shared.devices != walk.shared.owners
+    return Spread(equation.params["axis"], rank=of_rank) if is_spread else None
+
+
+def _sums(walk: Forms, equation: Equation) -> State:
+    """What a device has of the sums of gradients of these: of a rank's a partial sum, if it has several devices."""
+    state = _requested(walk, equation)
+    return dataclasses.replace(state, sums=state.rank) if isinstance(state, Spread) else state
 
 
 def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
@@ -103,7 +110,7 @@ def _push(walk: Forms, equation: Equation) -> None:
     is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
     if is_replicated:
         push_partial(walk, equation)
-    elif walk.nested and not walk.shared.examples and walk.shared.devices > 1:
+    elif walk.nested and walk.shared.bound.on_hosts and not walk.shared.between and walk.shared.owners > 1:
         reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
         raise NotLocal(reason, equation.source)
     elif _is_delivered(walk, equation):
@@ -123,8 +130,8 @@ def _deliver_partial(walk: Forms, push: Equation) -> None:
     base, route, index, updates = push.inputs
     requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
     assert requested is not None, "rows on hosts are requested"
-    type_, state = push.outputs[0].type.resized(axis, requested), _requested(walk, push)
-    start = walk.zeros(type_.resized(axis, requested // walk.shared.devices))
+    type_, state = push.outputs[0].type.resized(axis, requested), _sums(walk, push)
+    start = walk.zeros(type_.resized(axis, requested // walk.shared.owners))
     sums = Var(type_)
     aggregate = dataclasses.replace(push, op="ap.aggregate", outputs=(sums,))
     _write(walk, aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
@@ -158,7 +165,7 @@ def _summed(walk: Forms, equation: Equation) -> Atom:
 
 def _aggregate(walk: Forms, equation: Equation) -> None:
     base, route, index, _ = equation.inputs
-    state = _requested(walk, equation)
+    state = _sums(walk, equation)
     inputs = [walk.as_state(base, state, equation), walk.read(route)]
     inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _summed(walk, equation)]
     _write(walk, equation, inputs, [state])
@@ -217,7 +224,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     else:
         operands = (*inputs, *beside)
         walk.append(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation, owners=True), None
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
@@ -235,7 +242,7 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
             inputs.append(walk.as_state(atom, None if axis is None else Spread(axis, owner=True), equation))
     part = Var(equation.outputs[0].type)
     walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation, owners=True), None
 
 
 def _changes(walk: Forms, equation: Equation) -> None:
@@ -297,7 +304,7 @@ def _of_log(walk: Forms, equation: Equation) -> None:
 def _load(walk: Forms, equation: Equation) -> None:
     part = Var(equation.outputs[0].type)
     walk.append(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, "max", equation), None
+    walk.env[equation.outputs[0]] = walk.reduce(part, "max", equation, owners=True), None
 
 
 def _select(walk: Forms, equation: Equation) -> None:

@@ -1,11 +1,13 @@
-"""One rank's program of a step with tables on hosts, and who reduces its dense sums: MPI or XLA.
+"""One device's program of a step with tables on hosts, and who reduces its dense sums: MPI or XLA's collectives.
 
-MPI reduces between the compiled programs of the ranks, each of its own examples. Where that can't be done (tables on
-devices, dense shards, sums over the examples within a loop, or an equation that can't be run on a part of the batch),
-the ranks run one global program on the whole batch, partitioned by XLA; only rows are then a rank's own.
+MPI reduces between the compiled programs of the ranks, each of its own examples. Where that can't be done (sums over
+the examples in a loop, or that these depend on), or a process is alone, sums are reduced where they stand: the programs
+are those of all ranks' devices, which exchange by `psum`.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 from autopar.analysis.local import NotLocal
 from autopar.errors import StrategyError
@@ -15,19 +17,26 @@ from autopar.passes.localize import localize
 
 
 def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
-    """The program of each rank, the plan with the reduction backend and why it is that one, and a note."""
-    obstacle = _global_leaves(bound)
-    if bound.devices > 1 and obstacle is None:
+    """The program of each device, the plan with the reduction backend and why it is that one, and a note."""
+    if bound.devices == 1:
+        reason = "one process"
         try:
-            local, note = localize(program, bound)
-            obstacle = _unreachable_sum(local)
-            if obstacle is None:
-                return local, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(local)), note
+            local, note = localize(program, bound, examples=bound.rank_devices > 1)
         except NotLocal as error:
-            obstacle = str(error)
-    local, note = localize(program, bound, examples=False)
-    backend, reason = ("xla", obstacle or "") if bound.devices > 1 else ("", "one process")
-    return local, bound.noting(reduction_backend=backend, reduction_reason=reason), note
+            if bound.rank_devices == 1:
+                raise
+            bound, reason = dataclasses.replace(bound, rank_devices=1), f"one process, on one device: {error}"
+            local, note = localize(program, bound, examples=False)
+        return local, bound.noting(reduction_backend="", reduction_reason=reason), note
+    try:
+        local, note = localize(program, bound, between=True)
+        obstacle = _unreachable_sum(local)
+        if obstacle is None:
+            return local, bound.noting(reduction_backend="mpi", reduction_reason=_reductions(local)), note
+    except NotLocal as error:
+        obstacle = str(error)
+    local, note = localize(program, bound)
+    return local, bound.noting(reduction_backend="psum", reduction_reason=obstacle), note
 
 
 def _reductions(program: Program) -> str:
@@ -35,13 +44,6 @@ def _reductions(program: Program) -> str:
     ops = sorted({r.op for r in program.local.reductions})
     kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
     return f"{len(program.local.reductions)} reductions, {kinds}"
-
-
-def _global_leaves(bound: BoundPlan) -> str | None:
-    """The leaves that only XLA can bring to the ranks, if there are any."""
-    if any(not f.on_hosts for f in bound.families):
-        return "some tables are on devices"
-    return "dense parameters are in shards" if bound.shards else None
 
 
 def _unreachable_sum(program: Program) -> str | None:

@@ -102,7 +102,7 @@ def check_16_bit_weights() -> None:
 
 
 def check_beside_a_table() -> None:
-    """All parameters on hosts, the table by its touched rows, which are deferred; with MPI's reductions and XLA's."""
+    """All parameters on hosts, the table by its touched rows, which are deferred; with MPI's reductions and by psum."""
     tx = OPTIMIZERS["clipped"]
     for norm in (False, True):
         planned, state = trained(step_of(tx, norm=norm), make_state(tx), ALL)
@@ -111,7 +111,7 @@ def check_beside_a_table() -> None:
         assert hosted == {f"{part}/{k}" for part in parts for k in ("emb", "w", "b", "v")}
         assert planned.plan.table("params/emb").log_steps and not planned.plan.table("params/w").log_steps
         if RANKS > 1:
-            assert planned.plan.reduction_backend == ("xla" if norm else "mpi")
+            assert planned.plan.reduction_backend == ("psum" if norm else "mpi")
 
 
 def check_batches_that_ranks_do_not_divide() -> None:

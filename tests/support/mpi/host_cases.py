@@ -29,6 +29,7 @@ from tests.support import host_reads
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
+from tests.support.mpi.lookup_cases import check_models_in_which_examples_meet as check_models_in_which_examples_meet
 from tests.support.mpi.lookup_cases import check_whole_reads as check_whole_reads  # one, too
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases
 from tests.support.mpi.refused_cases import check_what_cannot_be as check_what_cannot_be  # another one
@@ -107,7 +108,7 @@ def check_contract(every: int = 1) -> None:
         entry = step.entry(case.state, case.batches(0))
         plan = entry.compiled.plan
         assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
-        backend = "" if RANKS == 1 else "xla" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
+        backend = "" if RANKS == 1 else "psum" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"
         if RANKS == 3 and row["model"] != "normed":  # a batch of 8 isn't spread
             backend = plan.reduction_backend
         assert plan.reduction_backend == backend, (row, plan.reduction_backend)

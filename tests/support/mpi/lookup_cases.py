@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends import across
 from tests.support import host_reads
+from tests.support.host_models import HOSTED, LOSSES, batch_of, start, step_of
 from tests.support.host_reads import HOSTS
 
 ROWS, IDS = 11, 8
@@ -55,7 +57,26 @@ def check_ids_of_other_examples() -> None:
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
     planned = _agrees(step, lambda params: params, steps=4, first=-ROWS)
-    assert planned.plan is not None and planned.plan.reduction_backend == ("xla" if jax.process_count() > 1 else "")
+    assert planned.plan is not None and planned.plan.reduction_backend == ("psum" if jax.process_count() > 1 else "")
+
+
+def check_models_in_which_examples_meet() -> None:
+    """Or whose rows are looked up several times, at each turn of a loop: with `psum` and with MPI's reductions."""
+    for name, loss in LOSSES.items():
+        plain = jax.jit(step_of(loss))
+        for examples in (12, 3 * jax.process_count()):  # two devices of a rank don't divide the latter
+            step = autopar.parallelize(step_of(loss), strategy=HOSTED)
+            mine, theirs = start(), start()
+            batches = [batch_of(seed, examples) for seed in range(3)]
+            for part, batch in zip(autopar.shard(batches), batches, strict=True):
+                (mine, told), (theirs, wanted) = step(mine, part), plain(theirs, batch)
+                found = autopar.materialize(mine), told[:2], across.local(told[2])
+                pairs = zip(jax.tree.leaves(found), jax.tree.leaves((theirs, wanted)), strict=True)
+                for a, b in pairs:
+                    np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert step.plan is not None
+            backend = "mpi" if name == "looped" else "psum"
+            assert step.plan.reduction_backend == (backend if jax.process_count() > 1 else ""), (name, step.plan)
 
 
 def check_a_branch_between_two_steps() -> None:
@@ -88,7 +109,7 @@ def check_a_sum_over_examples_times_rows() -> None:
 
 
 def check_whole_reads() -> None:
-    """Reductions over all rows, which the ranks don't divide: in programs of each rank, and where XLA reduces."""
+    """Reductions over all rows, which the ranks don't divide: in programs of each rank, and in those of all."""
 
     def normed(state: Any, batch: Any) -> Any:
         def loss_fn(t: jax.Array) -> jax.Array:
@@ -101,7 +122,7 @@ def check_whole_reads() -> None:
         few = ("norm of the new table", "vdot", "mean row", "mask", "masked gradient", "groups of rows")
         return {"t": new}, (loss, {k: host_reads.REDUCED[k](grad, state["t"], new) for k in few})
 
-    for case, backend in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "xla")):
+    for case, backend in ((host_reads.step_of(host_reads.all_forms), "mpi"), (normed, "psum")):
         step, plain = autopar.parallelize(case, strategy={"t": HOSTS}), jax.jit(case)
         mine, theirs = host_reads.start(), host_reads.start()
         for i in range(2):

@@ -28,7 +28,7 @@ def check_what_cannot_be() -> None:
         return table - 0.1 * grad, value
 
     def two(state: Any, ids: jax.Array) -> Any:
-        grads = jax.grad(lambda s: (s["a"][ids] * s["b"][ids // 2]).sum())(state)
+        grads = jax.grad(lambda s: (s["a"][ids] * s["b"][ids // 2]).sum() + jnp.sum(s.get("w", 0.0) ** 2))(state)
         return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads)
 
     ids, table = np.arange(24, dtype=np.int32), jnp.ones((40, 3))
@@ -44,6 +44,12 @@ def check_what_cannot_be() -> None:
             assert "b can't be trained with 'ps' on devices beside tables on the hosts" in str(error), str(error)
         else:
             raise AssertionError("a table by its rows on devices is taken beside one on hosts")
+        try:
+            autopar.parallelize(two, strategy={"a": HOSTS, "b": "allreduce", "w": "ps"})({**tables, "w": table}, ids)
+        except autopar.StrategyError as error:
+            assert "w can't be in shards on devices ('ps') beside tables" in str(error), str(error)
+        else:
+            raise AssertionError("weights in shards on devices are taken beside a table on hosts")
     for strategy, told in (
         ({"table": HOSTS}, "table can't be on hosts: reduce_max over all rows"),
         ({"table": ("allgather", "hosts")}, "tables on hosts are trained by 'ps' only"),
