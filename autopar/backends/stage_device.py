@@ -38,7 +38,7 @@ class StageDevice:
 
     @functools.cached_property
     def mesh(self) -> Devices | None:
-        """Several devices, over which XLA divides products; None of one."""
+        """Several devices, over which products are divided; None of one."""
         return None if len(self.devices) == 1 else _mesh([self])
 
     def sharding(self, axis: int | None = None) -> Any:

@@ -42,6 +42,7 @@ from autopar.planning.plan import plan_of
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.pipeline import PipelineRunner
+from autopar.run.stage_executor import StageExecutor
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
@@ -145,8 +146,10 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
             f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
             "it with the tables on devices; autopar.explain tells what ranks send"
         )
-    if isinstance(runner, (PipelineRunner, AsynchronousRunner)) and entry.compiled.plan.pipeline is not None:
-        return compare_sends(step.name, entry.compiled.plan.pipeline, runner.timeline)
+    pipeline = entry.compiled.plan.pipeline
+    if isinstance(runner, (PipelineRunner, AsynchronousRunner)) and pipeline is not None:
+        made = compare_sends(step.name, pipeline, runner.timeline)
+        return replace(made, rows=(*made.rows, *_compare_stages(pipeline, runner.executor)))
     untimed = replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
     collectives = read_collectives(runner.lower().compile().as_text())
@@ -178,6 +181,21 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
         planned = plan.sent if op == "all-reduce" or gathers else 0
         what = "sums of divided products" if op == "all-reduce" else "parts of divided products"
         rows.append(CheckRow(op, what, planned, sent, arrays, at_most=True))
+    return rows
+
+
+def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRow]:
+    """What the devices that divide products within stages exchange for the microbatches; in this process's stages.
+
+    All stages make one row: the plan counts a sum where it is read, and the stage before may have made it.
+    """
+    planned, rows = sum(stage.exchanged_bytes for stage in plan.stages), []
+    made = [] if plan.tensor == 1 else executor.collectives()
+    for op in dict.fromkeys(c.op for c in made):
+        own = [c for c in made if c.op == op]
+        sent, arrays = sum(c.times * c.sent(plan.tensor) for c in own), sum(c.times * len(c.arrays) for c in own)
+        sent, most, arrays = (plan.microbatches * n for n in (sent, planned, arrays))
+        rows.append(CheckRow(op, "divided products within stages", most, sent, arrays, at_most=True))
     return rows
 
 

@@ -45,11 +45,11 @@ class PipelineRunner:
     ) -> None:
         self._step, self._out_tree, self._donate, self._kept = step, out_tree, donate, kept
         self.timeline = timeline
-        self._executor = StageExecutor(step, timeline, devices, _last_readers(step) if donate else {})
-        self.messages = self._executor.messages
+        self.executor = StageExecutor(step, timeline, devices, _last_readers(step) if donate else {})
+        self.messages = self.executor.messages
         pairs = zip(timeline.actions, timeline.drops, strict=True)
-        self._actions = [pair for pair in pairs if self._executor.takes_part(pair[0])]
-        self._leaves = StageLeaves(step, self._executor, timeline.given)
+        self._actions = [pair for pair in pairs if self.executor.takes_part(pair[0])]
+        self._leaves = StageLeaves(step, self.executor, timeline.given)
         first = (leaf[0] if isinstance(leaf, tuple) else leaf for leaf in step.inputs)
         self._states = {k for k, var in enumerate(first) if var in step.homes}
         self._is_new = True
@@ -65,15 +65,15 @@ class PipelineRunner:
         """The step's results, of flat arrays; new states are where their stages are."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
-        self._executor.compile()  # before anything is given away
+        self.executor.compile()  # before anything is given away
         self._kept.look(leaves)
         arguments = Arguments(self._leaves.arguments(leaves), self._step, self._kept)
-        values = Values(self._executor.devices, arguments.put, self._step.divided)
+        values = Values(self.executor.devices, arguments.put, self._step.divided)
         self._leaves.put(values)  # before any of their devices donates its own
         for leaf in leaves if self._donate else ():
             if isinstance(leaf, StageArray):
                 leaf.hand_on()
-        self._executor.run(self._actions, values)
+        self.executor.run(self._actions, values)
         if self.messages is not None:
             with PROGRESS.during("waiting for the other stages", "waits"):
                 self.messages.finish()

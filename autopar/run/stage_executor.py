@@ -23,6 +23,7 @@ from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.timeline import Action, Drops, Join, Run, Send, Timeline, Value, Whole
 from autopar.launch.notices import tell
+from autopar.measure.collectives import Collective, read_collectives
 from autopar.mpi.point_to_point import point_to_point
 from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
 from autopar.run.stage_values import Arriving, Values, message_of
@@ -75,6 +76,11 @@ class StageExecutor:
             for device, value in drops:
                 if device in self.devices:
                     values.drop(value, device)
+
+    def collectives(self) -> list[Collective]:
+        """Lists what the devices within each stage of this process exchange for a microbatch."""
+        runs = {program: each.run for (program, _), each in self._compiled.items() if program.phase in ("F", "B", "W")}
+        return [c for run in runs.values() for c in read_collectives(run.as_text() or "")]
 
     @functools.cached_property
     def _compiled(self) -> Mapping[tuple[StageProgram, int], CompiledProgram]:

@@ -34,7 +34,7 @@ class CompiledProgram:
       start: Makes what is summed, before the first microbatch; nothing where nothing is.
     """
 
-    run: Callable[..., tuple[Sequence[Array], Sequence[Array]]]
+    run: jax.stages.Compiled
     start: Callable[[], Sequence[Array]] = tuple
 
 

@@ -352,7 +352,9 @@ def test_within_the_stages_of_a_pipeline(layers: str, pipeline: autopar.Pipeline
         last = new["params"]["layers"][1]["mlp"]
         assert (_divided(last["up"]), _divided(last["down"]), _divided(last["offset"])) == (1, 0, None)
         assert len(last["up"].devices()) == 2 * len(planned.plan.pipeline.stages[-1].devices)
-    assert autopar.check(planned, make(), words())
+    checked = autopar.check(planned, make(), words())
+    (sums,) = [row for row in checked.rows if row.what == "divided products within stages"]
+    assert checked and sums.collective == "all-reduce" and 2 * sums.compiled > sums.planned, str(checked)
     shown = explained(planned, make(), words())
     assert f"({pipeline.count} stages on {pipeline.devices} x 2 devices, " in shown and "exchanged" in shown
 
@@ -389,7 +391,7 @@ def test_one_all_reduce_a_pair_within_stages() -> None:
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(_perceptron)(params, x, jnp.tanh))
 
     planned = _in_two_stages(step, _pairs(), _dense(jax.random.key(5), EXAMPLES, DIM))
-    compiled = planned.latest.runner._executor._compiled
+    compiled = planned.latest.runner.executor._compiled
     sums = {
         (program.phase, program.stage): [(c.op, c.nbytes) for c in read_collectives(each.run.as_text())]
         for (program, _), each in compiled.items()
@@ -397,6 +399,20 @@ def test_one_all_reduce_a_pair_within_stages() -> None:
     one = [("all-reduce", EXAMPLES // 4 * DIM * 8)]
     assert {key: made for key, made in sums.items() if made} == {("F", 0): one, ("B", 1): 2 * one}
     assert {("B", 0), ("update", 0), ("update", 1)} <= set(sums)
+
+
+def test_sums_ahead_of_larger_products_within_stages() -> None:
+    """What adds up features is linear: its partial sums would become those of a weight's whole gradient."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def between(h: jax.Array) -> jax.Array:
+            return jnp.cumsum(h, -1)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(_perceptron)(params, x, between))
+
+    params, x = _pairs(), _dense(jax.random.key(5), EXAMPLES, DIM)
+    checked = autopar.check(_in_two_stages(step, params, x), params, x)
+    assert checked and any("within stages" in row.what for row in checked.rows), str(checked)
 
 
 def test_whole_products_within_stages() -> None:

@@ -10,7 +10,7 @@ Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.local import LocalFacts, Reduction, Spread, State
@@ -117,6 +117,13 @@ class _TensorPart(Localizer):
             self.copy(self.wholly(equation, range(len(equation.inputs))))
         else:
             super().add(equation)
+
+    def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
+        """Smaller partial sums are reduced ahead of a product of them: a weight's gradient may be far larger."""
+        size = sum(a.type.size for a, is_sum in zip(equation.inputs, partial, strict=True) if is_sum)
+        if equation.op == "dot_general" and size < equation.outputs[0].type.size:
+            return False
+        return super()._partial(equation, partial)
 
     def _apart(self, equation: Equation) -> None:
         """What the batch's devices do with a value, of what a device has of it."""
