@@ -261,7 +261,7 @@ def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tu
         if program.staged is not None and request.options.tensor > 1:
             staged, note = localize_stages(program.staged, bound, request.options.tensor)
             return dataclasses.replace(program, staged=staged), note
-        if program.local is not None and bound.plan.tensor is not None:
+        if program.local is not None:
             return localize_tensor(program, bound)
     except NotLocal as error:
         raise _without_own_program(program, request, error) from error
