@@ -20,7 +20,7 @@ from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import TENSOR, Emit, Results, Sparse, Strategy, asks_for_hosts, check_choices, split_method
+from autopar.ir.strategy import TENSOR, Results, Sparse, Strategy, asks_for_hosts, check_choices, split_method
 from autopar.launch.group import everyone
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
@@ -43,7 +43,6 @@ class _Given(TypedDict, total=False):
     tensor_axis: str | None
     axis_name: str | None
     batch_axis: BatchAxis
-    emit: Emit | None
     results: Results | None
     strategy: Strategy | None
     sparse: Sparse | None
@@ -76,7 +75,6 @@ def parallelize(
     tensor_axis: str | None = None,
     axis_name: str | None = None,
     batch_axis: BatchAxis = 0,
-    emit: Emit | None = None,
     results: Results | None = None,
     strategy: Strategy | None = None,
     sparse: Sparse | None = None,
@@ -114,8 +112,6 @@ def parallelize(
       batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
-      emit: None (the default): each device runs a program of its own, with explicit reductions: sums over the examples
-        are reduced once, after the loops that make them. "pjit": XLA partitions one global program.
       results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
         reads them (the default of functions without state), or "spread", each where its example is (that of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
@@ -125,7 +121,7 @@ def parallelize(
         to "ps" is kept in shards, with its slots, and gathered for use (by ("ps", "hosts") from host memory); of one
         that it gives to "tensor" the products are divided over the devices of `tensor_axis`, and nothing is gathered.
       sparse: "exact" (the default); "lazy": only touched rows move, another function (TensorFlow's LazyAdam); "off".
-      plan: Run the step as this plan says, in place of `strategy`, `sparse` and `emit`: one that `autopar.plan` made,
+      plan: Run the step as this plan says, in place of `strategy` and `sparse`: one that `autopar.plan` made,
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.
       donate: Whether the state is updated in place.
@@ -171,8 +167,8 @@ def parallelize(
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
     if isinstance(sync, Async) and sync.is_joined:
         return _joined(step, sync, arguments).made_by(parallelize, arguments)
-    plan, strategy, sparse, emit, pipeline = _decided(plan, strategy, sparse, emit, pipeline)
-    check_choices(strategy, sparse, emit, donate, results)
+    plan, strategy, sparse, pipeline = _decided(plan, strategy, sparse, pipeline)
+    check_choices(strategy, sparse, donate, results)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -189,12 +185,12 @@ def parallelize(
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if mesh is None and sync is None and not jax_compat.backend_is_up():
         return LateStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
-    devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy, emit))
+    devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
     whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which its devices divide
     if pipeline is not None:
-        _check_pipeline(pipeline, devices, microbatches, emit, plan, strategy)
+        _check_pipeline(pipeline, devices, microbatches, plan, strategy)
     hosts = asks_for_hosts(strategy)
     count = everyone().size if hosts else devices.count
     servers = 1 if clients is None else servers_of(sync, clients.processes.size)
@@ -208,7 +204,6 @@ def parallelize(
             hosts=hosts,
             rank_devices=jax.local_device_count(),
             batch_axis=batch_axis,
-            emit=emit,
             results=results,
             plan=plan,
             microbatches=microbatches,
@@ -251,9 +246,7 @@ def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -
     return WarmedStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
 
 
-def _tensor_axis(
-    mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy, emit: Emit | None
-) -> str | None:
+def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy) -> str | None:
     """The axis of the mesh over which products are divided; None if none are.
 
     Raises:
@@ -284,7 +277,7 @@ def _may_stage(planner: Planner, devices: Devices) -> Planner:
     asked = (
         options.sync is not None or options.strategy != "auto" or options.plan is not None or options.microbatches > 1
     )
-    if asked or options.emit == "pmap" or planner.per_device is not None or devices.mesh.size == 1:
+    if asked or planner.per_device is not None or devices.mesh.size == 1:
         return planner
     pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
     return dataclasses.replace(planner, in_stages=functools.partial(_in_stages, planner, pipeline, devices))
@@ -336,7 +329,7 @@ def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, .
 
 
 def _check_pipeline(
-    pipeline: Pipeline, devices: Devices, microbatches: int, emit: Emit | None, plan: Plan | None, strategy: Strategy
+    pipeline: Pipeline, devices: Devices, microbatches: int, plan: Plan | None, strategy: Strategy
 ) -> None:
     if not isinstance(pipeline, Pipeline):
         raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
@@ -346,7 +339,7 @@ def _check_pipeline(
         raise ArgumentsError(
             f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
         )
-    others = {"microbatches": microbatches > 1, "emit": emit == "pmap", "plan": plan is not None}
+    others = {"microbatches": microbatches > 1, "plan": plan is not None}
     if asks_for_hosts(strategy):
         raise ArgumentsError("pipeline: tables on hosts have no stage; leave them to the devices")
     named = [f"{name}=" for name, is_given in others.items() if is_given]
@@ -372,14 +365,13 @@ def _decided(
     plan: Plan | str | Path | None,
     strategy: Strategy | None,
     sparse: Sparse | None,
-    emit: Emit | None,
     pipeline: Pipeline | None,
-) -> tuple[Plan | None, Strategy, Sparse, Emit | None, Pipeline | None]:
+) -> tuple[Plan | None, Strategy, Sparse, Pipeline | None]:
     """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
-        return None, strategy, "exact" if sparse is None else sparse, emit, pipeline
-    arguments = {"strategy": strategy, "sparse": sparse, "emit": emit, "pipeline": pipeline}
+        return None, strategy, "exact" if sparse is None else sparse, pipeline
+    arguments = {"strategy": strategy, "sparse": sparse, "pipeline": pipeline}
     named = [f"{name}=" for name, value in arguments.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
@@ -387,8 +379,8 @@ def _decided(
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if plan.pipeline is not None:
-        return None, plan.strategy, plan.sparse, None, plan.pipeline.pipeline
-    return plan, plan.strategy, plan.sparse, plan.asked_emit, None
+        return None, plan.strategy, plan.sparse, plan.pipeline.pipeline
+    return plan, plan.strategy, plan.sparse, None
 
 
 def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:

@@ -41,7 +41,6 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.replicate import check_replicas, replicate
 from autopar.passes.share_logs import share_logs
-from autopar.passes.shield import shield
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.split_servers import split_servers
 from autopar.passes.split_stages import split_stages
@@ -49,10 +48,6 @@ from autopar.passes.split_update import split_update
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.search import Reference, preferred, search_pipeline
 from autopar.sync import Async
-
-
-class NoOwnProgram(Exception):
-    """A step of which no program of each device's own can be written: XLA is to partition one (`Options.emit`)."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,15 +73,13 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The analysed program, the plan, the program as the plan has it (and as its fallback), how it came about, and why
-    XLA partitions one program for all devices, if each is to have its own."""
+    """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
 
     analysed: Program
     bound: BoundPlan
     program: Program
     records: tuple[Record, ...]
     fallback: Program | None = None
-    why_shared: str = ""
 
     @property
     def plan(self) -> Plan:
@@ -134,7 +127,7 @@ def _analyze_batch(program: Program, request: Request) -> tuple[Program, str]:
 
 def _uneven(options: Options) -> bool:
     """Returns whether a batch is spread that the devices don't divide: in each device's own program."""
-    return not (options.hosts or options.pipeline or options.is_served or options.emit == "pjit")
+    return not (options.hosts or options.pipeline or options.is_served)
 
 
 def _choose(program: Program, bound: BoundPlan | None, request: Request) -> Result:
@@ -225,12 +218,12 @@ def _localize(program: Program, bound: BoundPlan, request: Request) -> Result:
         return program, bound, note
     if bound.devices * request.options.tensor == 1:
         return program, bound, "one device"
-    if bound.emit == "pjit":
-        return program, bound, "one global program, partitioned by XLA"
+    if program.staged is not None:
+        return program, bound, "the programs of stages"
     try:
         program, note = localize(program, bound)
     except NotLocal as error:
-        raise _without_own_program(program, request, error) from error
+        raise _without_own_program(program, error) from error
     return program, bound, note
 
 
@@ -243,17 +236,13 @@ def _localize_worker(program: Program, bound: BoundPlan, devices: int) -> tuple[
     return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
 
 
-def _without_own_program(program: Program, request: Request, error: NotLocal) -> Exception:
+def _without_own_program(program: Program, error: NotLocal) -> Exception:
     if program.staged is not None:
         return StrategyError(
             f"pipeline: products of {program.name} can't be divided over the devices of a stage: {error}. Leave them "
             "whole: a mesh without a tensor axis, or strategy='allreduce'"
         )
-    if request.options.emit is None:
-        return NoOwnProgram(str(error))
-    return StrategyError(
-        f"emit='pmap': {program.name} can't be written as the program of one device: {error}. Leave it to emit='pjit'"
-    )
+    return StrategyError(f"{program.name} can't be written as the program of one device of several: {error}")
 
 
 def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tuple[Program, str]:
@@ -261,22 +250,11 @@ def _localize_tensor(program: Program, bound: BoundPlan, request: Request) -> tu
         if program.staged is not None and request.options.tensor > 1:
             staged, note = localize_stages(program.staged, bound, request.options.tensor)
             return dataclasses.replace(program, staged=staged), note
-        if program.local is not None:
+        if program.local is not None and bound.plan.tensor is not None:
             return localize_tensor(program, bound)
     except NotLocal as error:
-        raise _without_own_program(program, request, error) from error
+        raise _without_own_program(program, error) from error
     return program, "no products are divided in a device's own program"
-
-
-def _shield(program: Program, bound: BoundPlan, request: Request) -> Result:
-    """Of what XLA partitions over all devices."""
-    options = request.options
-    is_own = program.staged is not None or bound.emit == "pmap" or bound.on_hosts
-    if bound.devices * options.tensor == 1 or is_own:
-        return program, bound, "XLA partitions nothing"
-    program, isolated = shield(program, bound, bound.devices)
-    note = f"lines kept from XLA's partitioner: {len(isolated)}" if isolated else "XLA's partitioner gets nothing wrong"
-    return program, bound.noting(isolated=isolated), note
 
 
 def _split_stages(program: Program, bound: BoundPlan, request: Request) -> Result:
@@ -328,7 +306,6 @@ _FOLLOWED: tuple[tuple[str, Pass], ...] = (
     ("localize", _following(_localize)),
     ("once_per_row", _following(lambda program, bound, _: once_per_row(program, bound))),
     ("localize_tensor", _following(_localize_tensor)),
-    ("shield", _following(_shield)),
     ("split_stages", _following(_split_stages)),
 )
 
@@ -363,14 +340,13 @@ def compile_program(analysed: Analysed, options: Options, measured: Measurements
 
     Raises:
       NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
-      NoOwnProgram: analyze again for one that XLA partitions.
     """
     with paused_collection():
         request = Request(options, measured)
         program, bound, records = _run((("choose", _choose), *_FOLLOWED), analysed.program, None, request)
         assert bound is not None, "the pipeline makes a plan"
         fallback = follow(analysed.program, bound.without_limits(), options) if bound.fallback else None
-        return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback, options.why_shared)
+        return Compiled(analysed.program, bound, program, (*analysed.records, *records), fallback)
 
 
 def gradient_program(analysed: Analysed, options: Options) -> Block:

@@ -63,11 +63,6 @@ class Devices:
         return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
     @property
-    def parts(self) -> int:
-        """How many devices' shares a spread array is seen to have: N of a global one."""
-        return self.count
-
-    @property
     def examples(self) -> tuple[str, ...]:
         """The mesh's axes over which examples are spread."""
         return (self.axis,)
@@ -100,10 +95,6 @@ class Devices:
     def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
         """Tell XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
-
-    def gathered(self, value: Array, along: int) -> Array:
-        """All of a value that is spread along an axis, on every device."""
-        return self.constrain(value, None)
 
     def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
         """Run a function on each device's part of the operands.
@@ -161,14 +152,9 @@ class OwnPart(Devices, abc.ABC):
     """The same devices seen by one of them: arrays are its own shards."""
 
     @property
-    def parts(self) -> int:
-        return 1
-
-    def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
-        return value
-
-    def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
-        return fun(*operands)
+    def by_ranks(self) -> OwnPart:
+        """The same by the ranks that have them, for what is spread over these."""
+        return self
 
     def share(self, value: Array, axis: int) -> Array:
         """This device's shard of what all have."""
@@ -190,6 +176,11 @@ class OwnPart(Devices, abc.ABC):
         own = value.shape[axis]
         number = self.position() * own + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
         return jnp.where(number < size, value, jnp.asarray(fill, value.dtype))
+
+    @abc.abstractmethod
+    def gathered(self, value: Array, along: int) -> Array:
+        """All of a value that is spread along an axis, on every device."""
+        ...
 
     @abc.abstractmethod
     def reduce(self, value: Array, op: str) -> Array:

@@ -18,10 +18,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
-from autopar.backends.devices import Devices, Mapped, OwnPart
+from autopar.backends.devices import Mapped, OwnPart
 from autopar.backends.gathered import ReplicatedRows
 from autopar.backends.indices import cut, in_range
-from autopar.backends.layouts import own_rows, own_whole, store, whole
+from autopar.backends.layouts import own_rows, own_whole
 from autopar.backends.loops import while_loop
 from autopar.backends.microbatches import Microbatch, run_microbatches
 from autopar.backends.protocol import RowBackend
@@ -41,7 +41,7 @@ _TENSOR = f"{PREFIX}tensor_"
 def emit(
     block: Block,
     backends: Mapping[int, RowBackend] = {},
-    devices: Devices | None = None,
+    devices: OwnPart | None = None,
     microbatch: Microbatch | None = None,
 ) -> Callable[..., list[Array]]:
     """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
@@ -63,7 +63,7 @@ def deferred_of(equation: Equation) -> Deferred:
 
 class _Emitter:
     def __init__(
-        self, backends: Mapping[int, RowBackend], devices: Devices | None, microbatch: Microbatch | None
+        self, backends: Mapping[int, RowBackend], devices: OwnPart | None, microbatch: Microbatch | None
     ) -> None:
         self._backends = backends
         self._devices = devices
@@ -117,7 +117,7 @@ class _Emitter:
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 
-    def _over(self, op: str) -> tuple[str, Devices | None]:
+    def _over(self, op: str) -> tuple[str, OwnPart | None]:
         """An operation's name, of one over the tensor axis that over the data axis; and over which devices it is."""
         if not op.startswith(_TENSOR):
             return op, self._devices
@@ -169,22 +169,6 @@ class _Emitter:
 
     # --- where values are ---
 
-    def _isolated(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """What every device runs by itself in a program that XLA partitions otherwise (`passes.shield`): on shards of
-        the operands, which are brought there from wherever they are."""
-        assert self._devices is not None, "one device has no partitioner"
-        p, run, names = equation.params, emit(equation.bodies[0]), self._devices.examples
-        op = p["reduction"]
-
-        def inside(*shards: Array) -> tuple[Array, ...]:
-            results = tuple(map(jnp.asarray, run(*shards)))
-            return results if op is None else tuple(reduce_across(op, x, names) for x in results)
-
-        results = self._devices.mapped(inside, p["given"], p["returned"], names)(*operands)
-        axis = p["returned"]
-        pairs = zip(results, equation.outputs, strict=True)
-        return results if axis is None else [cut(x, axis, v.shape[axis]) for x, v in pairs]
-
     def _scaled(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         as_it_is, sums_first = (lambda *xs, b=b: self.block(b, xs) for b in equation.bodies)
         by = jnp.asarray(operands[equation.params["by"]])
@@ -197,7 +181,7 @@ class _Emitter:
         Along other axes of the mesh all devices have what the first one got.
         """
         _, devices = self._over(equation.op)
-        assert isinstance(devices, OwnPart), "in the program of one device"
+        assert devices is not None, "in the program of one device"
         mesh, axes = devices.mesh, devices.examples
         others = tuple(name for name in mesh.axis_names if name not in axes and mesh.shape[name] > 1)
 
@@ -215,7 +199,7 @@ class _Emitter:
         """Looks up single rows by global numbers where this device has them, zeros elsewhere; the first device has what
         stands for numbers that are out of range."""
         _, devices = self._over(equation.op)
-        assert isinstance(devices, OwnPart), "in the program of one device"
+        assert devices is not None, "in the program of one device"
         params, (part, index) = dict(equation.params), operands
         axis, size = params.pop("axis"), params.pop("size")
         numbers, place = params["dimension_numbers"], devices.position()
@@ -240,7 +224,7 @@ class _Emitter:
             return _Emitter(self._backends, self._devices, microbatch).block(body, parts)
 
         unrolled = _is_slow_in_loops(body, self._devices)
-        return run_microbatches(equation.params, gradient, operands, self._devices, unrolled=unrolled)
+        return run_microbatches(equation.params, gradient, operands, unrolled=unrolled)
 
     # --- row space ---
 
@@ -254,19 +238,10 @@ class _Emitter:
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Each device by itself, on what it has of the operands."""
         deferred = deferred_of(equation)
-        replay, families = deferred.replay, equation.params["families"]
-        tables = len(families)
+        replay, tables = deferred.replay, len(equation.params["families"])
         n = len(replay.leaves) * tables
-
-        def run(*operands: Array) -> Sequence[Array]:
-            entries = Entries.of(replay, operands[n + tables :])
-            return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
-
-        if self._devices is None:
-            return run(*operands)
-        backends = [self._backends.get(family, self._whole) for family in families]
-        operand_axes, returned = deferred.spread([backend.is_spread for backend in backends])
-        return self._devices.local(run, operand_axes, returned[: len(equation.outputs)], *operands)
+        entries = Entries.of(replay, operands[n + tables :])
+        return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Nothing: the update log's owner does it, by a program of its own (`tables.deferred.UpdateLog.make_room`), for
@@ -319,19 +294,7 @@ def _is(value: Array, known: Any) -> Array:
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
-def _store(devices: Devices, p: Mapping[str, Any], rows: Array) -> Array:
-    if isinstance(devices, OwnPart):
-        return own_rows(rows, **p, devices=devices)
-    return store(rows, **p, devices=devices)
-
-
-def _whole(devices: Devices, p: Mapping[str, Any], stored: Array) -> Array:
-    if isinstance(devices, OwnPart):
-        return own_whole(stored, **p, devices=devices)
-    return whole(stored, **p, devices=devices)
-
-
-def _gathered(devices: Devices, value: Array, axis: int, size: int | None = None) -> Array:
+def _gathered(devices: OwnPart, value: Array, axis: int, size: int | None = None) -> Array:
     """All of a spread value; its axis cut to `size`, if what was spread was padded."""
     value = devices.gathered(value, axis)
     return value if size is None else cut(value, axis, size)
@@ -340,15 +303,14 @@ def _gathered(devices: Devices, value: Array, axis: int, size: int | None = None
 #: Where values are: devices (those of one of them for what only it can do), parameters, a value -> the value there.
 _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
-    "ap.spread": lambda devices, p, value: devices.constrain(value, p["axis"]),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
     "ap.reduce_rank": lambda devices, p, value: devices.reduce_rank(value, p["op"]),
     "ap.once_rank": lambda devices, p, value: devices.once_a_rank(value),
     "ap.shard": lambda devices, p, value: (devices.padded_share if "size" in p else devices.share)(value, **p),
     "ap.only_examples": lambda devices, p, value: devices.only_examples(value, **p),
     "ap.once": lambda devices, p, value: devices.once(value),
-    "ap.store": _store,
-    "ap.whole": _whole,
+    "ap.store": lambda devices, p, rows: own_rows(rows, **p, devices=devices),
+    "ap.whole": lambda devices, p, stored: own_whole(stored, **p, devices=devices),
 }
 #: What a microbatch does with a value that all have.
 _OF_MICROBATCH: Mapping[str, Callable[[Microbatch, Mapping[str, Any], Array], Array]] = {
@@ -367,7 +329,6 @@ _METHODS: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence[Arra
     "ap.lookup_part": _Emitter._lookup_part,
     "ap.reduce_rows": _Emitter._reduce_rows,
     "ap.reduce_part": _Emitter._reduce_rows,
-    "ap.isolated": _Emitter._isolated,
     "ap.microbatches": _Emitter._microbatches,
     "shard_map": _Emitter._shard_map,
 }
@@ -420,7 +381,7 @@ def _like(value: Array, other: Array) -> Array:
     return jax.lax.convert_element_type(value, other.dtype) if not jax_compat.is_weak(other) else value
 
 
-def _is_slow_in_loops(body: Block, devices: Devices | None) -> bool:
+def _is_slow_in_loops(body: Block, devices: OwnPart | None) -> bool:
     """Whether XLA is some ten times slower at it inside a loop: convolutions on CPUs."""
     platform = jax.default_backend() if devices is None else devices.mesh.devices.flat[0].platform
     return platform == "cpu" and any(e.op == "conv_general_dilated" for e in body.walk())

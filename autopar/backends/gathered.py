@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.backends import single
-from autopar.backends.devices import Devices
+from autopar.backends.devices import OwnPart
 from autopar.backends.indices import as_bits, find, local_index, scatter_rows, sorted_unique, untouched
 from autopar.backends.protocol import Params
 from autopar.backends.single import SingleDevice
@@ -28,7 +28,7 @@ class Route(single.Route):
     """The rows that a step touches, known to all devices.
 
     Attributes:
-      requested: int32[N F], spread: the sorted rows that each device touches itself; V for padding.
+      requested: int32[F], the sorted rows that the device touches itself; V for padding.
       back: int32[N F], where these are among `rows`; U for none.
     """
 
@@ -39,46 +39,29 @@ class Route(single.Route):
 class GatheredRows(SingleDevice):
     """Implements `protocol.RowBackend`: as on one device, but for the gradients of what each device has."""
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: OwnPart) -> None:
         self._devices = devices
 
     def route(self, params: Params, *ids: Array) -> single.Route:
         if params["requested"] is None:  # nothing is spread
             return super().route(params, *ids)
         count, extent = self._devices.count, params["extent"]
-
-        def plan(*ids: Array) -> tuple[Array, ...]:
-            requested = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
-            theirs = jax.lax.all_gather(requested, self._devices.axis, tiled=True)
-            rows = sorted_unique(theirs, params["rows"], extent)
-            return rows, untouched(rows), requested, find(rows, theirs, extent)
-
-        batched = params["batched"] or [False] * len(ids)
-        operand_axes = [0 if b else None for b in batched]
-        return Route(*self._devices.local(plan, operand_axes, (None, None, 0, None), *ids))
+        requested = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
+        theirs = jax.lax.all_gather(requested, self._devices.axis, tiled=True)
+        rows = sorted_unique(theirs, params["rows"], extent)
+        return Route(rows, untouched(rows), requested, find(rows, theirs, extent))
 
     def aggregate(self, params: Params, base: Array, route: single.Route, index: Array, updates: Array) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are aggregated"
-
-        def add(base: Array, requested: Array, index: Array, updates: Array) -> Array:
-            return scatter_rows(params, base, local_index(params, requested, index), updates)
-
-        axis = params["axis"]
-        operand_axes = (axis, 0, params["batch"], params["spread"])
-        return self._devices.local(add, operand_axes, axis, base, route.requested, index, updates)
+        return scatter_rows(params, base, local_index(params, route.requested, index), updates)
 
     def deliver(self, params: Params, sums: Array, route: single.Route, base: Array | None = None) -> Array:
         assert isinstance(route, Route), "gradients of this device alone are delivered"
         axis, touched = params["axis"], route.rows.shape[0]
-
-        def exchange(sums: Array, back: Array, *base: Array) -> Array:
-            gather = functools.partial(jax.lax.all_gather, axis_name=self._devices.axis, tiled=True)
-            rows = as_bits(gather, jnp.moveaxis(sums, axis, 0))
-            start = jnp.moveaxis(base[0], axis, 0) if base else jnp.zeros((touched, *rows.shape[1:]), rows.dtype)
-            return jnp.moveaxis(start.at[back].add(rows, mode="drop"), 0, axis)
-
-        more = () if base is None else (base,)
-        return self._devices.local(exchange, (axis, None, *(None for _ in more)), None, sums, route.back, *more)
+        gather = functools.partial(jax.lax.all_gather, axis_name=self._devices.axis, tiled=True)
+        rows = as_bits(gather, jnp.moveaxis(sums, axis, 0))
+        start = jnp.zeros((touched, *rows.shape[1:]), rows.dtype) if base is None else jnp.moveaxis(base, axis, 0)
+        return jnp.moveaxis(start.at[route.back].add(rows, mode="drop"), 0, axis)
 
 
 class ReplicatedRows(SingleDevice):
@@ -87,7 +70,7 @@ class ReplicatedRows(SingleDevice):
     Every device's gradients go into zeros of the routed rows, which are then reduced like any other value.
     """
 
-    def __init__(self, devices: Devices) -> None:
+    def __init__(self, devices: OwnPart) -> None:
         self._devices = devices
 
     def route(self, params: Params, *ids: Array) -> single.Route:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.mispartitioned import scatter_with_nan
 from autopar.analysis.rules import resized
 
 Array = Any
@@ -125,8 +124,6 @@ def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: 
     options |= {"mode": mode, "indices_are_sorted": False, "unique_indices": False}
 
     def scatter(updates: Array, local: Array) -> Array:
-        if params["op"] in ("scatter-max", "scatter-min") and jax_compat.is_float(base.dtype):
-            return scatter_with_nan(primitive, options, base, local, updates)
         return jax_compat.bind(primitive, [base, local, updates], options)[0]
 
     if params["clip"] or local.size != local.shape[-1]:

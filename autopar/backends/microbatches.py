@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
-from autopar.backends.devices import Devices
 from autopar.ir.reductions import REDUCERS, neutral
 
 Array = Any
@@ -26,24 +25,18 @@ class Microbatch:
     Attributes:
       number: Which one, int32[].
       count: M.
-      devices: Those over which a microbatch is spread (of one of them: `OwnPart`); None: one.
     """
 
     number: Array
     count: int
-    devices: Devices | None
 
     def share(self, value: Array, axis: int) -> Array:
         """The part of a value that all microbatches have."""
         if self.count == 1:
             return value
-        devices = 1 if self.devices is None else self.devices.parts
-        size = value.shape[axis] // (devices * self.count)
-        before, behind = value.shape[:axis], value.shape[axis + 1 :]
-        parted = value.reshape(*before, devices, self.count, size, *behind)
-        share = jax.lax.dynamic_index_in_dim(parted, self.number, axis + 1, keepdims=False)
-        share = share.reshape(*before, devices * size, *behind)
-        return share if self.devices is None else self.devices.constrain(share, axis)
+        size = value.shape[axis] // self.count
+        parted = value.reshape(*value.shape[:axis], self.count, size, *value.shape[axis + 1 :])
+        return jax.lax.dynamic_index_in_dim(parted, self.number, axis, keepdims=False)
 
     def once(self, value: Array) -> Array:
         """The value for the first microbatch, zeros for the others."""
@@ -54,7 +47,6 @@ def run_microbatches(
     params: Mapping[str, Any],
     gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
     operands: Sequence[Array],
-    devices: Devices | None,
     *,
     unrolled: bool = False,
 ) -> list[Array]:
@@ -65,11 +57,10 @@ def run_microbatches(
         what all microbatches have. `joins`: for each result the name of a reduction, or the axis of its examples.
       gradient: The program of one microbatch.
       operands: Whole.
-      devices: Those over which examples are spread; None: one.
       unrolled: Whether the loop over them is written out. All activations may live at a time then.
     """
     count, joins = params["count"], params["joins"]
-    shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count, devices)), jnp.int32(0))
+    shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count)), jnp.int32(0))
     start = tuple(
         jnp.broadcast_to(neutral(join, wide(x.dtype)), x.shape)
         for x, join in zip(shapes, joins, strict=True)
@@ -77,7 +68,7 @@ def run_microbatches(
     )
 
     def turn(sums: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        results = _one(params, gradient, operands, Microbatch(number, count, devices))
+        results = _one(params, gradient, operands, Microbatch(number, count))
         parts = iter(x for x, join in zip(results, joins, strict=True) if isinstance(join, str))
         names = [join for join in joins if isinstance(join, str)]
         joined = tuple(
@@ -88,7 +79,7 @@ def run_microbatches(
     sums, stacked = jax.lax.scan(turn, start, jnp.arange(count, dtype=jnp.int32), unroll=unrolled)
     reduced, rows = iter(sums), iter(stacked)
     return [
-        next(reduced).astype(shape.dtype) if isinstance(join, str) else _unparted(next(rows), join, devices)
+        next(reduced).astype(shape.dtype) if isinstance(join, str) else _unparted(next(rows), join)
         for shape, join in zip(shapes, joins, strict=True)
     ]
 
@@ -111,13 +102,8 @@ def wide(dtype: Any) -> Any:
     return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 
 
-def _unparted(parts: Array, along: int, devices: Devices | None) -> Array:
+def _unparted(parts: Array, along: int) -> Array:
     """[M, ...] -> the examples of all microbatches along their axis, in the batch's order."""
     count, *shape = parts.shape
-    if count == 1:
-        return parts[0]
-    split = 1 if devices is None else devices.parts
-    parted = parts.reshape(count, *shape[:along], split, shape[along] // split, *shape[along + 1 :])
-    moved = jnp.moveaxis(parted, 0, along + 1)
-    whole = moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])
-    return whole if devices is None else devices.constrain(whole, along)
+    moved = jnp.moveaxis(parts, 0, along)
+    return moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.analysis.local import LocalFacts, Spread
-from autopar.backends.devices import Devices, Mapped
+from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
 from autopar.backends.gathered import GatheredRows
 from autopar.backends.layouts import store, whole
@@ -18,7 +18,7 @@ from autopar.ir.program import ArrayType, Program
 Array = Any
 
 
-def backends(bound: BoundPlan, devices: Devices) -> Mapping[int, RowBackend]:
+def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
     """Family -> its backend; `allreduce_rows` needs none but that of `emit`."""
     by_family: dict[int, RowBackend] = {}
     for family in bound.families:

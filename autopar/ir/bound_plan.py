@@ -9,7 +9,6 @@ from typing import Any
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan, TablePlan
-from autopar.ir.strategy import Emit
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +93,6 @@ class BoundPlan:
         return self.plan.devices
 
     @property
-    def emit(self) -> Emit:
-        """Whether XLA partitions one program over the devices, or each device's own is written."""
-        return self.plan.emit
-
-    @property
     def on_hosts(self) -> bool:
         """Whether any table is in the memory of the hosts."""
         return any(f.on_hosts for f in self.families)
@@ -110,8 +104,8 @@ class BoundPlan:
     @property
     def rewrites(self) -> bool:
         """Whether the step is run otherwise than as JAX traced it."""
-        kept = not (self.families or self.shards or self.plan.isolated)
-        return not kept or self.emit == "pmap" or self.plan.microbatches > 1
+        kept = not (self.families or self.shards)
+        return not kept or self.devices > 1 or bool(self.tensors) or self.plan.microbatches > 1
 
     @property
     def decisions(self) -> tuple[Any, ...]:
@@ -130,7 +124,6 @@ class BoundPlan:
             self.uneven,
             self.undivided,
             self.rank_devices,
-            self.emit,
             self.plan.microbatches,
         )
 
@@ -139,7 +132,7 @@ class BoundPlan:
         return next((f for f in self.families if f.family == family), None)
 
     def noting(self, **fields: Any) -> BoundPlan:
-        """The same with fields of the plan that passes find out: who reduces, stages, what is isolated."""
+        """The same with fields of the plan that passes find out: who reduces, and stages."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> BoundPlan:

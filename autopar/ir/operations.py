@@ -27,7 +27,6 @@ PASSES = (
     "localize",
     "once_per_row",
     "localize_tensor",
-    "shield",
     "split_stages",
 )
 
@@ -173,7 +172,6 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "tensor_lookup_part": _named("rows index"),
         "tensor_first": _named("operands*"),
     },
-    "shield": {"isolated": _named("operands*")},
 }
 
 _TAKE_PADDING = frozenset({"densify", "fill", "reduce_rows", "reduce_part"})

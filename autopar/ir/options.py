@@ -11,7 +11,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal
 from autopar.ir.sizes import HEADROOM
-from autopar.ir.strategy import Emit, Results, Sparse, Strategy
+from autopar.ir.strategy import Results, Sparse, Strategy
 from autopar.sync import Async, Replicated, Sync
 
 
@@ -23,10 +23,6 @@ class Options:
     sparse: Sparse = "exact"
     devices: int = 1
     batch_axis: BatchAxis = 0
-    #: None: each device's own program where one can be written, else one that XLA partitions.
-    emit: Emit | None = None
-    #: Why none could be written.
-    why_shared: str = ""
     #: Whether the devices are accelerators, which have a memory of their own.
     accelerators: bool = False
     #: Tables on hosts are asked for; `devices` are ranks then.

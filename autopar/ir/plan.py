@@ -20,7 +20,7 @@ from autopar.ir.plan_difference import PlanDifference, difference
 from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
-from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Emit, Method, Sparse, Where
+from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorPlan
 
@@ -131,7 +131,7 @@ class Plan:
       step: The step's name.
       devices: N, over which batches are spread; ranks, with tables on hosts.
       cluster: The machines that it was made for; None: the devices here.
-      sparse, emit: As `parallelize` takes them.
+      sparse: As `parallelize` takes it.
       tables: Every table that is looked up by rows, lifted or not.
       dense: The other leaves of the state.
       state_bytes: Bytes of the state on each device.
@@ -146,10 +146,9 @@ class Plan:
         "psum" within them.
       reduction_reason: Why.
       stages: With tables on hosts, a step's compiled programs and exchanges, in order, in words.
-      isolated: What is kept from XLA's partitioner, which gets it wrong (`passes.shield`), in words.
       source: The file that it was read from; empty if it was made here.
 
-    `autopar.plan` and files have all of them but `stages` and `isolated`; the plan of a compiled step (`step.plan`) has
+    `autopar.plan` and files have all of them but `stages`; the plan of a compiled step (`step.plan`) has
     nothing that is predicted: no `alpha`, `growth`, `work` and `parts`.
     """
 
@@ -157,7 +156,6 @@ class Plan:
     devices: int
     cluster: ClusterSpec | None
     sparse: Sparse
-    emit: Emit
     tables: tuple[TablePlan, ...]
     dense: tuple[DensePlan, ...]
     state_bytes: int
@@ -171,7 +169,6 @@ class Plan:
     reduction_backend: str = field(default="", metadata={"formerly": "road"})
     reduction_reason: str = field(default="", compare=False, metadata=_DERIVED)
     stages: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
-    isolated: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
     source: str = field(default="", compare=False, metadata=_DERIVED)
 
     @property
@@ -183,11 +180,6 @@ class Plan:
     def way(self) -> SyncPlan | ServedPlan | None:
         """How clients train, with replicas of their own or with servers; None: there are no clients."""
         return self.sync or self.served
-
-    @property
-    def asked_emit(self) -> Emit | None:
-        """Returns what a step by this plan is asked for: of another batch no device's own program may be possible."""
-        return None if self.emit == "pmap" else self.emit
 
     @property
     def seconds(self) -> float:
@@ -345,7 +337,6 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "devices": str(plan.devices),
         "cluster": "the devices here" if plan.cluster is None else str(plan.cluster),
         "sparse": plan.sparse,
-        "emit": plan.emit,
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",

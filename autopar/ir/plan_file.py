@@ -15,6 +15,8 @@ from autopar.errors import PlanError
 from autopar.ir.typed_json import MalformedError, from_json, to_json
 
 FORMAT, VERSION = "autopar plan", 1
+#: What plans once said, and say no more.
+_GONE = frozenset({"emit"})
 #: What to do about a file that can't be used.
 AGAIN = "Make it again: autopar.plan(step, state, batch).save(...)"
 #: Lists and objects without others, or with lists of one line, are written on one line, if they fit.
@@ -68,7 +70,9 @@ def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
         version = contents.get("version")
         raise PlanError(f"{path} is a plan of version {version!r}; this autopar reads version {VERSION}. {AGAIN}")
     try:
-        return from_json(kind, contents.get("plan"), "plan")
+        made = contents.get("plan")
+        kept = {key: x for key, x in made.items() if key not in _GONE} if isinstance(made, dict) else made
+        return from_json(kind, kept, "plan")
     except MalformedError as error:
         raise PlanError(f"{path}: the plan is damaged: {error}. {AGAIN}") from error
 

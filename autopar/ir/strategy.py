@@ -30,8 +30,6 @@ Where = Choice["devices", "hosts"]
 #: A method, or a method and where.
 Method = str | tuple[str, Where]
 Strategy = Method | Mapping[str, Method]
-#: "pjit": one global program, partitioned by XLA. "pmap": each device's own program, with explicit reductions.
-Emit = Choice["pjit", "pmap"]
 #: "whole": all of them on every process. "spread": each with its example.
 Results = Choice["whole", "spread"]
 
@@ -90,7 +88,7 @@ def without_hosts(strategy: Strategy) -> Strategy:
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
 
 
-def check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any, results: Any = None) -> None:
+def check_choices(strategy: Any, sparse: Any, donate: Any, results: Any = None) -> None:
     """Check what a user chose.
 
     Raises:
@@ -104,7 +102,5 @@ def check_choices(strategy: Any, sparse: Any, emit: Any, donate: Any, results: A
         raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
     if not isinstance(donate, bool):
         raise ArgumentsError(f"donate={donate!r}: give True or False")
-    if emit not in (None, "pjit", "pmap"):
-        raise ArgumentsError(f"emit={emit!r}: there are 'pjit' and 'pmap'")
     if results not in (None, "whole", "spread"):
         raise ArgumentsError(f"results={results!r}: there are 'whole' and 'spread'")

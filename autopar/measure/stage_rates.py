@@ -60,7 +60,7 @@ def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: 
       block: The program, which is timed on the first of `devices` that this process has.
       microbatches: M.
     """
-    run = jax.jit(lambda number, *inputs: emit(block, {}, None, Microbatch(number, microbatches, None))(*inputs))
+    run = jax.jit(lambda number, *inputs: emit(block, {}, None, Microbatch(number, microbatches))(*inputs))
     device = _own(devices)[0]
     inputs = jax.device_put([_example(v) for v in block.inputs], device)
     number = jnp.int32(0)

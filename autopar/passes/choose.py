@@ -91,8 +91,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     sizes = {k: program.block.inputs[k].shape[axis] for k, axis in examples.items()}
     undivided = min((size for size in sizes.values() if size % options.devices), default=0)
     uneven = {k: axis for k, axis in examples.items() if undivided and sizes[k] % undivided == 0}
-    emit = options.emit or ("pmap" if _has_own_program(options) else "pjit")
-    facts = (program.name, options.devices, None, options.sparse, emit)
+    facts = (program.name, options.devices, None, options.sparse)
     plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
     bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
@@ -100,12 +99,6 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
         bound = dataclasses.replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
-
-
-def _has_own_program(options: Options) -> bool:
-    """Returns whether a device may run a program of its own, if one can be written."""
-    is_plain = options.pipeline is None and not options.is_served and not options.hosts
-    return is_plain and options.devices * options.tensor > 1
 
 
 def _too_large(

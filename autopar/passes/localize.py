@@ -233,7 +233,7 @@ class Localizer(LoopForms, RegroupedForms):
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
             if top:
                 return False
-            if self.may_repeat and (self.shared.bound.emit == "pmap" or self.shared.bound.on_hosts):
+            if self.may_repeat:
                 self.scale_partial(equation, partial.index(True))
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]

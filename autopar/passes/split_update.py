@@ -175,7 +175,7 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
         dataclasses.replace(f, bounds=dataclasses.replace(f.bounds, layout=None, requested=None))
         for f in bound.families
     )
-    plan = dataclasses.replace(bound.plan, devices=count, emit="pmap")
+    plan = dataclasses.replace(bound.plan, devices=count)
     return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
 
 

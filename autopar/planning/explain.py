@@ -18,7 +18,6 @@ from autopar.planning.elsewhere import elsewhere
 from autopar.planning.explain_notes import (
     emission_notes,
     hosted_text,
-    isolated_notes,
     memory_notes,
     predicted_note,
     replica_notes,
@@ -79,7 +78,6 @@ def _explain(
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
     there += emission_notes(entry, verbose)
-    there += isolated_notes(entry, verbose)
     bound = entry.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))

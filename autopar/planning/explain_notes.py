@@ -17,14 +17,12 @@ from autopar.planning.workload import table_bytes
 from autopar.run.entry import Entry
 from autopar.sync import stable_alpha, stable_slope
 
-#: Lines kept from XLA that are listed where not all are asked for.
+#: Lines that are listed where not all are asked for.
 _SHOWN = 8
 
 
 def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
-    """Tells which examples' values every device has whole, and why XLA partitions a step if it does; `verbose`: all."""
-    if entry.compiled.why_shared:
-        return (f"XLA partitions one program for all devices: {entry.compiled.why_shared}.",)
+    """Tells which examples' values every device has whole; `verbose`: all."""
     local = entry.compiled.program.local
     if local is None or entry.compiled.plan.on_hosts:
         return ()
@@ -37,18 +35,6 @@ def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
     ]
     more = [f"  {len(found) - len(shown)} more (verbose=True lists them)"] if len(found) > len(shown) else []
     return "Values of all examples that every device has whole:", *shown, *more
-
-
-def isolated_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
-    """Tells what is kept from XLA's partitioner; `verbose`: all."""
-    plan = entry.compiled.plan
-    isolated = plan.isolated
-    if not isolated:
-        return ()
-    shown = [f"  {text}" for text in (isolated if verbose else isolated[:_SHOWN])]
-    rest = len(isolated) - len(shown)
-    more = [f"  {rest} more (verbose=True lists them)"] if rest else []
-    return "XLA's partitioner gets wrong what follows, so it is kept from it:", *shown, *more
 
 
 def predicted_note(made: Plan) -> str:

@@ -18,7 +18,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback, without_fallback
-from autopar.backends.spread import backends, mapped, on_ordinary_arrays, spread
+from autopar.backends.spread import mapped, on_ordinary_arrays, spread
 from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
@@ -164,9 +164,7 @@ class Entry:
 
     def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Any]]:
         assert self.devices is not None, "one device needs no backends"
-        if bound.emit == "pmap":
-            return mapped(program, bound, self.devices)
-        return emit(program.block, backends(bound, self.devices), self.devices)
+        return emit(program.block) if program.local is None else mapped(program, bound, self.devices)
 
     @functools.cached_property
     def runner(self) -> Runner:

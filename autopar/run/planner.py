@@ -20,7 +20,6 @@ from autopar.backends.stage_device import StageDevice
 from autopar.compile import (
     Analysed,
     Compiled,
-    NoOwnProgram,
     analyze_program,
     choose_pipeline,
     compile_program,
@@ -198,9 +197,7 @@ class Planner:
 
     def following(self, plan: Plan) -> Planner:
         """Returns what plans the same step as an earlier plan says; nothing is measured."""
-        options = dataclasses.replace(
-            self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse, emit=plan.asked_emit
-        )
+        options = dataclasses.replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
         machine = dataclasses.replace(self.machine, rates=None, stages=None)
         return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
 
@@ -287,9 +284,6 @@ class Planner:
                     break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
-            except NoOwnProgram as error:
-                options = dataclasses.replace(options, emit="pjit", why_shared=str(error))
-                continue
             options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
         if self.processes is not None:
             check_same_plan(self.processes, compiled)

@@ -94,7 +94,7 @@ class StageExecutable:
             block = self.program.local
 
         def of_device(number: Array, *operands: Array) -> tuple[Array, ...]:
-            results = emit(block, {}, here, Microbatch(number, self.count, here))(*operands[count:])
+            results = emit(block, {}, here, Microbatch(number, self.count))(*operands[count:])
             made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
             pairs = zip(self.joins.items(), operands, strict=False)
             joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]

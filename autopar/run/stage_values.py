@@ -153,4 +153,4 @@ def _slices(value: Any, axis: int, count: int) -> list[Any]:
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _part(value: Array, number: Array, axis: int, count: int) -> Array:
-    return MicrobatchOf(number, count, None).share(value, axis)
+    return MicrobatchOf(number, count).share(value, axis)

@@ -13,7 +13,7 @@ from tests.support.row_steps import same
 def test_numbers_with_equal_sizes() -> None:
     tx, sizes = OPTIMIZERS["adagrad"], SIZES["everything"]
     methods = {"params/tok": "ps", "params/pos": "ps", "params/col": "allgather"}
-    step = autopar.parallelize(step_of(tx), strategy=methods, mesh=mesh_of(4), emit="pmap")
+    step = autopar.parallelize(step_of(tx), strategy=methods, mesh=mesh_of(4))
     plain = jax.jit(step_of(tx))
     state, wanted = state_of(sizes, tx), state_of(sizes, tx)
     for seed in range(2):

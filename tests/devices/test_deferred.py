@@ -78,11 +78,10 @@ def deferring_on(devices: int, log_steps: int = 6, **options: Any) -> ParallelSt
     return made
 
 
-@pytest.mark.parametrize("method", ["ps in pmap", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
 def test_methods(method: str) -> None:
     """With a factor that isn't a number now and then."""
-    name, _, emit = method.partition(" in ")
-    planned, plain = deferring_on(2, strategy=name, emit=emit or "pjit"), jax.jit(step)
+    planned, plain = deferring_on(2, strategy=method), jax.jit(step)
     mine, theirs = make_state(), make_state()
     for k in range(30):
         (mine, a), (theirs, b) = planned(mine, ids_of(k)), plain(theirs, ids_of(k))

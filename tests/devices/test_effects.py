@@ -69,7 +69,6 @@ def test_python_is_called_once(name: str, examples: int, mesh: tuple[int, ...]) 
     w, x = jnp.asarray(rng.normal(size=(16, 4))), rng.normal(size=(examples, 16))
     calls: list[Any] = []
     planned = autopar.parallelize(step, mesh=jax.make_mesh(mesh, ("data", "other")[: len(mesh)]), donate=False)
-    assert planned.entry(w, x).compiled.plan.emit == "pmap"
     results = []
     for run in (jax.jit(step), planned):
         CALLS.clear()
@@ -99,4 +98,3 @@ def test_a_table_in_a_layout_that_is_read_as_a_whole() -> None:
     planned = autopar.parallelize(evaluate, mesh=mesh_of(4))
     found, expected = planned(mine, ids), jax.jit(evaluate)(plain, ids)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), found, expected)
-    assert planned.entry(mine, ids).compiled.plan.emit == "pmap"

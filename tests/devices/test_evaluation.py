@@ -79,12 +79,11 @@ def test_what_is_read_is_right(fun: Any, rows: int) -> None:
 
 
 @pytest.mark.parametrize(("fun", "spread"), diagonal(FUNCTIONS, [P("data"), P(None, "data")]))
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-def test_what_is_read_of_spread_arrays_is_right(fun: Any, emit: Any, spread: P) -> None:
+def test_what_is_read_of_spread_arrays_is_right(fun: Any, spread: P) -> None:
     """Along their rows, or along their features, which no lookup goes along."""
     array, w = table_of(40)[0], jnp.eye(WIDTH)
     params = jax.device_put({"emb": array, "w": w}, NamedSharding(FOUR, spread))
-    evaluate = autopar.parallelize(fun, mesh=FOUR, emit=emit)
+    evaluate = autopar.parallelize(fun, mesh=FOUR)
     for seed in range(2):
         ids = ids_in(0, 40, seed)["ids"]
         same(evaluate(params, ids), fun({"emb": array, "w": w}, ids))

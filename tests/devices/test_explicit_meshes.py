@@ -42,19 +42,19 @@ def examples(leaf: Any) -> P:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "spec", "within", "emit"),
+    ("sizes", "spec", "within"),
     [
-        ((1,), replicated, True, "pjit"),
-        ((4,), None, True, "pmap"),
-        ((4,), by_rows, True, "pjit"),
-        ((2, 2), replicated, True, "pjit"),
-        ((2, 2), by_rows, False, "pjit"),
+        ((1,), replicated, True),
+        ((4,), None, True),
+        ((4,), by_rows, True),
+        ((2, 2), replicated, True),
+        ((2, 2), by_rows, False),
     ],
 )
-def test_lookups_work_unchanged(sizes: tuple[int, ...], spec: Any, within: bool, emit: Any) -> None:
+def test_lookups_work_unchanged(sizes: tuple[int, ...], spec: Any, within: bool) -> None:
     """The numbers are the plain step's, and what the step returns can be computed with within `set_mesh`."""
     mesh = explicit(*sizes)
-    planned = autopar.parallelize(step, strategy="ps", emit=emit, mesh=mesh)
+    planned = autopar.parallelize(step, strategy="ps", mesh=mesh)
     state = make_state(ROWS) if spec is None else placed(make_state(ROWS), mesh, spec)
     theirs = make_state(ROWS)
     with jax.set_mesh(mesh) if within else contextlib.nullcontext():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import pytest
 
@@ -11,11 +9,10 @@ from tests.support.followed_lookups import STEPS, trained
 from tests.support.meshes import mesh_of
 
 
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
 @pytest.mark.parametrize("name", STEPS)
-def test_they_are_followed(name: str, emit: Any) -> None:
+def test_they_are_followed(name: str) -> None:
     with jax.enable_x64(True):
-        table = trained(name, rtol=1e-10, strategy="ps", emit=emit, mesh=mesh_of(4))
+        table = trained(name, rtol=1e-10, strategy="ps", mesh=mesh_of(4))
     assert table.lifted, table.reason
 
 
@@ -23,5 +20,5 @@ def test_they_are_followed(name: str, emit: Any) -> None:
 def test_devices_that_do_not_divide_the_rows(name: str) -> None:
     """Gradients are added to reshaped zeros, which are made of the rows that a device has."""
     with jax.enable_x64(True):
-        table = trained(name, rtol=1e-10, strategy="ps", emit="pmap", mesh=mesh_of(3))
+        table = trained(name, rtol=1e-10, strategy="ps", mesh=mesh_of(3))
     assert table.lifted, table.reason

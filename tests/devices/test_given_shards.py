@@ -93,11 +93,10 @@ def _batch(examples: int, seed: int = 0) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::autopar.RecompileWarning")
-@pytest.mark.parametrize("emit", ["pjit", "pmap"])
-def test_dense_parameters(emit: Any) -> None:
+def test_dense_parameters() -> None:
     """Along the axis along which they came, their slots with them; also for other shapes of the batch."""
     theirs, mine = _state(FOUR, w=P(None, "data"), v=P("data"))
-    planned = autopar.parallelize(_net, mesh=FOUR, emit=emit)
+    planned = autopar.parallelize(_net, mesh=FOUR)
     for examples in (8, 8, 16, 16):
         batch = _batch(examples)
         (mine, a), (theirs, b) = planned(mine, batch), jax.jit(_net)(theirs, batch)

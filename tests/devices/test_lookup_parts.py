@@ -51,7 +51,6 @@ def test_rows_of_an_argument(name: str, rows: int) -> None:
         planned(w, vectors, ids),
         jax.jit(step)(w, vectors, ids),
     )
-    compiled = planned.entry(w, vectors, ids).compiled
-    assert compiled.plan.emit == "pmap" and bool(autopar.check(planned, w, vectors, ids))
+    assert bool(autopar.check(planned, w, vectors, ids))
     text = planned.lower(w, vectors, ids).compile().as_text()
     assert f"f32[{rows},4]" not in text or rows % 4, "no device has all"

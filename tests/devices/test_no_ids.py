@@ -10,7 +10,7 @@ from tests.support.meshes import mesh_of
 from tests.support.no_ids import SHAPES, difference
 
 
-@pytest.mark.parametrize("options", [{"strategy": "ps"}, {"emit": "pmap"}], ids=["ps", "pmap"])
+@pytest.mark.parametrize("options", [{"strategy": "ps"}, {}], ids=["ps", "auto"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_ids(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     assert difference(shape, mesh=mesh_of(4), **options) < 1e-6

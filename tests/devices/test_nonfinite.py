@@ -12,7 +12,6 @@ import pytest
 import autopar
 from tests.support.meshes import mesh_of
 from tests.support.nested_reductions import NESTINGS, check
-from tests.support.pairs import diagonal
 
 V, D = 11, 3
 METHODS = ["ps", "allgather", "allreduce_rows"]
@@ -40,11 +39,11 @@ def batch_of(hot: bool, factor: float, weight: float) -> Any:
     return {"ids": ids, "weights": weights, "factor": np.float32(factor), "hot": np.zeros((1,) if hot else ())}
 
 
-@pytest.mark.parametrize(("method", "emit"), diagonal(METHODS, ["pjit", "pmap"]))
-def test_what_is_not_finite(method: str, emit: str) -> None:
+@pytest.mark.parametrize("method", METHODS)
+def test_what_is_not_finite(method: str) -> None:
     hot = method == "allgather"
     axes = {"batch/ids": 0, "batch/weights": 0, "**": None}
-    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False, emit=emit, batch_axis=axes)
+    planned = autopar.parallelize(step, strategy=method, mesh=mesh_of(4), donate=False, batch_axis=axes)
     table = np.random.default_rng(1).normal(size=(V, D)).astype(np.float32)
     state = {"t": table, "last": np.zeros((V, D), np.float32)}
     for factor, weight in ((1.0, 1.0), (np.inf, 1.0), (1.0, np.inf)):
@@ -54,8 +53,8 @@ def test_what_is_not_finite(method: str, emit: str) -> None:
     assert planned.plan is not None and planned.plan.lifts
 
 
-@pytest.mark.parametrize(("op", "emit"), diagonal(["max", "min"], ["pjit", "pmap"]))
-def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
+@pytest.mark.parametrize("op", ["max", "min"])
+def test_a_maximum_over_devices_keeps_a_nan(op: str) -> None:
     """XLA's own AllReduce of a maximum loses it on CPUs."""
 
     def metric(state: Any, batch: Any) -> Any:
@@ -63,7 +62,7 @@ def test_a_maximum_over_devices_keeps_a_nan(op: str, emit: str) -> None:
         seen = state[batch["ids"]] * batch["weights"]
         return state - g, tuple(getattr(jnp, op)(x) for x in (batch["weights"], g, seen))
 
-    planned = autopar.parallelize(metric, strategy="ps", mesh=mesh_of(4), donate=False, emit=emit)
+    planned = autopar.parallelize(metric, strategy="ps", mesh=mesh_of(4), donate=False)
     batch = batch_of(False, 1.0, np.nan)
     batch = {"ids": batch["ids"], "weights": batch["weights"]}
     _, mine = planned(np.ones((V, D), np.float32), batch)
@@ -87,9 +86,9 @@ def test_a_maximum_written_to_rows_keeps_a_nan(method: str, op: str) -> None:
     assert planned.plan is not None and planned.plan.lifts
 
 
-@pytest.mark.parametrize(("method", "emit"), diagonal(METHODS, ["pmap", "pjit"]))
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ["branch in a loop", "loop in a checkpoint"])
-def test_reductions_in_nestings(name: str, method: str, emit: str) -> None:
+def test_reductions_in_nestings(name: str, method: str) -> None:
     """Partial sums that meet an infinity in a loop are summed first, too."""
     options: dict[str, Any] = {"batch_axis": {"batch/ids": 0, "**": None}, "mesh": mesh_of(4)}
-    assert check(NESTINGS[name], strategy=method, emit=emit, **options).plan.lifts
+    assert check(NESTINGS[name], strategy=method, **options).plan.lifts

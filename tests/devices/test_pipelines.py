@@ -37,7 +37,6 @@ def test_microbatches_of_each_device(strategy: Any) -> None:
     step, make = language_model(CLIPPED)
     planned = autopar.parallelize(step, microbatches=3, strategy=strategy, mesh=jax.make_mesh((4,), ("data",)))
     assert difference(planned, step, make) < 1e-12
-    assert planned.plan.emit == "pmap"
 
 
 @pytest.mark.parametrize("options", [{"tied": True, "dropout": 0.2}, {"remat": True}, {"stacked": True}])
@@ -46,7 +45,6 @@ def test_microbatches_in_the_program_of_each_device(options: dict[str, Any]) -> 
     step, make = language_model(CLIPPED, **options)
     planned = autopar.parallelize(step, microbatches=2, sparse="off", mesh=jax.make_mesh((4,), ("data",)))
     assert difference(planned, step, make) < 1e-12
-    assert planned.plan.emit == "pmap"
     found = read_collectives(planned.lower(make(), batch(0)).compile().as_text())
     assert found and {c.op for c in found} == {"all-reduce"} and {c.times for c in found} == {1}
     assert autopar.check(planned, make(), batch(0)).ok

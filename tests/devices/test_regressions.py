@@ -116,9 +116,7 @@ def test_a_share_of_a_slice_that_starts_out_of_range(start: int) -> None:
         return {"emb": state["emb"] - 0.1 * g}, loss
 
     state, ids = {"emb": table(11)}, np.array([1, start, 4, 4], np.int32)
-    planned = autopar.parallelize(
-        step, strategy="allreduce", mesh=mesh_of(4), donate=False, emit="pmap", batch_axis={"ids": 0}
-    )
+    planned = autopar.parallelize(step, strategy="allreduce", mesh=mesh_of(4), donate=False, batch_axis={"ids": 0})
     same(planned(state, ids), jax.jit(step)(state, ids))
 
 

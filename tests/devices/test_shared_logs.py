@@ -94,7 +94,7 @@ MIXED = {"t/long": "ps", "t/tiny": "ps", "t/short": "allgather", "t/wide": "allg
 PLACES: dict[str, dict[str, Any]] = {
     "one device": {"devices": 1},
     "ps": {"devices": 4},
-    "pmap": {"devices": 2, "emit": "pmap"},
+    "two devices": {"devices": 2},
     "spread and whole": {
         "devices": 2,
         "strategy": {"t/long": "ps", "t/tiny": "ps", "t/short": "allgather", "t/wide": "allgather", "t/apart": "ps"},

@@ -99,14 +99,6 @@ def test_a_table_without_an_update_is_spread_where_it_is_named(step: Any) -> Non
     assert (step is _frozen) == any("leaves 0," in text and "{'0': 'ps', '**': 'auto'}" in text for text in told)
 
 
-@pytest.mark.parametrize(("examples", "warns"), [(66, True), (64, False), (6, False)])
-def test_a_batch_that_devices_do_not_divide(examples: int, warns: bool) -> None:
-    """XLA is given it whole."""
-    told = _told(None, examples, mesh=mesh_of(4), strategy="allreduce", emit="pjit")
-    assert [f"4 devices don't divide a batch of {examples}" in text for text in told] == [True] * warns
-    assert not warns or "64 or 68" in told[0]
-
-
 @pytest.mark.parametrize("sync", [None, autopar.sync.Average(every=1)])
 @pytest.mark.parametrize("examples", [66, 64])
 def test_devices_that_do_not_divide_a_batch_do_their_share(examples: int, sync: Any) -> None:

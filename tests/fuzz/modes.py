@@ -52,16 +52,13 @@ _DENSE = tuple(
     tuple((pattern, ("ps", "hosts")) for pattern in patterns)
     for patterns in (("**w",), ("**bias",), ("**w", "**bias"), ("**w", "**bias", "**table*"), ("**params/**",))
 )
-_ON_DEVICES: tuple[Options, ...] = ((("emit", "pmap"),), (("emit", "pmap"),), *_ANYWHERE)
 
 MODES: Mapping[str, Mode] = {
     mode.name: mode
     for mode in (
         Mode("one"),
         Mode("optimised", optimised=True),
-        Mode(
-            "devices", devices=4, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto"), options=_ON_DEVICES
-        ),
+        Mode("devices", devices=4, strategies=(*["ps", "allgather", "allreduce_rows"] * 3, "auto")),
         Mode(
             "served", strategies=("auto",), options=((("sync", "Async()"),), (("sync", "Async()"), ("microbatches", 2)))
         ),

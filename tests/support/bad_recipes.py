@@ -55,7 +55,7 @@ def _drawn(rng: np.random.Generator) -> BadRecipe:
 
 
 def draw(seed: int, place: str) -> BadRecipe:
-    """The seed's program, of those that should agree with plain JAX at this place (`one`, `hosts`, `pjit`, `pmap`)."""
+    """The seed's program, of those that should agree with plain JAX at this place (`one`, `hosts`, `devices`)."""
     rng = np.random.default_rng(seed)
     while True:
         found = _drawn(rng)

@@ -220,7 +220,7 @@ def microbatches() -> Program:
 PROGRAMS = {p.__name__: p for p in (dead_code, remat, sgd, adagrad, scan, tied, shards, hosts, repeated, microbatches)}
 #: By rows on one device unless they are here; those aren't run, for they are programs of one device or rank of several.
 OPTIONS = {
-    "shards": Options(strategy={"table": "ps", "w": "ps"}, devices=2, emit="pmap"),
+    "shards": Options(strategy={"table": "ps", "w": "ps"}, devices=2),
     "hosts": Options(strategy={"table": ("ps", "hosts")}, devices=2, hosts=True),
     "microbatches": Options(microbatches=2),
     "repeated": Options(strategy={"table": ("ps", "hosts")}, hosts=True),

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
 from autopar.backends.across import is_global
-from autopar.backends.devices import Devices
+from autopar.backends.devices import OwnPart
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.backends.watched import jit_on
 from autopar.ir.stages import Side
@@ -70,7 +70,7 @@ class Ranks:
         own = None if self.is_joint else exchange.rank
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         several = RankDevice(self.mesh, "ranks", rank=own, ranks=exchange.size)
-        self.device_view: Devices = self.owner_view if self.is_single else several
+        self.device_view: OwnPart = self.owner_view if self.is_single else several
         self.host = None if self.own_devices[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self.buffers = Buffers()
         self._thread = ThreadPoolExecutor(1, "autopar-reductions")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Devices, Mapped, OwnPart
+from autopar.backends.devices import Mapped, OwnPart
 from autopar.backends.gathered import ReplicatedRows
 from autopar.backends.protocol import Params, RowBackend
 from autopar.backends.reductions import reduce_across
@@ -129,7 +129,7 @@ def _resized(rows: Array, count: int, axis: int) -> Array:
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
-def host_backends(bound: BoundPlan, view: Devices) -> Mapping[int, RowBackend]:
+def host_backends(bound: BoundPlan, view: OwnPart) -> Mapping[int, RowBackend]:
     """Family -> its operations within a program; none of one on devices where each program's is one device's alone."""
     ranks, by_family = view.by_ranks, dict[int, RowBackend]()
     for family in bound.families:

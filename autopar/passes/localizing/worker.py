@@ -27,7 +27,7 @@ def localize_worker(program: Program, bound: BoundPlan, devices: int) -> LocalWo
     worker: Block = program.served.worker
     places = zip(program.block.inputs, bound.placements, strict=False)
     axes = {v: axis for v, axis in places if axis is not None and v.shape[axis] % devices == 0}
-    over = dataclasses.replace(bound, plan=dataclasses.replace(bound.plan, devices=devices, emit="pmap"))
+    over = dataclasses.replace(bound, plan=dataclasses.replace(bound.plan, devices=devices))
     walk = Localizer(Shared(over, True))
     inputs = tuple(walk.define(v, Spread(axes[v]) if v in axes else None) for v in worker.inputs)
     walk.rewrite(worker)

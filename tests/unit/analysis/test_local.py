@@ -43,7 +43,7 @@ def local_program(
 ) -> tuple[Localizer, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Localizer(Shared(BoundPlan(Plan("step", N, None, "exact", "pjit", (), (), 0)), True))
+    walk = Localizer(Shared(BoundPlan(Plan("step", N, None, "exact", (), (), 0)), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)

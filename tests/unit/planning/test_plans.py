@@ -61,7 +61,6 @@ BY_HAND = Plan(
     devices=2,
     cluster=Cluster("two", 2, 1, Device("d", 1e9, 1e12, 1e11, "assumed"), Link(1e-6, 1e9), Link(0.1 + 0.2, 1e8), 2**34),
     sparse="lazy",
-    emit="pmap",
     tables=(
         TablePlan(
             path="params/wörter",
@@ -234,12 +233,20 @@ def test_a_plan_with_tables_on_hosts() -> None:
     np.testing.assert_allclose(np.asarray(state["params"]["emb"]), expected["params"]["emb"], rtol=1e-6)
 
 
+def test_files_that_say_what_plans_say_no_more(tmp_path: Path) -> None:
+    """`emit`, of an option that there was."""
+    made, file = plan_of(), tmp_path / "plan.json"
+    made.save(file)
+    contents = json.loads(file.read_text())
+    contents["plan"]["emit"] = "pjit"
+    file.write_text(json.dumps(contents))
+    assert Plan.load(file) == made
+
+
 def test_options_that_the_plan_decides() -> None:
     made = plan_of()
     with pytest.raises(autopar.ArgumentsError, match="strategy= and sparse= given together with plan="):
         autopar.parallelize(make_step(), plan=made, strategy="auto", sparse="exact")
-    with pytest.raises(autopar.ArgumentsError, match="emit= given together with plan="):
-        autopar.parallelize(make_step(), plan=made, emit="pmap")
     with pytest.raises(autopar.ArgumentsError, match="plan is a dict; give what autopar.plan returns"):
         autopar.parallelize(make_step(), plan={})  # type: ignore[call-overload]
 

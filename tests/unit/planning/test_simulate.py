@@ -65,7 +65,7 @@ def test_products_are_counted() -> None:
     assert work.reduced_bytes == 4 * (3 * 5 + 5 * 5 + 1)
     assert work.sums == ((4, 1), (4 * 3 * 5, 1), (4 * 5 * 5, 1))
     # A device's own program adds up its own gradients first.
-    mapped = planned(2, step, state, {"x": jnp.ones((8, 3))}, emit="pmap").work
+    mapped = planned(2, step, state, {"x": jnp.ones((8, 3))}).work
     assert mapped.sums == ((4, 1), (4 * 3 * 5, 1), (4 * 5 * 5, 1)) and mapped.on(2) == work.on(2)
 
 
