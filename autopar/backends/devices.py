@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,16 +61,6 @@ class Devices:
         """T: devices over which products are divided."""
         return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
-    @property
-    def examples(self) -> tuple[str, ...]:
-        """The mesh's axes over which examples are spread."""
-        return (self.axis,)
-
-    @property
-    def by_ranks(self) -> Devices:
-        """The same by the ranks that have them, for what is spread over these."""
-        return self
-
     def position(self) -> Array:
         """In the program of one device its number, int32[]."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
@@ -81,9 +70,9 @@ class Devices:
         """Those that own the devices."""
         return StoreGroup.of(self.mesh)
 
-    def spec(self, along: int | None, over: str | tuple[str, ...] = "") -> P:
-        """Spread along an axis of the array (over other axes of the mesh than the data axis), or replicated."""
-        return P() if along is None else P(*[None] * along, over or self.axis)
+    def spec(self, along: int | None) -> P:
+        """Spread along an axis of the array, or replicated."""
+        return P() if along is None else P(*[None] * along, self.axis)
 
     def sharding(self, along: int | None, tensor: int | None = None) -> NamedSharding:
         """The same as a sharding; `tensor`: the axis that is spread over the tensor axis."""
@@ -112,23 +101,20 @@ class Devices:
         fun: Callable[..., Any],
         axes: Sequence[int | None],
         returned: Any,
-        over: str | tuple[str, ...] = "",
         tensors: tuple[Sequence[int | None], Sequence[int | None]] | None = None,
     ) -> Callable[..., Any]:
-        """The function of global arrays that `local` calls, spread over axes of the mesh.
+        """The function of global arrays that `local` calls.
 
         Zeros are put behind an operand that these don't divide, so that results may be longer as well.
 
         Args:
           fun, axes, returned: As `local` takes them.
-          over: The axes of the mesh; the data axis by default.
           tensors: Of operands and of several results, the axis that is spread over the tensor axis.
         """
-        names = (over or self.axis,) if isinstance(over, str) else over
-        parts = math.prod(self.mesh.shape[name] for name in names)
-        specs = tuple(self.spec(along, over) for along in axes)
+        parts = self.mesh.shape[self.axis]
+        specs = tuple(self.spec(along) for along in axes)
         several = isinstance(returned, tuple)
-        out = tuple(self.spec(along, over) for along in returned) if several else self.spec(returned, over)
+        out = tuple(self.spec(along) for along in returned) if several else self.spec(returned)
         if tensors is not None:
             specs = tuple(self.sharding(*pair).spec for pair in zip(axes, tensors[0], strict=True))
             out = tuple(self.sharding(*pair).spec for pair in zip(returned, tensors[1], strict=True))
@@ -150,6 +136,11 @@ class Devices:
 
 class OwnPart(Devices, abc.ABC):
     """The same devices seen by one of them: arrays are its own shards."""
+
+    @property
+    def examples(self) -> tuple[str, ...]:
+        """The mesh's axes over which examples are spread."""
+        return (self.axis,)
 
     @property
     def by_ranks(self) -> OwnPart:
