@@ -144,7 +144,7 @@ class OwnPart(Devices, abc.ABC):
 
     @property
     def by_ranks(self) -> OwnPart:
-        """The same by the ranks that have them, for what is spread over these."""
+        """Returns the view by the ranks that have them, for what is spread over these."""
         return self
 
     def share(self, value: Array, axis: int) -> Array:

@@ -1,4 +1,4 @@
-"""What a step says itself of where its values are, of which autopar keeps what it computes.
+"""Rewrites what a step says itself of where its values are; what that computes is kept.
 
 A `shard_map` becomes a program of whole arrays, each of its devices an element of an axis. What it means doesn't depend
 on where it runs: a device sees its shard of each operand and meets others in collectives by the names of the mesh's

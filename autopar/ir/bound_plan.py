@@ -132,7 +132,7 @@ class BoundPlan:
         return next((f for f in self.families if f.family == family), None)
 
     def noting(self, **fields: Any) -> BoundPlan:
-        """The same with fields of the plan that passes find out: who reduces, and stages."""
+        """Returns the same with fields of the plan that passes find out: who reduces, and stages."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> BoundPlan:

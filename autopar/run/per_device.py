@@ -43,8 +43,12 @@ _PLACING = {
 }
 
 
-def of_whole_arrays(jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
-    """Returns a step's program as it is without the user's own sharding (`backends.user_sharding`), and notes on it."""
+def without_sharding(name: str, jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
+    """Returns a step's program as it is without the user's own sharding (`backends.user_sharding`), and notes on it.
+
+    Raises:
+      StepError: a `shard_map` has a collective that `jax.vmap` can't do.
+    """
     block = block_of(jaxpr)
     lines = {op: dict.fromkeys(e.where for e in block.walk() if e.op == op) for op in _PLACING}
     if not any(lines.values()):
@@ -52,7 +56,15 @@ def of_whole_arrays(jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
     notes = [f"{op} ({', '.join(where)}): {_PLACING[op]}" for op, where in sorted(lines.items()) if where]
     inputs = [v.aval for v in jax_compat.open_jaxpr(jaxpr)[0].invars]
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in inputs]
-    again = jax.make_jaxpr(emit(block))(*types)
+    try:
+        again = jax.make_jaxpr(emit(block))(*types)
+    except Exception as error:
+        where = ", ".join(lines["shard_map"])
+        raise StepError(
+            f"{name}: its shard_map ({where}) can't be made part of the step, as jax.vmap over its mesh's axes, for a "
+            f"collective that this can't do: {error}. Write it over one axis at a time, or without shard_map: autopar "
+            "divides the step by itself"
+        ) from error
     return again, block_of(again), notes
 
 

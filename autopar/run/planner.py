@@ -52,7 +52,7 @@ from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
 from autopar.run.missed_states import warn_of_missed_states
-from autopar.run.per_device import CallOfOne, PerDevice, of_whole_arrays, unknown_axis
+from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
 from autopar.tables.host import HostTable
@@ -129,7 +129,7 @@ class Planner:
                 f"{self.name} isn't a function of its arguments: it uses a value that is being traced around it. "
                 "Pass that value as an argument"
             )
-        jaxpr, block, unfollowed = of_whole_arrays(traced.jaxpr)
+        jaxpr, block, unfollowed = without_sharding(self.name, traced.jaxpr)
         notes = [*notes, *unfollowed]
         states = match_states(call, block, traced.out_info, self.state_argnums, self.batch_argnums or ())
         if self.state_argnums is None and is_first:
