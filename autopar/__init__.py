@@ -30,7 +30,6 @@ with paused_collection():
         StepError,
         StrategyError,
         TimelineError,
-        UncheckedWarning,
         VerificationError,
     )
     from autopar.ir.pipeline import Pipeline
@@ -117,7 +116,6 @@ __all__ = [
     "TableAlpha",
     "Timeline",
     "TimelineError",
-    "UncheckedWarning",
     "Verification",
     "VerificationError",
     "Why",

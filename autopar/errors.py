@@ -95,10 +95,6 @@ class StateWarning(UserWarning):
     """Something looks like state and isn't treated so: the step runs plain, or drops a part's new value."""
 
 
-class UncheckedWarning(UserWarning):
-    """A checkpoint is of an autopar that made no checksums of some of its files: they are restored as they are."""
-
-
 def note_lost_rows(error: BaseException) -> None:
     """Add a note to an error that was raised while deferred rows were brought up to date, in place."""
     error.add_note(

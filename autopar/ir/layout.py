@@ -8,7 +8,7 @@ lie as they are. Spare rows at the ends of the shards are copies of the last row
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 Array = Any
@@ -20,7 +20,7 @@ class RowLayout:
 
     extent: int
     devices: int
-    cyclic: bool = field(metadata={"formerly": "dealt"})
+    cyclic: bool
 
     @property
     def shard_rows(self) -> int:

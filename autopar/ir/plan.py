@@ -68,8 +68,8 @@ class TablePlan:
     refused: bool = False
     capacity: int | None = None
     tight: bool = False
-    cyclic: bool = field(default=False, metadata={"formerly": "dealt"})
-    log_steps: int = field(default=0, metadata={"formerly": "journal"})
+    cyclic: bool = False
+    log_steps: int = 0
     pulled: bool = False
     alpha: Alpha | None = None
     growth: Growth | None = None
@@ -103,7 +103,7 @@ class DensePlan:
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    sharded: bool = field(default=False, metadata={"formerly": "shared"})
+    sharded: bool = False
     reason: str = field(default="", compare=False, metadata=_DERIVED)
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
 
@@ -166,7 +166,7 @@ class Plan:
     served: ServedPlan | None = None
     work: Work = field(default_factory=Work)
     parts: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
-    reduction_backend: str = field(default="", metadata={"formerly": "road"})
+    reduction_backend: str = ""
     reduction_reason: str = field(default="", compare=False, metadata=_DERIVED)
     stages: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
     source: str = field(default="", compare=False, metadata=_DERIVED)

@@ -74,7 +74,7 @@ def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
         kept = {key: x for key, x in made.items() if key not in _GONE} if isinstance(made, dict) else made
         return from_json(kind, kept, "plan")
     except MalformedError as error:
-        raise PlanError(f"{path}: the plan is damaged: {error}. {AGAIN}") from error
+        raise PlanError(f"{path}: the plan is damaged, or of an older autopar: {error}. {AGAIN}") from error
 
 
 def _on_one_line(match: re.Match[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: How much more than the example's load a device may send to another one, before any batch has exceeded that.
 HEADROOM = 1.25
@@ -58,7 +58,7 @@ class Sizes:
     row_bytes: int
     family_bytes: int
     ids: int
-    requested: int = field(metadata={"formerly": "asked"})
+    requested: int
     routed: int
     capacity: int
     owned: int

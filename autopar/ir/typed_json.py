@@ -1,7 +1,6 @@
 """Dataclasses of plain data as JSON, and back, exactly: what is read is checked against their types, field by field.
 
-Fields that have a default may be missing; one that was renamed is read by its old name, too (`formerly` in its
-metadata).
+Fields that have a default may be missing.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
 def _fields(kind: Any, value: Any, where: str) -> Any:
     values = value if isinstance(value, dict) else _fail("an object", value, where)
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
-    names: dict[str, str] = {f.metadata["formerly"]: f.name for f in fields if "formerly" in f.metadata}
-    values = {names.get(str(key), str(key)): x for key, x in values.items()}
     for key in values:
         if key not in hints:
             raise MalformedError(f"there is no {where}.{key}")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError, UncheckedWarning, warn
+from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError
 from autopar.ir.typed_json import from_json
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
@@ -111,9 +111,8 @@ def restore(
 
     Raises:
       MissingCheckpointError: there is none. (Also a FileNotFoundError.)
-      UncheckedWarning: it is of an autopar that made no checksums of some files.
       CheckpointError: on every rank, naming the one where it failed: another structure, shape or dtype than `like`,
-        files that are missing or damaged, a later format.
+        files that are missing or damaged, another format.
       HostMemoryError: a table doesn't fit into a host's memory.
 
     Example:
@@ -143,7 +142,6 @@ def _restore(
     folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, resize: bool, group: Group
 ) -> Restored:
     version, manifest = _manifest_of(folder, group)
-    _warn_of_unchecked(version, manifest)
     template: Any = like
     numbers = list(range(len(manifest.leaves)))
 
@@ -193,7 +191,7 @@ def _restore(
 def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
     """The version that counts, and what is in it."""
 
-    def read() -> tuple[str, int | None, str]:
+    def read() -> tuple[str, int, str]:
         version, crc32 = folder.current()
         path = version / manifests.NAME
         with named(path, "read"):
@@ -202,20 +200,9 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
-    def told(found: Any) -> tuple[Place, int | None, bytes]:
-        name, crc32, text = from_json(tuple[str, int | None, str], list(found), "the manifest")
+    def told(found: Any) -> tuple[Place, int, bytes]:
+        name, crc32, text = from_json(tuple[str, int, str], list(found), "the manifest")
         return folder.version(name), crc32, text.encode("latin-1")
 
     version, crc32, data = group.led(CheckpointError, read, "the manifest", told)
     return version, Manifest.parse(data, version, crc32)
-
-
-def _warn_of_unchecked(version: Place, manifest: Manifest) -> None:
-    unchecked = [file.name for file in manifest.files if not file.is_checked]
-    if unchecked or manifest.format == 1:
-        files = f"{len(unchecked)} of its files ({unchecked[0]}, ...)" if unchecked else "its manifest"
-        warn(
-            f"{version} was saved by autopar {manifest.autopar}, which made no checksums of {files}: a damaged byte "
-            "there isn't noticed. Save the state again to have them",
-            UncheckedWarning,
-        )

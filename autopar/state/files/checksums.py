@@ -25,7 +25,7 @@ def flushed(version: Path, path: Path) -> FileRecord:
 
 def check_files(version: Place, files: Iterable[FileRecord]) -> None:
     """Check that files hold what was written; of chunks of rows, which are checked when they are read, that they are
-    those of the checkpoint, and of files without a checksum (of format 1) that they are as long.
+    those of the checkpoint.
 
     Raises:
       DamagedCheckpointError: a file doesn't, or isn't there; it is named.
@@ -58,7 +58,7 @@ def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
     """Returns how long a file is, and whether it has another checksum."""
     if record.crc32c is None:
         nbytes, crc32 = _length_and_crc32(path, "restoring")
-        return nbytes, record.crc32 is not None and crc32 != record.crc32
+        return nbytes, crc32 != record.crc32
     # A store is asked for a chunk's end alone: that of another length is another one.
     nbytes = path.stat().st_size if isinstance(path, Path) else record.nbytes
     return nbytes, nbytes == record.nbytes and int.from_bytes(last_bytes(path, 4), "little") != record.crc32c

@@ -123,7 +123,7 @@ def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, 
             return checkpointer.restore(
                 version / DENSE_FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how)
             )
-        except Exception as error:  # of files that are damaged and, being of format 1, have no checksums
+        except Exception as error:  # Orbax and TensorStore raise what they like
             message = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {message}") from error
 

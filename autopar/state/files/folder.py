@@ -24,9 +24,11 @@ from autopar.errors import CheckpointError, DamagedCheckpointError, MissingCheck
 from autopar.state.files.places import Place, flush, flush_all, named, place_of, put, remove_all
 
 POINTER = "CURRENT"
+#: What to do about a checkpoint of an older format.
+OLDER = "Restore it with autopar at commit 377bc93, which reads formats 1 to 4, and save it again there"
 _NEW_POINTER = f"{POINTER}.new"
 _VERSION = re.compile(r"version-(\d{6,})", re.ASCII)
-_LINE = re.compile(r"(version-\d{6,})(?: crc32=([0-9a-f]{8})\n|\n?)", re.ASCII)
+_LINE = re.compile(r"(version-\d{6,}) crc32=([0-9a-f]{8})\n", re.ASCII)
 
 #: Seconds until a directory that another machine made must be seen on this one: NFS remembers what wasn't there.
 _VISIBLE_S = 30.0
@@ -51,8 +53,8 @@ class Folder:
 
     # --- reading ---
 
-    def current(self) -> tuple[Place, int | None]:
-        """The directory of the version that counts, and its manifest's checksum; None in format 1, which has none.
+    def current(self) -> tuple[Place, int]:
+        """Returns the directory of the version that counts, and its manifest's checksum.
 
         Raises:
           MissingCheckpointError: there is none.
@@ -64,8 +66,8 @@ class Folder:
         read = _LINE.fullmatch(line)
         if read is None:
             raise DamagedCheckpointError(
-                f"{self.path / POINTER} holds {line[:80]!r} instead of a version's name and a checksum: it is damaged. "
-                "Take a copy of the checkpoint, or another checkpoint"
+                f"{self.path / POINTER} holds {line[:80]!r} instead of a version's name and a checksum: it is damaged "
+                "(take a copy of the checkpoint, or another checkpoint) or of format 1, which has no checksum. " + OLDER
             )
         name, crc32 = read.groups()
         if not (self.path / name).is_dir():
@@ -73,7 +75,7 @@ class Folder:
                 f"{self.path / POINTER} names {name!r}, which isn't there: the checkpoint was copied in part, or "
                 "somebody removed files of it"
             )
-        return self.path / name, None if crc32 is None else int(crc32, 16)
+        return self.path / name, int(crc32, 16)
 
     def _why_missing(self) -> str:
         if not self.path.exists():

@@ -15,12 +15,11 @@ import numpy as np
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.ir.typed_json import from_json
-from autopar.state.files.folder import POINTER
+from autopar.state.files.folder import OLDER, POINTER
 from autopar.state.files.places import Place, write_file
 from autopar.state.files.structure import Node, leaf_numbers
 
-#: Of the format, as this version writes it; older ones are read, too. Format 1 has checksums of rows alone, format 2 no
-#: replicas; up to format 3 rows are in NumPy's files.
+#: The format that is written and read.
 FORMAT = 4
 NAME = "manifest.json"
 #: What `RowLayout.cyclic` is called in files.
@@ -39,19 +38,14 @@ class FileRecord:
     """A file, under the checkpoint's directory.
 
     Attributes:
-      crc32: Of its bytes; None of chunks, and of files for which format 1 has none.
-      crc32c: Of a chunk of rows, at its end as well.
+      crc32: Of its bytes; None of chunks.
+      crc32c: Of a chunk of rows, at its end as well; None of other files.
     """
 
     name: str
     nbytes: int
     crc32: int | None = None
     crc32c: int | None = None
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether there is a checksum of it."""
-        return self.crc32 is not None or self.crc32c is not None
 
 
 @dataclass(frozen=True)
@@ -67,7 +61,7 @@ class LeafRecord:
       axis, layout: Of rows: the row axis, and which row is in which file.
       value: Of a Python number, as text.
       replicas: C, where each client has its own; `layout` is that of C rows, the clients' replicas.
-      files: Of rows, up to format 3 one for each shard of the layout, in order; in object stores of dense leaves, too.
+      files: Of rows, shard by shard; in object stores of dense leaves, too.
     """
 
     path: str
@@ -134,25 +128,29 @@ class Manifest:
         return zlib.crc32(data)
 
     @staticmethod
-    def parse(data: bytes, version: Place, crc32: int | None) -> Manifest:
-        """The manifest of a version's directory: its bytes, and their checksum, None in format 1, which has none."""
-        if crc32 is not None and zlib.crc32(data) != crc32:
+    def parse(data: bytes, version: Place, crc32: int) -> Manifest:
+        """Returns the manifest of a version's directory, of its bytes and their checksum.
+
+        Raises:
+          CheckpointError: it is damaged, or of another format.
+        """
+        if zlib.crc32(data) != crc32:
             raise DamagedCheckpointError(
                 f"{version / NAME} isn't what was written (its checksum differs from the one in "
                 f"{version.parent / POINTER}): it is damaged. Take a copy of the checkpoint, or another checkpoint"
             )
         try:
             read = json.loads(data.decode())
-            if read["format"] > FORMAT:
+            if read["format"] != FORMAT:
+                is_newer = read["format"] > FORMAT
+                remedy = "which is newer: pip install --upgrade autopar" if is_newer else f"which is older. {OLDER}"
                 raise CheckpointError(
-                    f"{version} was saved by autopar {read['autopar']} in format {read['format']}, which is newer than "
-                    f"this autopar, which reads formats up to {FORMAT}: pip install --upgrade autopar"
+                    f"{version} was saved by autopar {read['autopar']} in format {read['format']}; this autopar reads "
+                    f"format {FORMAT}, {remedy}"
                 )
-            if read["format"] > 1 and crc32 is None:
-                raise DamagedCheckpointError(
-                    f"{version.parent / POINTER} has no checksum of {version / NAME}, which is in format "
-                    f"{read['format']}: it was cut short, or written by hand"
-                )
+            for leaf in (*read["leaves"], *read["beside"]):
+                if leaf["layout"] is not None:
+                    leaf["layout"]["cyclic"] = leaf["layout"].pop(_CYCLIC)
             manifest = from_json(Manifest, read, "manifest")
             _check(manifest)
             return manifest
@@ -168,6 +166,8 @@ def _check(manifest: Manifest) -> None:
         path = PurePosixPath(file.name)
         if path.is_absolute() or ".." in path.parts or not path.parts or file.nbytes < 0:
             raise ValueError(f"there is no file {file.name!r} of {file.nbytes} bytes in a checkpoint")
+        if (file.crc32 is None) == (file.crc32c is None):
+            raise ValueError(f"{file.name} has no checksum, or two")
     for leaf in (*manifest.leaves, *manifest.beside):
         try:
             wrong = _impossible(leaf)

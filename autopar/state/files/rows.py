@@ -4,19 +4,15 @@ Chunks of rows are written from where the rows are, one after the other, and rea
 table is in memory twice. Each chunk ends with its CRC-32C, by zarr's codec of that name, which TensorStore checks
 whenever it reads the chunk; the manifest has it, too, so that a chunk of another checkpoint isn't taken for this one's.
 dtypes that zarr doesn't know are stored as unsigned integers of their width.
-
-Formats 1 to 3 have rows in NumPy's files, which are read as well.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
 import math
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -129,8 +125,6 @@ class RowFiles:
         shape = (count, *self._others)
         if not math.prod(shape):
             return np.empty(shape, self.dtype).__getitem__
-        if self.record.files[0].name.endswith(".npy"):
-            return _npy(version / self.record.files[shard].name, shape, self.dtype).__getitem__
         path = version / array_name(self.record.name, shard, self.layout.devices)
         with _told(path, "read"):
             array = _open(path, shape, self.dtype, open=True)
@@ -184,18 +178,3 @@ def _run(numbers: np.ndarray) -> Any:
     if step > 0 and np.all(np.diff(numbers) == step):
         return slice(int(numbers[0]), int(numbers[-1]) + 1, step)
     return numbers
-
-
-def _npy(path: Place, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-    """Returns the rows of formats 1 to 3, on a disk mapped into memory."""
-    on_disk = isinstance(path, Path)
-    try:
-        array = np.load(path, mmap_mode="r") if on_disk else np.load(io.BytesIO(path.read_bytes()))
-    except (ValueError, EOFError) as error:
-        raise DamagedCheckpointError(f"{path} is no file of rows ({error}): it is of another checkpoint") from error
-    if array.shape != shape or array.dtype.itemsize != dtype.itemsize:
-        raise DamagedCheckpointError(
-            f"{path} holds {array.dtype}{list(array.shape)} instead of {dtype}{list(shape)}: "
-            "it is of another checkpoint"
-        )
-    return array.view(dtype)

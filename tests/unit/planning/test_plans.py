@@ -102,7 +102,7 @@ def test_a_file_reads_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_files_of_version_1_are_read() -> None:
-    """By every later autopar, too: this file isn't to be written anew."""
+    """By later autopars, too: this file isn't to be written anew."""
     assert Plan.load(GOLDEN) == BY_HAND
 
 
@@ -151,7 +151,8 @@ def damaged(change: Any) -> str:
         (lambda f: f["plan"]["cluster"].update(machines=0), "plan.cluster: a cluster of 0 machines"),
         (lambda f: f["plan"].update(devices=-4), "plan.json: the plan is damaged: devices is -4. Make it again"),
         (lambda f: f["plan"]["tables"][0].update(method="psx"), "damaged: method of .* is 'psx'"),
-        (lambda f: f["plan"]["tables"][0].update(journal=-1), "damaged: log_steps of .* is -1"),
+        (lambda f: f["plan"]["tables"][0].update(log_steps=-1), "damaged: log_steps of .* is -1"),
+        (lambda f: f["plan"]["tables"][0].update(dealt=True), r"or of an older autopar: .*dealt. Make it again"),
     ],
 )
 def test_what_is_no_plan_is_told(change: Any, message: str, tmp_path: Path) -> None:
