@@ -29,9 +29,8 @@ from autopar.passes.classify import classify
 from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.localize import localize
-from autopar.passes.localizing.rank import localize_rank, not_on_hosts
+from autopar.passes.localizing.rank import localize_rank, localize_worker, not_on_hosts
 from autopar.passes.localizing.tensor import localize_stages, localize_tensor
-from autopar.passes.localizing.worker import localize_worker
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.once_per_row import once_per_row

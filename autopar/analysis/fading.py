@@ -21,8 +21,16 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.primitives import IDENTITIES
-from autopar.analysis.scale_only import ScaleOnlyWalk, leaves_of
-from autopar.analysis.scale_only_rules import Number, ScaledLeaf, ScaleValue, Sign, Zero, keeps_order
+from autopar.analysis.scale_only import (
+    Number,
+    ScaledLeaf,
+    ScaleOnlyWalk,
+    ScaleValue,
+    Sign,
+    Zero,
+    keeps_order,
+    leaves_of,
+)
 from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Block, Equation
 from autopar.ir.slicing import eliminate_dead

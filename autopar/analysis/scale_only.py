@@ -13,26 +13,355 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.scale_only_rules import (
-    SCALE_RULES,
-    Granted,
-    Number,
-    ScaledLeaf,
-    ScaleValue,
-    Zero,
-    is_scalar,
-    one_of,
-    scalar_of,
-)
+from autopar.analysis.primitives import IDENTITIES, those_that
 from autopar.ir.deferred import ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
+
+# The values and rules of `analysis.scale_only`: what equations make of zeros, of scaled leaves, and of numbers.
+
+
+@dataclass(frozen=True, slots=True)
+class Zero:
+    """Zero everywhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledLeaf:
+    """A leaf times (unit + rest), the same for all elements."""
+
+    leaf: int
+    unit: int
+    rest: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The same in all rows."""
+
+    value: Any
+    literal: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """At least not negative, if not more than zero; perhaps infinite, unless it is bounded; never NaN.
+
+    In rows whose elements are finite: a square of a large one may overflow.
+    """
+
+    positive: bool
+    bounded: bool = False
+
+
+ScaleValue = Zero | ScaledLeaf | Number | Sign | None
+
+
+@dataclass(eq=False)
+class Granted:
+    """What rules take for granted. `xp`: NumPy or jax.numpy.
+
+    Attributes:
+      assumed: Conditions on the step's numbers.
+      not_negative: Leaves in which no element may be negative.
+    """
+
+    xp: Any
+    assumed: list[Any] = field(default_factory=list)
+    not_negative: set[int] = field(default_factory=set)
+
+    def assume(self, condition: Any) -> None:
+        """What must hold of the step's numbers."""
+        self.assumed.append(self.xp.all(condition))
+
+    def holds(self) -> Any:
+        """Whether all of that holds, bool[]."""
+        xp = self.xp
+        return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
+
+    def finite(self, number: Number) -> None:
+        """That a number is finite."""
+        if not number.literal:
+            self.assume(self.xp.isfinite(number.value))
+
+
+ScaleRule = Callable[[Granted, Equation, Sequence[ScaleValue]], ScaleValue]
+
+
+def is_scalar(number: Number) -> bool:
+    return np.size(number.value) == 1
+
+
+def scalar_of(walk: Granted, number: Number) -> Any:
+    return walk.xp.asarray(number.value).reshape(())
+
+
+def _add(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    a, b = values
+    if equation.op == "sub":
+        b = _neg(walk, equation, [b])
+    if isinstance(a, Number):
+        a, b = b, a
+    if isinstance(b, Number):
+        return Number(a.value + b.value, a.literal and b.literal) if isinstance(a, Number) else _plus_number(walk, a, b)
+    if isinstance(a, Zero):
+        return b
+    if isinstance(b, Zero):
+        return a
+    if isinstance(a, ScaledLeaf) and isinstance(b, ScaledLeaf) and a.leaf == b.leaf:
+        return ScaledLeaf(a.leaf, a.unit + b.unit, a.rest + b.rest)
+    if isinstance(a, Sign) and isinstance(b, Sign):
+        return Sign(a.positive or b.positive)
+    return None
+
+
+def _plus_number(walk: Granted, value: ScaleValue, number: Number) -> ScaleValue:
+    if _is_positive(number):
+        if isinstance(value, ScaledLeaf):
+            value = _root(walk, value)
+        return Sign(positive=True) if isinstance(value, (Zero, Sign)) else None
+    if isinstance(value, (Zero, ScaledLeaf)):
+        walk.assume(number.value == 0)
+        return value
+    if isinstance(value, Sign) and not number.literal:  # a divisor's epsilon, most likely
+        walk.assume(number.value >= _tiny(number))
+        return Sign(positive=True)
+    if isinstance(value, Sign):
+        walk.assume(number.value >= 0)
+        return Sign(value.positive)
+    return None
+
+
+def _tiny(number: Number) -> Any:
+    """The smallest number whose reciprocal is finite, also where subnormal ones are taken for zero."""
+    dtype = number.value.dtype
+    return jax.numpy.finfo(dtype).tiny if jax_compat.is_float(dtype) else 1
+
+
+def _is_positive(number: Number) -> bool:
+    """Whether it is written in the program, and more than zero."""
+    return number.literal and bool(np.all(number.value >= _tiny(number)))
+
+
+def _neg(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    if isinstance(a, ScaledLeaf):
+        return ScaledLeaf(a.leaf, -a.unit, -a.rest)
+    if isinstance(a, Number):
+        return Number(-a.value, a.literal)
+    return a if isinstance(a, Zero) else None
+
+
+def _mul(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    a, b = values
+    if isinstance(a, Number) and isinstance(b, Number):
+        return Number(a.value * b.value, a.literal and b.literal)
+    if isinstance(a, Number):
+        a, b = b, a
+    if isinstance(a, Zero) and isinstance(b, Zero):
+        return a
+    if isinstance(b, Number):
+        if isinstance(a, Zero):
+            walk.finite(b)
+            return a
+        if isinstance(a, ScaledLeaf) and is_scalar(b):
+            return ScaledLeaf(a.leaf, 0, (a.unit + a.rest) * scalar_of(walk, b))
+        if isinstance(a, Sign):
+            walk.assume(b.value > 0)
+            walk.finite(b)
+            return Sign(positive=False)  # a product of small numbers may be zero
+    for zero, other in ((a, b), (b, a)):
+        if isinstance(zero, Zero) and isinstance(other, Sign) and other.bounded:
+            return zero
+    return None
+
+
+def _div(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    a, b = values
+    if isinstance(b, Number):
+        if not (b.literal and np.all(b.value != 0)):
+            walk.assume(b.value != 0)
+        if isinstance(a, Number):
+            return Number(a.value / b.value, a.literal and b.literal)
+        if isinstance(a, Zero):
+            walk.assume(~walk.xp.isnan(b.value))
+            return a
+        if isinstance(a, ScaledLeaf) and is_scalar(b):
+            return ScaledLeaf(a.leaf, 0, (a.unit + a.rest) / scalar_of(walk, b))
+        if isinstance(a, Sign):
+            walk.assume(b.value > 0)
+            walk.finite(b)
+            return Sign(positive=False)
+    if isinstance(a, Zero) and isinstance(b, Sign) and b.positive:
+        return a
+    return None
+
+
+def _square(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(a.value * a.value, a.literal)
+    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, (ScaledLeaf, Sign)) else None
+
+
+def _integer_pow(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,), y = values, equation.params["y"]
+    if y == 1:
+        return a
+    if isinstance(a, Number):
+        return Number(a.value ** float(y), a.literal)
+    if y == 2:
+        return _square(walk, equation, values)
+    return a if isinstance(a, Zero) and y > 0 else None
+
+
+def _sqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(walk.xp.sqrt(a.value), a.literal)
+    if isinstance(a, ScaledLeaf):
+        return _root(walk, a)
+    return Sign(a.positive) if isinstance(a, Sign) else a if isinstance(a, Zero) else None
+
+
+def _root(walk: Granted, scaled: ScaledLeaf) -> Sign:
+    """A leaf that is to be nowhere negative, or its root."""
+    walk.not_negative.add(scaled.leaf)
+    walk.assume(scaled.unit + scaled.rest >= 0)
+    return Sign(positive=False)
+
+
+def _rsqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(1 / walk.xp.sqrt(a.value), a.literal)
+    return Sign(positive=False, bounded=True) if isinstance(a, Sign) and a.positive else None
+
+
+def _abs(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    if isinstance(a, Number):
+        return Number(walk.xp.abs(a.value), a.literal)
+    return a if isinstance(a, (Zero, Sign)) else Sign(positive=False) if isinstance(a, ScaledLeaf) else None
+
+
+def _max(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    a, b = values
+    if isinstance(a, Zero) and isinstance(b, Zero):
+        return a
+    if a is None or b is None:
+        return None  # it may be NaN
+    for number in values:
+        if isinstance(number, Number) and not number.literal:
+            walk.assume(~walk.xp.isnan(number.value))
+    if any(v.positive if isinstance(v, Sign) else isinstance(v, Number) and _is_positive(v) for v in values):
+        return Sign(positive=True)
+    return Sign(positive=False) if any(isinstance(v, (Sign, Zero)) for v in values) else None
+
+
+def _moved(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    """The same elements in another shape; a leaf's must stay where they are."""
+    a = values[0]
+    if isinstance(a, Number):
+        return _full(walk, equation, values) if is_scalar(a) else None
+    return a if not isinstance(a, ScaledLeaf) or keeps_order(equation) else None
+
+
+def keeps_order(equation: Equation) -> bool:
+    """Whether an equation that moves axes has the same elements in the same order."""
+    old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
+    dims = equation.params.get("broadcast_dimensions", ())
+    return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
+
+
+def _convert(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,), old, new = values, equation.inputs[0].dtype, equation.outputs[0].dtype
+    if isinstance(a, Number) and not jax_compat.is_key(new):
+        return Number(walk.xp.asarray(a.value).astype(new), a.literal)
+    if isinstance(a, Zero):
+        return a
+    widens = jax_compat.is_float(old) and jax_compat.is_float(new) and np.dtype(new).itemsize >= np.dtype(old).itemsize
+    return a if widens else None
+
+
+def _sum(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    a = values[0]
+    return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, Sign) else None
+
+
+def _select(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    which, *cases = values
+    if all(isinstance(c, Zero) for c in cases):
+        return cases[0]
+    if not isinstance(which, Number):
+        return None
+    if all(isinstance(c, Number) for c in cases):
+        return Number(_chosen(walk, which.value, [c.value for c in cases if isinstance(c, Number)]))
+    if not is_scalar(which):
+        return None
+    return one_of(walk, scalar_of(walk, which), cases)
+
+
+def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
+    """One of several, which a number of the step chooses."""
+    if all(isinstance(c, Zero) for c in cases):
+        return cases[0]
+    if all(isinstance(c, Sign) for c in cases):
+        return Sign(all(c.positive for c in cases if isinstance(c, Sign)))
+    if all(isinstance(c, Number) for c in cases):
+        return Number(_chosen(walk, index, [c.value for c in cases if isinstance(c, Number)]))
+    leaves = {c.leaf for c in cases if isinstance(c, ScaledLeaf)}
+    if len(leaves) != 1 or not all(isinstance(c, (Zero, ScaledLeaf)) for c in cases):
+        return None
+    scaled = [c if isinstance(c, ScaledLeaf) else ScaledLeaf(min(leaves), 0, 0.0) for c in cases]
+    unit = min(c.unit for c in scaled)
+    return ScaledLeaf(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
+
+
+def _chosen(walk: Granted, index: Any, numbers: Sequence[Any]) -> Any:
+    chosen = numbers[-1]
+    for k in range(len(numbers) - 2, -1, -1):
+        chosen = walk.xp.where(index == k, numbers[k], chosen)
+    return chosen
+
+
+def _full(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+    (a,) = values
+    zero = isinstance(a, Number) and a.literal and not np.any(a.value) and equation.outputs[0].shape != ()
+    return Zero() if zero else a
+
+
+SCALE_RULES: Mapping[str, ScaleRule] = {
+    **dict.fromkeys(
+        those_that(lambda p: p.elementwise and p.keeps_zero),
+        lambda walk, e, values: values[0] if isinstance(values[0], Zero) else None,
+    ),
+    "add": _add,
+    "add_any": _add,
+    "sub": _add,
+    "neg": _neg,
+    "mul": _mul,
+    "div": _div,
+    "square": _square,
+    "integer_pow": _integer_pow,
+    "sqrt": _sqrt,
+    "rsqrt": _rsqrt,
+    "abs": _abs,
+    "max": _max,
+    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
+    "convert_element_type": _convert,
+    "reduce_sum": _sum,
+    "select_n": _select,
+    "ap.full": _full,
+    **dict.fromkeys(IDENTITIES, lambda walk, e, values: values[0]),
+}
 
 
 @dataclass(eq=False)

@@ -16,7 +16,6 @@ from pathlib import Path
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec, state_budget
 from autopar.ir.figures import Alpha, Growth, Term, Work
-from autopar.ir.plan_difference import PlanDifference, difference
 from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
@@ -390,3 +389,46 @@ def _shown(parameter: TablePlan | DensePlan) -> str:
     """Its method, and its capacity where rows are sharded."""
     sizes = parameter.sizes if isinstance(parameter, TablePlan) else None
     return f"{parameter.method}, capacity {sizes.capacity}" if sizes and parameter.method == "ps" else parameter.method
+
+
+# --- what is other in a plan made later, in words: one line for each change ---
+
+#: Path of a parameter -> what is said of it -> in words.
+Facts = Mapping[str, Mapping[str, str]]
+#: Of what is in one of two plans only.
+_GONE: Mapping[str, str] = {"kind": "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One thing that is other in a later plan: of which parameter (or "the step"), what, and both values, in words."""
+
+    path: str
+    what: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what} {self.old} -> {self.new}"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanDifference:
+    """What `Plan.diff` returns; `str()` has one line for each change, and it is false where there is none."""
+
+    changes: tuple[Change, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.changes)) or "no difference"
+
+
+def difference(old: Facts, new: Facts) -> PlanDifference:
+    """What both say, and say otherwise; of what one of them doesn't have, that it has none."""
+    changes = []
+    for path in {**old, **new}:
+        before, after = old.get(path, _GONE), new.get(path, _GONE)
+        changes += [Change(path, k, before[k], after[k]) for k in before if k in after and before[k] != after[k]]
+    return PlanDifference(tuple(changes))

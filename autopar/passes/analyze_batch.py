@@ -17,9 +17,8 @@ import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar.analysis.batch import BatchAxes, Guesses, follow_batch
+from autopar.analysis.batch import BatchAxes, Guesses, follow_batch, uniform_axes
 from autopar.analysis.row_ids import collect_ids
-from autopar.analysis.uniform import uniform_axes
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var

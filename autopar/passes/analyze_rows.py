@@ -13,8 +13,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.find_slots import find_ties
-from autopar.analysis.row_families import Families
+from autopar.analysis.row_families import Families, find_ties
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.unfollowed import shards_remedy
 from autopar.ir.program import Equation, Program

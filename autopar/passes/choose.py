@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.analysis.rules import ALIGNED
+from autopar.analysis.tensor import TensorGroup, divide_products
 from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.memory import Shardable, choose_sharded, state_bytes
+from autopar.cost.rates import StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
@@ -17,12 +21,11 @@ from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan
-from autopar.ir.program import Program, Var
+from autopar.ir.program import Atom, Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method
-from autopar.passes.choosing.dense_shards import dense_plan, shard_dense
+from autopar.ir.tensor_plan import TensorGroupPlan, TensorPlan
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
-from autopar.passes.choosing.tensor_products import choose_tensor
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
@@ -268,3 +271,187 @@ def _placements(
 def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
     """Where a leaf is if nothing is planned for its rows; a Table that is read whole is spread as it can be."""
     return None if layout is None else even_axis(leaf.shape, layout[1], layout[0].devices)
+
+
+# Dense parameters in shards: which leaves a strategy's `ps` spreads over the devices, and along which axis.
+#
+# Parallax's BASE keeps dense parameters on servers: each is gathered for use, and its gradient is reduced to its owner.
+# Its slots go with it: the leaves that its update reads element by element.
+
+
+def shard_dense(
+    program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int, first: Mapping[str, int]
+) -> tuple[dict[int, int], list[DensePlan]]:
+    """Leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern names.
+
+    Args:
+      program: An analysed program.
+      patterns: Leaf -> the pattern that gives it to "ps".
+      dense: Leaves that no lifted family has.
+      devices: N.
+      first: Path of a leaf -> the axis along which it is spread if they divide that; else the first one.
+
+    Raises:
+      StrategyError: a pattern names one leaf that can't be spread.
+    """
+    axes: dict[int, int] = {}
+    plans: dict[int, DensePlan] = {}
+    tables = {k for k, _ in program.tables}
+    for leaf, pattern in patterns.items():
+        if leaf not in dense or leaf in axes or devices == 1:
+            continue
+        type_, path = program.block.inputs[leaf].type, program.inputs[leaf].path
+        axis = even_axis(getattr(type_, "shape", ()), first.get(path, 0), devices)
+        if axis is None:
+            if pattern == path:
+                raise StrategyError(
+                    f"strategy: {path} can't be spread over {devices} devices: they divide none of its axes ({type_}). "
+                    "Leave it to 'auto'"
+                )
+            continue
+        shards = _with_slots(program, leaf) & dense
+        named = min(shards, key=lambda k: (len(program.inputs[k].path), k))  # the parameter rather than a slot
+        axes.update(dict.fromkeys(shards, axis))
+        slots = f", {len(shards) - 1} slot{'s' * (len(shards) > 2)} with it" if len(shards) > 1 else ""
+        use = "looked up at its owners" if shards & tables else "gathered for use"
+        reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
+        once = (devices - 1) * type_.nbytes // devices
+        sent = {"ps": 2 * once, "allreduce": 2 * once}
+        plans[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
+    return axes, list(plans.values())
+
+
+def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
+    """The plan of a leaf that isn't looked up by rows."""
+    type_ = program.block.inputs[k].type
+    size = getattr(type_, "nbytes", 0)
+    return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, sharded)
+
+
+#: NumPy takes a while to say what a dtype is called, and a state has thousands of leaves of few dtypes.
+_text = functools.cache(str)
+
+
+def _with_slots(program: Program, leaf: int) -> frozenset[int]:
+    """The leaf, and the leaves of its shape that are tied to it by updates made element by element."""
+    block, new = program.block, program.new_states
+    producers = {v: e for e in block.equations for v in e.outputs}
+    numbers = {v: k for k, v in enumerate(block.inputs)}
+    shape = block.inputs[leaf].shape
+    together, waiting = {leaf}, [leaf]
+    while waiting:
+        k = waiting.pop()
+        seen: set[Atom] = set()
+        atoms = [block.outputs[new[k]]] if k in new else []
+        while atoms:
+            atom = atoms.pop()
+            if not isinstance(atom, Var) or atom in seen or atom.shape != shape:
+                continue
+            seen.add(atom)
+            if atom in numbers and program.inputs[numbers[atom]].role == "state" and numbers[atom] not in together:
+                together.add(numbers[atom])
+                waiting.append(numbers[atom])
+            made = producers.get(atom)
+            if made is not None and (made.op in ALIGNED or made.op == "optimization_barrier"):
+                atoms += made.inputs
+    return frozenset(together)
+
+
+# Which products are divided over the devices of a tensor axis: those that a strategy names, and those where it pays.
+#
+# By a strategy of "tensor" all weights that can be divided are; "auto" divides a group where that is predicted to save
+# more than its exchanges take, or where the state doesn't fit the devices otherwise.
+
+
+def choose_tensor(
+    program: Program,
+    asked: Mapping[int, str],
+    eligible: Collection[int],
+    devices: tuple[int, int],
+    rates: StageRates | None,
+    *,
+    is_needed: bool,
+) -> tuple[dict[int, int], TensorPlan]:
+    """Leaf -> the axis along which it is divided; and the plan that says why.
+
+    Args:
+      program: An analysed program.
+      asked: Leaf -> the pattern that gives it to "tensor".
+      eligible: Leaves that may be divided, those of `asked` among them.
+      devices: N, over which examples are spread, and T.
+      rates: What products and sends take; None: nothing is known, and only what is asked for is divided.
+      is_needed: Whether the state doesn't fit the devices as it is.
+
+    Raises:
+      StrategyError: a pattern names weights of which none can be divided.
+    """
+    count, parts = devices
+    groups = divide_products(program, eligible, parts, count)
+    _check_asked(program, asked, groups, parts)
+    axes: dict[int, int] = {}
+    plans = []
+    for group in groups:
+        plan = _decided(program, group, asked, devices, rates, is_needed=is_needed)
+        plans.append(plan)
+        if plan.taken:
+            axes |= group.axes
+    return axes, TensorPlan(parts, tuple(plans))
+
+
+def _decided(
+    program: Program,
+    group: TensorGroup,
+    asked: Mapping[int, str],
+    devices: tuple[int, int],
+    rates: StageRates | None,
+    *,
+    is_needed: bool,
+) -> TensorGroupPlan:
+    count, parts = devices
+    sent = sum(e.sent(parts) for e in group.exchanges)
+    times = {name: sum(e.times for e in group.exchanges if e.collective == name) for name in _COLLECTIVES}
+    saved_s = sent_s = 0.0
+    if rates is not None:
+        saved_s = group.flops * rates.flop_s * (1 - 1 / parts) / count
+        sent_s = sent * rates.send_byte_s + sum(times.values()) * rates.call_s
+    pattern = next((asked[k] for k in group.weights if k in asked), None)
+    predicted = f"saves {saved_s * 1e3:.2f} ms of products, and takes {sent_s * 1e3:.2f} ms"
+    if pattern is not None:
+        taken, reason = True, f"strategy {pattern!r}"
+    elif is_needed:
+        taken, reason = True, "the state doesn't fit the devices otherwise"
+    elif rates is None:
+        taken, reason = False, "nothing is known of the devices"
+    else:
+        taken, reason = saved_s > sent_s, predicted
+    return TensorGroupPlan(
+        axes={program.inputs[k].path: axis for k, axis in group.axes.items()},
+        weights=tuple(program.inputs[k].path for k in group.weights),
+        taken=taken,
+        reason=reason,
+        reduces=times["all-reduce"],
+        gathers=times["all-gather"],
+        sent=round(sent),
+        flops=group.flops,
+        saved_s=saved_s,
+        sent_s=sent_s,
+    )
+
+
+_COLLECTIVES = ("all-reduce", "all-gather")
+
+
+def _check_asked(program: Program, asked: Mapping[int, str], groups: Collection[TensorGroup], parts: int) -> None:
+    """Raises StrategyError for a pattern of which nothing can be divided."""
+    divided = {k for group in groups for k in group.axes}
+    named = {program.inputs[k].path for k in divided}
+    for pattern in dict.fromkeys(asked.values()):
+        leaves = [k for k, own in asked.items() if own == pattern]
+        if divided.isdisjoint(leaves):
+            shown = ", ".join(sorted(named)[:8]) or "none"
+            sizes = ", ".join(f"{program.inputs[k].path} {program.block.inputs[k].type}" for k in leaves[:4])
+            raise StrategyError(
+                f"strategy: {pattern!r} gives {sizes} to 'tensor', and no product can be divided over {parts} devices "
+                f"along an axis of theirs: it must be read by a matrix product, and {parts} must divide the axis. "
+                f"Leaves that can be divided: {shown}"
+            )

@@ -8,17 +8,19 @@ servers). A table on its touched rows is cut along its columns: each server keep
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.local import NotLocal, resized_params
-from autopar.ir.expand import expand
-from autopar.ir.program import Atom, Block, Equation, Var
-from autopar.ir.slicing import clone, eliminate_dead
-from autopar.passes.place_pieces import Cut, PieceEquation, Placing
+from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.local import NotLocal, Placed, place_spread, resized_params
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.ir.operations import split
+from autopar.ir.program import Atom, Block, Equation, Literal, Var
+from autopar.ir.slicing import clone, eliminate_dead, needed_equations
+from autopar.ir.writer import expand
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,3 +192,218 @@ class _PieceWriter:
 
     def _span(self, var: Var, axis: int) -> tuple[int, int]:
         return self._placing.cut.span(self._number, var.shape[axis])
+
+
+# --- `Placing`: finds what of a block can be computed on pieces of its values ---
+#
+# What an equation makes of operands in pieces is known for JAX's own (`analysis.local`) and for some operations on
+# rows: what has no rule is refused.
+
+#: Operations on rows -> their operands that lie in pieces as the result does.
+_ON_ROWS: Mapping[str, tuple[str, ...]] = {
+    "ap.pull": ("leaf",),
+    "ap.padding": ("rows",),
+    "ap.densify": ("rows",),
+    "ap.commit": ("leaf", "rows"),
+    "ap.fill": ("leaf", "rows"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Says where an axis is cut: into pieces of one size, or of nearly one.
+
+    Attributes:
+      size: Of the axis.
+      count: How many pieces.
+    """
+
+    size: int
+    count: int
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether all pieces have the same size."""
+        return self.size % self.count == 0
+
+    def fits(self, size: int) -> bool:
+        """Says whether an axis of another size can be cut at the same places."""
+        ends = (self.size * n // self.count for n in range(self.count))
+        return all(end * size % self.size == 0 for end in ends)
+
+    def span(self, number: int, size: int) -> tuple[int, int]:
+        """Returns where a piece of such an axis begins and ends."""
+        start, stop = (self.size * n // self.count * size // self.size for n in (number, number + 1))
+        return start, stop
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PieceEquation:
+    """An equation that pieces compute.
+
+    Attributes:
+      equation: As the program has it.
+      along: Its operands in pieces -> along which axis.
+      body: What lies in pieces in its body; None: it has none.
+    """
+
+    equation: Equation
+    along: Mapping[int, int | None]
+    body: Placing | None = None
+
+
+@dataclass(eq=False)
+class Placing:
+    """Finds which values of a block can be had in pieces.
+
+    Attributes:
+      cut: Where axes are cut.
+      axes: What is had in pieces -> the axis of these; None: each piece has a value of its own, of the same shape.
+      elsewhere: What may be had in pieces from elsewhere.
+      given, whole: Of what is in pieces what comes from elsewhere, and what is had whole and cut where it is.
+      placed: The equations that pieces compute.
+      others: Results of equations that all servers compute -> the equation.
+      order: The place of each equation.
+    """
+
+    cut: Cut
+    axes: dict[Var, int | None]
+    elsewhere: Collection[Var] = ()
+    given: list[Var] = field(default_factory=list)
+    whole: list[Var] = field(default_factory=list)
+    placed: list[PieceEquation] = field(default_factory=list)
+    others: dict[Var, Equation] = field(default_factory=dict)
+    order: dict[Equation, int] = field(default_factory=dict)
+
+    def follow(self, equations: Sequence[Equation]) -> None:
+        """Raises NotLocal where an equation looks beyond a piece."""
+        self.order = {equation: n for n, equation in enumerate(equations)}
+        for equation in equations:
+            along = {k: self.axes[a] for k, a in enumerate(equation.inputs) if isinstance(a, Var) and a in self.axes}
+            if not along:
+                self.others.update(dict.fromkeys(equation.outputs, equation))
+            elif equation.op == "ap.changes":
+                self._changes(equation, along)
+            elif equation.op == "ap.sweep":
+                self._sweep(equation, along)
+            elif equation.op in _ON_ROWS:
+                groups = _operands(equation)
+                rows = [k for name in _ON_ROWS[equation.op] for k in groups[name]]
+                axis = self._of_rows(equation, along, rows, equation.params["axis"])
+                self._place(equation, {**along, **dict.fromkeys(rows, axis)}, [axis])
+            else:
+                found = self._found(equation, along)
+                for k, axis in found.needed.items():
+                    self.require(equation.inputs[k], axis)
+                self._place(equation, {**along, **found.needed}, [found.axis] * len(equation.outputs))
+
+    def require(self, atom: Atom, axis: int) -> Var:
+        """Returns a value that is to be had in pieces along an axis.
+
+        Raises:
+          NotLocal: it can't be.
+        """
+        if isinstance(atom, Literal):
+            raise NotLocal("a constant of all rows")
+        if atom not in self.axes:
+            self._name(atom, axis)
+            if atom in self.elsewhere:
+                self.given.append(atom)
+            elif not self._compute(atom, axis):
+                self.whole.append(atom)
+        if self.axes[atom] != axis:
+            raise NotLocal("a value lies otherwise")
+        return atom
+
+    def keep_read(self) -> None:
+        """Takes pieces of what is had whole in any case, as a sum over it is computed, where it is."""
+        read = [a for p in self.placed for k, a in enumerate(p.equation.inputs) if k not in p.along]
+        others = Block((), tuple(dict.fromkeys(self.others.values())), ())
+        needed = needed_equations(others, [*read, *self.whole])
+        whole = {*read, *(a for equation in needed for a in equation.inputs)}
+        self.whole += [v for v in self.given if v in whole]
+        self.given = [v for v in self.given if v not in whole]
+
+    def _compute(self, var: Var, axis: int) -> bool:
+        """Has pieces compute a value that goes element by element, of pieces of what it is made of; says whether."""
+        equation = self.others.get(var)
+        if equation is None or equation.op not in ELEMENTWISE:
+            return False
+        large = {k: axis for k, a in enumerate(equation.inputs) if a.shape == var.shape}
+        if not large or any(isinstance(equation.inputs[k], Literal) for k in large):
+            return False
+        if any(self.axes.get(a, axis) != axis for a in equation.inputs if isinstance(a, Var)):
+            return False
+        for k in large:
+            self.require(equation.inputs[k], axis)
+        self.placed.append(PieceEquation(equation, large))
+        return True
+
+    def _found(self, equation: Equation, along: Mapping[int, int | None]) -> Placed:
+        """Finds where the results of an equation without bodies are, of operands in pieces."""
+        op = equation.op
+        spread = {k: axis for k, axis in along.items() if axis is not None}
+        is_known = equation.primitive is not None and not equation.bodies and len(spread) == len(along)
+        if not is_known or (op == "conv_general_dilated" and not self.cut.is_equal):
+            raise NotLocal(f"{op} of all rows", equation.source)
+        found = place_spread(equation, spread, self.cut.count if self.cut.is_equal else 1)
+        if found.axis == SUMMED:
+            raise NotLocal(f"{op} over all rows", equation.source)
+        return found
+
+    def _of_rows(
+        self, equation: Equation, along: Mapping[int, int | None], operands: Sequence[int], row_axis: int
+    ) -> int:
+        """Finds along which axis some operands lie in pieces, as all of them then must: not along that of the rows."""
+        axes = {along[k] for k in operands if k in along}
+        axis = axes.pop() if len(axes) == 1 else None
+        if axis is None or axis == row_axis:
+            raise NotLocal(f"{equation.op} of all rows", equation.source)
+        for k in operands:
+            self.require(equation.inputs[k], axis)
+        return axis
+
+    def _changes(self, equation: Equation, along: Mapping[int, int | None]) -> None:
+        """Each piece finds out by itself whether it changes rows that the step doesn't touch."""
+        groups, all_ = _operands(equation), dict(along)
+        for old, new, row_axis in zip(groups["old"], groups["new"], equation.params["axes"], strict=True):
+            if old in along or new in along:
+                all_.update(dict.fromkeys((old, new), self._of_rows(equation, along, (old, new), row_axis)))
+        for k, (_, row_axis) in zip(groups["constant"], equation.params["constants"], strict=True):
+            if k in along:
+                self._of_rows(equation, along, (k,), row_axis)
+        self._place(equation, all_, [None])
+
+    def _sweep(self, equation: Equation, along: Mapping[int, int | None]) -> None:
+        """Each piece is updated on all rows, if it has to be."""
+        groups, (body,), params = _operands(equation), equation.bodies, equation.params
+        axes = [self._of_rows(equation, along, (k,), a) for k, a in zip(groups["leaves"], params["axes"], strict=True)]
+        for k, row_axis in zip(groups["read"], params["read_axes"], strict=True):
+            if k in along:
+                self._of_rows(equation, along, (k,), row_axis)
+        inside = Placing(self.cut, {body.inputs[k]: axis for k, axis in along.items() if k not in groups["needed"]})
+        inside.follow(body.equations)
+        for atom, axis in zip(body.outputs, axes, strict=True):
+            inside.require(atom, axis)
+        self._place(equation, along, axes, inside)
+
+    def _place(
+        self,
+        equation: Equation,
+        along: Mapping[int, int | None],
+        axes: Sequence[int | None],
+        body: Placing | None = None,
+    ) -> None:
+        for var, axis in zip(equation.outputs, axes, strict=True):
+            self._name(var, axis)
+        self.placed.append(PieceEquation(equation, along, body))
+
+    def _name(self, var: Var, axis: int | None) -> None:
+        if axis is not None and not self.cut.fits(var.shape[axis]):
+            raise NotLocal(f"an axis of {var.shape[axis]} isn't cut at the same places")
+        self.axes[var] = axis
+
+
+def _operands(equation: Equation) -> dict[str, tuple[int, ...]]:
+    """Returns the numbers of an operation's operands by group."""
+    return split(equation.op, equation.params, range(len(equation.inputs)))

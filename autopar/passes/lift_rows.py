@@ -25,12 +25,10 @@ from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
-from autopar.passes.lifting.control_flow import rewrite
-from autopar.passes.lifting.deferral import read_untouched_update
-from autopar.passes.lifting.off_rows import off_scope
+from autopar.passes.lifting.deferral import StepUpdateLog, read_untouched_update
+from autopar.passes.lifting.equations import off_scope, rewrite
 from autopar.passes.lifting.scope import Lifting, Scope
 from autopar.passes.lifting.sweeping import Exact, sweep
-from autopar.passes.lifting.update_log import StepUpdateLog
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.errors import StrategyError
-from autopar.ir.expand import expand
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.strategy import Strategy, asked_of
+from autopar.ir.writer import expand
 
 #: Rows that an axis should have at least to be divided over ranks.
 _ENOUGH_ROWS = 64

@@ -7,12 +7,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.analysis.linear_update import backward_pass, first_nonlinear
-from autopar.analysis.weights import goes_on, weights
+from autopar.analysis.weights import backward_pass, first_nonlinear, goes_on, weights
 from autopar.errors import PlanError, StrategyError
-from autopar.ir.balance import balanced
+from autopar.ir.balance import balanced, center_shares
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.center_shares import center_shares
 from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program

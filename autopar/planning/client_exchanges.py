@@ -11,7 +11,7 @@ from autopar.cost.collectives import all_reduce_s
 from autopar.cost.pairs import Pairs
 from autopar.cost.served import Served, ServerLoad
 from autopar.errors import ArgumentsError
-from autopar.ir.center_shares import center_shares
+from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
-from autopar.ir.center_shares import Span, center_shares
+from autopar.ir.balance import Span, center_shares
 from autopar.servers.center import CenterSpec
 from autopar.servers.link import Link
 from autopar.servers.messages import Exchange

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.passes.reducing import table_body
+from autopar.passes import reduce_tables
 from tests.support.explained import explained
 from tests.support.host_reads import HOSTS, REDUCED, REFUSED, D, V, all_forms, batch, start, step_of
 
@@ -34,7 +34,7 @@ def compared(step: Any, mine: Any, batches: Any, rtol: float = 1e-5) -> Any:
 
 def test_reductions(monkeypatch: pytest.MonkeyPatch) -> None:
     """By blocks, of which the last one isn't full."""
-    monkeypatch.setattr(table_body, "_BLOCK_ELEMENTS", 10 * D)
+    monkeypatch.setattr(reduce_tables, "_BLOCK_ELEMENTS", 10 * D)
     planned = compared(step_of(all_forms), start(), [batch(0), batch(1)])
     told = explained(planned)
     assert "on hosts each rank reads the rows that it owns, all of them in every step" in told

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.analysis.rules.elementwise import ELEMENTWISE
+from autopar.analysis.primitives import ELEMENTWISE
 from tests.support.single_rows import batch_of, state_of, train, with_momentum
 
 HOSTS = ("ps", "hosts")

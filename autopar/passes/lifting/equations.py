@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,11 +13,11 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.row_ids import id_params, ids_equation, index_atoms
 from autopar.analysis.rules import ALIGNED, resized
-from autopar.ir.program import ArrayType, Atom, Equation, Literal, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import Access, Const, Free, Row
-from autopar.passes.lifting.scope import Scope
-from autopar.passes.lifting.untouched import RowValue
+from autopar.ir.slicing import clone
+from autopar.passes.lifting.scope import Key, Lifting, RowValue, Scope, Template
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:
@@ -206,3 +207,366 @@ LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
     "reduce": _lift_reduce,
     "contract": _lift_contract,
 }
+
+
+# --- the second rewriting of a block, for rows of a family that the step does not touch ---
+#
+# Pushes are dropped, and dense values are taken from the first rewriting (out of a loop: stacked). The result is the
+# family's off-row function, which a sweep over all rows runs.
+
+
+@dataclass(eq=False)
+class OffScope(Scope):
+    """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported.
+
+    Attributes:
+      primary: The first rewriting of the same block.
+      outer: The second one of the block around it, by which this one's rows are computed; None for a `Template`, which
+        imports them, and for the outermost block.
+      ran: What was rewritten.
+    """
+
+    primary: Scope | None = None
+    outer: OffScope | None = None
+    ran: list[Equation] = field(default_factory=list)
+
+    @property
+    def may_import(self) -> bool:
+        return True
+
+    def get(self, atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return atom
+        if atom in self.dense:  # a leaf of the family, which the sweep updates in place
+            return self.dense[atom]
+        assert self.primary is not None
+        return self.frontier(self.primary.get(atom))
+
+    def frontier(self, atom: Atom) -> Atom:
+        """A value of the first rewriting, as an input of this one."""
+        if isinstance(atom, Literal):
+            return atom
+        return self.import_new(atom)
+
+    def rows_of(self, family: int) -> int:
+        return self.lifting.block_rows[family]
+
+    def _make_rows(self, atom: Atom, axis: int, family: int) -> Atom:
+        if self.outer is not None and isinstance(atom, Var) and atom in self.operands:
+            outside = self.operands[atom]
+            if isinstance(self.lifting.facts.value(atom), (Row, Free)):
+                return self.outer.computed(outside, axis, family)
+        return super()._make_rows(atom, axis, family)
+
+    def computed(self, atom: Atom, axis: int, family: int) -> Atom:
+        """The value at the rows, after what it is made of."""
+        if isinstance(atom, Var) and (atom, axis, family) not in self.rows and self.lifting.row(atom) is not None:
+            self.run([atom], family)
+        return self.at_rows(atom, axis, family)
+
+    def run(self, targets: Sequence[Var], family: int) -> None:
+        """Rewrite the row equations that the targets need, in order."""
+        lifting = self.lifting
+        needed = set(targets)
+        kept = []
+        for equation in reversed(self.block.equations):
+            if not needed.intersection(equation.outputs):
+                continue
+            if not any((r := lifting.row(v)) is not None and r.family == family for v in equation.outputs):
+                continue
+            kept.append(equation)
+            needed.update(a for a in self._read(equation, family) if isinstance(a, Var))
+        for equation in reversed(kept):
+            self._off(equation, family)
+        self.ran += reversed(kept)
+
+    def _read(self, equation: Equation, family: int) -> Sequence[Atom]:
+        """Returns what the off-row form of an equation reads."""
+        if self.lifting.facts.roles.get(equation) == "push":
+            return equation.inputs[:1]
+        if not equation.bodies:
+            return equation.inputs
+        template = self.lifting.templates[equation, family]
+        rows = [what[0] for kind, *what in template.imports if kind in ("rows", "fetched")]
+        return [*(a for a, _ in (*template.carries, *template.sequences)), *rows]
+
+    def _off(self, equation: Equation, family: int) -> None:
+        if self.lifting.facts.roles.get(equation) == "push":
+            out = equation.outputs[0]
+            row = self.lifting.row(out)
+            assert row is not None, "a push makes rows"
+            self.rows[out, row.axis, family] = push_base(self, equation, row)
+        elif equation.op == "optimization_barrier":
+            for operand, out in zip(equation.inputs, equation.outputs, strict=True):
+                row = self.lifting.row(out)
+                if row is not None and row.family == family:
+                    self.rows[out, row.axis, family] = self.at_rows(operand, row.axis, family)
+        elif equation.bodies:
+            self._use(self.lifting.templates[equation, family])
+        else:
+            lift_row_equation(self, equation)
+
+    def _use(self, template: Template) -> None:
+        """Put the off-row form of a scan, remat or cond here."""
+        outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
+        equation = template.equation
+        stacked = [self.frontier(v) for v in template.stacked]
+        if equation.op == "remat":
+            (body,) = template.bodies
+            copy, env = clone(body, dict(zip(body.inputs, [*outer, *stacked], strict=True)))
+            self.equations += copy.equations
+            results = [env.get(a, a) if isinstance(a, Var) else a for a in body.outputs]
+        elif equation.op == "cond":
+            inputs = (self.get(equation.inputs[0]), *outer, *stacked)
+            results = tuple(Var(a.type) for a in template.bodies[0].outputs)
+            copies = tuple(clone(b)[0] for b in template.bodies)
+            self.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=copies, original=None))
+        else:
+            starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
+            sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
+            body, _ = clone(template.bodies[0])
+            results = emit_scan(self, equation, body, outer, starts, [*sequences, *stacked])
+        for old, new in zip(template.outputs, results, strict=True):
+            row = self.lifting.row(old)
+            assert row is not None, "the off-row form returns rows"
+            self.rows[old, row.axis, row.family] = new
+
+
+def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
+    """A scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
+
+    `scope`: the first rewriting of a block that is in no loop which carries rows.
+    """
+    block, space = scope.block, scope.lifting.spaces[family]
+    if scope.parent is not None:
+        outer, inner = off_scope(scope.parent, family)
+        routes = {family: outer.routes[family]}
+        off = OffScope(scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer)
+        return off, inner
+    inner = {k: Var(scope.lifting.inputs[k].type) for k in space.leaves}
+    chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
+    off = OffScope(
+        scope.lifting,
+        block,
+        routes={family: chunk},
+        primary=scope,
+        dense={block.inputs[k]: v for k, v in inner.items()},
+        leaf_atoms=set(inner.values()),
+    )
+    return off, inner
+
+
+def emit_scan(
+    scope: Scope, like: Equation, body: Block, consts: Sequence[Atom], starts: Sequence[Atom], xs: Sequence[Atom]
+) -> tuple[Var, ...]:
+    """Append a scan with a new body; its carries and stacked results."""
+    carry, length = len(starts), like.params["length"]
+    outputs = [Var(a.type) for a in body.outputs[:carry]]
+    outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
+    params = {**like.params, "num_consts": len(consts), "num_carry": carry}
+    inputs = (*consts, *starts, *xs)
+    scope.append(
+        dataclasses.replace(like, inputs=inputs, outputs=tuple(outputs), params=params, bodies=(body,), original=None)
+    )
+    return tuple(outputs)
+
+
+# --- scans, remats and conds in row space, and `rewrite`, which dispatches every equation ---
+#
+# A scan's carries and sequences change form where they are in row space; what else its body reads is imported. Each
+# family that comes out of a body gets the body's off-row form as well (a `Template`).
+
+
+def rewrite(scope: Scope, equation: Equation) -> None:
+    """Rewrite one equation of the block, whatever it is."""
+    role = scope.lifting.facts.roles.get(equation)
+    if not scope.lifting.touches(equation) or role == "dense":
+        scope.compute(equation)
+    elif equation.op == "scan":
+        _Loop(scope, equation).lift()
+    elif equation.op in ("remat", "cond"):
+        _lift_branches(scope, equation)
+    else:
+        LIFT[role or "rows"](scope, equation)
+
+
+@dataclass(eq=False)
+class _Loop:
+    """Rewriting one scan."""
+
+    scope: Scope
+    equation: Equation
+
+    def lift(self) -> None:
+        scope, equation, lifting = self.scope, self.equation, self.scope.lifting
+        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        body = equation.bodies[0]
+        child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
+        starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
+        xs, x_vars = self._bind(child, range(consts + carry, len(equation.inputs)), None, 1)
+        for access in self._varying_indices():
+            stacked = scope.index(access)
+            child.indices[access] = one = Var(dataclasses.replace(stacked.type, shape=stacked.shape[1:]))
+            xs.append(stacked)
+            x_vars.append(one)
+        for inner in body.equations:
+            rewrite(child, inner)
+        outputs = [self._result(child, k, 0 if k < carry else 1) for k in range(len(equation.outputs))]
+        pending = self._off_forms(child, carry)
+        exported: dict[Atom, int] = {}
+        for off in pending:
+            for atom in off.exports:
+                exported.setdefault(atom, len(outputs) + len(exported))
+        inputs = (*child.imports.values(), *start_vars, *x_vars)
+        block = Block(inputs, tuple(child.equations), (*outputs, *exported))
+        results = emit_scan(scope, equation, block, [scope.resolve(k) for k in child.imports], starts, xs)
+        scope.bind(equation.outputs, results)
+        for off in pending:
+            stacked = tuple(results[exported[a]] for a in off.exports)
+            lifting.templates[equation, off.family] = dataclasses.replace(off, stacked=stacked)
+
+    def _varying_indices(self) -> list[Equation]:
+        """Accesses in the loop whose index operand differs from iteration to iteration."""
+        indices = self.scope.lifting.indices.items()
+        return [e for e, at in indices if self.equation in at.path and at.varies[at.path.index(self.equation)]]
+
+    def _bind(
+        self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int
+    ) -> tuple[list[Atom], list[Var]]:
+        """Inputs of the body that vary: outside and inside, in row form where they are in row space."""
+        outside, inside = [], []
+        for n, k in enumerate(positions):
+            operand, var = self.equation.inputs[k], self.equation.bodies[0].inputs[k]
+            row = self.scope.lifting.row(var if fixed is None else fixed[n])
+            if row is None:
+                outside.append(self.scope.get(operand))
+                child.dense[var] = new = Var(var.type)
+            else:
+                outside.append(self.scope.at_rows(operand, row.axis + shift, row.family))
+                new = Var(child.at(var.type, row.axis, row.family))
+                child.rows[var, row.axis, row.family] = new
+            inside.append(new)
+        return outside, inside
+
+    def _result(self, child: Scope, k: int, shift: int) -> Atom:
+        atom, row = self.equation.bodies[0].outputs[k], self.scope.lifting.row(self.equation.outputs[k])
+        return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
+
+    def _off_forms(self, child: Scope, carry: int) -> list[Template]:
+        """The body once more for each family that comes out of the loop."""
+        equation, lifting = self.equation, self.scope.lifting
+        consts, body = equation.params["num_consts"], equation.bodies[0]
+        made = []
+        for family in _families(lifting, equation.outputs):
+            off = OffScope(lifting, body, None, dict(child.operands), primary=child)
+            carries, sequences, inner = [], [], []
+            for k in range(consts, len(equation.inputs)):
+                is_carry = k < consts + carry
+                row = lifting.row(equation.outputs[k - consts] if is_carry else body.inputs[k])
+                if row is None or row.family != family:
+                    continue
+                var = Var(off.at(body.inputs[k].type, row.axis, family))
+                off.rows[body.inputs[k], row.axis, family] = var
+                inner.append(var)
+                (carries if is_carry else sequences).append((equation.inputs[k], row.axis + (0 if is_carry else 1)))
+            made.append(_template(equation, family, off, carry, inner, carries, sequences))
+        return made
+
+
+def _families(lifting: Lifting, outputs: Sequence[Var]) -> list[int]:
+    return list(dict.fromkeys(r.family for v in outputs if (r := lifting.row(v)) is not None))
+
+
+def _template(
+    equation: Equation,
+    family: int,
+    off: OffScope,
+    carry: int,
+    inner: Sequence[Var] = (),
+    carries: Sequence[tuple[Atom, int]] = (),
+    sequences: Sequence[tuple[Atom, int]] = (),
+) -> Template:
+    """The off-row form of a body, whose results are stacked from number `carry` on.
+
+    What it reads is sorted: what the loop leaves alone is imported, the rest is exported by the first rewriting.
+    """
+    returned = off.block.outputs
+    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := off.lifting.row(v)) and r.family == family]
+    off.run([a for k, _ in outs if isinstance(a := returned[k], Var)], family)
+    results = tuple(off.at_rows(returned[k], r.axis - (k >= carry), family) for k, r in outs)
+    assert off.primary is not None, "an off-row form is a second rewriting"
+    outside = {var: key for key, var in off.primary.imports.items()}
+    imports: list[Key] = []
+    invariant, varying, exports = [], [], []
+    for key, var in off.imports.items():
+        if key[0] == "new" and key[1] not in outside:
+            varying.append(var)
+            exports.append(key[1])
+            continue
+        outer = outside[key[1]] if key[0] == "new" else key
+        assert key[0] != "new" or outer[0] == "dense", "it takes only dense values from the first rewriting"
+        invariant.append(var)
+        imports.append(outer)
+    return Template(
+        equation=equation,
+        family=family,
+        bodies=(Block((*invariant, *inner, *varying), tuple(off.equations), results),),
+        imports=tuple(imports),
+        carries=tuple(carries),
+        sequences=tuple(sequences),
+        exports=tuple(exports),
+        outputs=tuple(equation.outputs[k] for k, _ in outs),
+    )
+
+
+def _lift_branches(scope: Scope, equation: Equation) -> None:
+    """A remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
+    lifting = scope.lifting
+    head = equation.inputs[: len(equation.inputs) - len(equation.bodies[0].inputs)]  # a cond's index
+    operands = equation.inputs[len(head) :]
+    children = [Scope(lifting, b, scope, dict(zip(b.inputs, operands, strict=True))) for b in equation.bodies]
+    returned = []
+    for child in children:
+        for inner in child.block.equations:
+            rewrite(child, inner)
+        pairs = zip(child.block.outputs, map(lifting.row, equation.outputs), strict=True)
+        returned.append([child.get(a) if r is None else child.at_rows(a, r.axis, r.family) for a, r in pairs])
+    pending = {f: [_off_branch(child, equation, f) for child in children] for f in _families(lifting, equation.outputs)}
+    exports = [
+        list(dict.fromkeys(a for offs in pending.values() for a in offs[k].exports)) for k in range(len(children))
+    ]
+    for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
+        for j, atoms in enumerate(exports):
+            outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
+    types = {key: var.type for child in children for key, var in child.imports.items()}
+    blocks = tuple(
+        Block(tuple(child.import_(key, type_) for key, type_ in types.items()), tuple(child.equations), tuple(outputs))
+        for child, outputs in zip(children, returned, strict=True)
+    )
+    results = tuple(Var(a.type) for a in blocks[0].outputs)
+    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in types))
+    scope.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
+    scope.bind(equation.outputs, results)
+    exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
+    for family, offs in pending.items():
+        lifting.templates[equation, family] = _join_branches(offs, exported)
+
+
+def _off_branch(child: Scope, equation: Equation, family: int) -> Template:
+    """The off-row form of one body."""
+    off = OffScope(child.lifting, child.block, None, dict(child.operands), primary=child)
+    return _template(equation, family, off, len(equation.outputs))
+
+
+def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
+    """One template of the branches' off-row forms, which then take the same operands."""
+    named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in offs]
+    imports = tuple(dict.fromkeys(key for off in offs for key in off.imports))
+    exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))
+    types = {name: var.type for rows in named for name, var in rows.items()}
+    bodies = tuple(
+        dataclasses.replace(off.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports)))
+        for off, rows in zip(offs, named, strict=True)
+    )
+    stacked = tuple(exported[a] for a in exports)
+    return dataclasses.replace(offs[0], bodies=bodies, imports=imports, stacked=stacked)

@@ -14,11 +14,11 @@ from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
+from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
-from autopar.passes.lifting.untouched import RowValue, UntouchedRows
 
 #: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
 #: route.
@@ -382,3 +382,51 @@ def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
         gone = {d % len(atom.shape) for d in equation.params["dimensions"]}
         return [d for d in range(len(atom.shape)) if d not in gone][axis]
     return axis
+
+
+# --- what an equation that needs all rows is told of those that the step doesn't touch ---
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UntouchedRows:
+    """The rows that a step doesn't touch, for a reduction over all.
+
+    Attributes:
+      operands: Whether they are to be looked at, leaves, and values of the step.
+      axes: The leaves' row axes.
+      body: From a route to some rows, and these operands but the first, to what is reduced.
+    """
+
+    operands: tuple[Atom, ...]
+    axes: tuple[int, ...]
+    body: Block
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowValue:
+    """What all rows are needed of.
+
+    Attributes:
+      rows: It at the routed rows.
+      axis: Where its rows lie.
+      family: Whose they are.
+      constant: What analysis has found it to be off the touched rows.
+      sources: Values in row space that it is made of, and where their rows lie.
+      equation: The reduction over all rows, or what makes the value.
+      product: Makes it of the sources' rows, and where its rows lie; None where it is the only source.
+      is_reduced: Whether all that is needed is a reduction of it.
+    """
+
+    rows: Atom
+    axis: int
+    family: int
+    constant: Any
+    sources: tuple[tuple[Atom, int], ...]
+    equation: Equation | None
+    product: tuple[Equation, int] | None = None
+    is_reduced: bool = True
+
+    @property
+    def op(self) -> str:
+        """What the user's line does."""
+        return "an equation" if self.equation is None else plain_name(self.equation.op)

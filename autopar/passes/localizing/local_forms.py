@@ -16,7 +16,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
-from autopar.passes.distinct.row_places import PLACED_ELEMENTWISE
+from autopar.passes.row_places import PLACED_ELEMENTWISE
 
 
 def joined(states: Iterable[State]) -> State:

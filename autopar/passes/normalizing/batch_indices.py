@@ -17,8 +17,8 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.counting import Counting
-from autopar.ir.expand import expand
 from autopar.ir.program import Block, Equation, Program
+from autopar.ir.writer import expand
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
-from autopar.ir.expand import expand
 from autopar.ir.program import Atom, Equation, Program
+from autopar.ir.writer import expand
 from autopar.passes.normalizing.rewriter import INTEGERS, UNORDERED, Rewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP

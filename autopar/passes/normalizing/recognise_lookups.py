@@ -22,8 +22,8 @@ import jax.numpy as jnp
 
 from autopar.analysis.counting import Counting
 from autopar.analysis.primitives import IDENTITIES
-from autopar.ir.expand import expand
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.writer import expand
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
 #: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.

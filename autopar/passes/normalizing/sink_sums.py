@@ -23,9 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.expand import expand
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.reductions import REDUCERS
+from autopar.ir.writer import expand
 
 #: Collectives that a step for one device calls -> which reduction.
 _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}

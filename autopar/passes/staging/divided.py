@@ -1,6 +1,6 @@
 """Products that are divided within the stages of a pipeline, over the devices of a tensor axis.
 
-Which leaves are divided is decided for the step as a whole (`passes.choosing.tensor_products`); here they are followed
+Which leaves are divided is decided for the step as a whole (`passes.choose`); here they are followed
 through the programs that stages are cut from.
 """
 

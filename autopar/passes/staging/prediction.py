@@ -19,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ir.expand import expand
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Var
+from autopar.ir.writer import expand
 from autopar.passes.staging.asynchronous import substituted
 
 Array = Any

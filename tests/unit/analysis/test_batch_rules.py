@@ -12,8 +12,7 @@ import pytest
 from jax import lax
 
 from autopar import jax_compat
-from autopar.analysis.batch import follow_batch
-from autopar.analysis.uniform import is_uniform, uniform_axes
+from autopar.analysis.batch import follow_batch, is_uniform, uniform_axes
 from autopar.ir.program import Block, Literal
 from autopar.ir.trace import block_of
 

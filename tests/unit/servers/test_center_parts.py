@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.cost.served import Served
-from autopar.ir.center_shares import center_shares
+from autopar.ir.balance import center_shares
 from autopar.planning import simulate_clients
 from autopar.servers.elastic import CenterParts
 from autopar.sync import Elastic

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.rules import elementwise
+from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Equation
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 PlaceParams = Mapping[str, Any]
 
 #: The same value in the same place, whatever the operands' places are.
-PLACED_ELEMENTWISE = elementwise.ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
+PLACED_ELEMENTWISE = ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ _RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, PlaceParams] 
 def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
     """The axes along which the result of an equation is constant, as bits. `known`: of what it reads.
 
-    Unlike `analysis.uniform`, which says what fits a guess, this holds: random bits and closed-over arrays are
+    Unlike `analysis.batch`, which says what fits a guess, this holds: random bits and closed-over arrays are
     constant along no axis.
     """
     if len(equation.outputs) != 1:

@@ -1,0 +1,677 @@
+"""What each primitive means along the rows and off the rows.
+
+`RULES[op]` takes an equation, the values of its operands and the running analysis, and returns the values of its
+results. It raises `Mixes` when a result's row would depend on other rows. `RESIZE[op]` gives the parameters of the
+same equation with the row axis at another size. An op in neither table has no rule: a table that reaches it stays
+dense, and `explain` names it. To add a rule, see CONTRIBUTING.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar import jax_compat
+from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
+from autopar.analysis.unfollowed import APART, LOST
+from autopar.ir.program import Equation, Literal
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, RefusalKind, Row, Same, Value
+
+
+class Mixes(Exception):
+    """A rule's refusal: the reason, what would change it, and of which kind it is (`ir.rowspace.Refusal`)."""
+
+    def __init__(self, reason: str, remedy: str = APART, kind: RefusalKind = "other") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.remedy = remedy
+        self.kind: RefusalKind = kind
+
+
+class Analysis(Protocol):
+    """What a rule may ask of the running analysis."""
+
+    def unite(self, rows: Sequence[Row]) -> int: ...
+    def enter(self, equation: Equation, axis: int) -> int | None: ...
+    def access(self, family: int, equation: Equation, axis: int) -> None: ...
+    def role(self, equation: Equation, role: str) -> None: ...
+
+
+Rule = Callable[[Equation, Sequence[Value], Analysis], Sequence[Value]]
+Resize = Callable[[Equation, int, int], Mapping[str, Any]]
+
+RULES: dict[str, Rule] = {}
+RESIZE: dict[str, Resize] = {}
+#: Ops whose non-scalar operands all lie along the result's axes (so each is restricted to the rows).
+ALIGNED: set[str] = set()
+
+
+def row_operand(values: Sequence[Value]) -> tuple[int, Row]:
+    """The first operand that is in row space; the caller knows there is one."""
+    return next((k, v) for k, v in enumerate(values) if isinstance(v, Row))
+
+
+def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
+    """The shape with another size along one axis."""
+    return (*shape[:axis], rows, *shape[axis + 1 :])
+
+
+# Elementwise primitives: row-parallel by nature; what matters is what they make of the untouched rows.
+#
+# `fold` is the off-row algebra: constants fold (with NumPy), zero absorbs in products and is neutral in sums, one is
+# neutral in products. `0 * x = 0` holds for finite x only: the lifted step checks a row of its own for what it can't
+# know here (see `passes.lift_rows`).
+
+_INEXACT = frozenset({"div", "rem", "pow", "integer_pow"})
+_IDENTITIES = ELEMENTWISE & MOVES
+
+
+def fold(equation: Equation, offs: Sequence[Off]) -> Off:
+    """What the result is off the touched rows, from what the operands are there."""
+    op = equation.op
+    if op in _INEXACT and not jnp.issubdtype(equation.outputs[0].dtype, np.inexact):
+        return UNKNOWN  # integers divide and overflow in XLA's own way
+    special = _SPECIAL.get(op)
+    if special is not None:
+        return special(equation, offs)
+    if op in _IDENTITIES:
+        return offs[0]
+    known = _constants(equation, offs) or (_combined(equation, offs) if op in _ALGEBRA else UNKNOWN)
+    return _of_equals(equation, offs) if known == UNKNOWN and op in _OF_EQUALS else known
+
+
+def _as(equation: Equation, value: Any) -> Any:
+    return np.asarray(value).astype(equation.outputs[0].dtype)
+
+
+def is_zero(off: Off) -> bool:
+    """Whether it is the constant zero."""
+    return isinstance(off, Const) and off.is_zero
+
+
+def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
+    folded = PRIMITIVES[equation.op].fold
+    if folded is None or not all(isinstance(o, Const) for o in offs):
+        return None
+    with np.errstate(all="ignore"):
+        return Const(_as(equation, folded(*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
+
+
+#: Of two operands' constants, by operand: those that are the result whatever the other operand is, and those of which
+#: the other operand is the result. -1 has all bits set.
+_ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
+    "mul": ((0, 0), (1, 1)),
+    "add": ((None, None), (0, 0)),
+    "add_any": ((None, None), (0, 0)),
+    "sub": ((None, None), (None, 0)),
+    "div": ((0, None), (None, 1)),
+    "and": ((0, 0), (-1, -1)),
+    "or": ((-1, -1), (0, 0)),
+}
+
+
+def _combined(equation: Equation, offs: Sequence[Off]) -> Off:
+    """Where one of two operands is a constant."""
+    absorbing, neutral = _ALGEBRA[equation.op]
+    for off, number in zip(offs, absorbing, strict=True):
+        if number is not None and _is_all(off, number):
+            return Const(_as(equation, number))
+    for off, number, other in zip(offs, neutral, offs[::-1], strict=True):
+        if number is not None and _is_all(off, number):
+            return other
+    return UNKNOWN
+
+
+#: What two equal operands give; None: the operand.
+_OF_EQUALS: Mapping[str, int | None] = {
+    "sub": 0,
+    "xor": 0,
+    **dict.fromkeys(("ne", "lt", "gt"), 0),
+    **dict.fromkeys(("eq", "le", "ge"), 1),
+    **dict.fromkeys(("max", "min", "and", "or"), None),
+}
+
+
+def _of_equals(equation: Equation, offs: Sequence[Off]) -> Off:
+    """Returns what an equation of two operands is off the touched rows, if they are the same function of the row there.
+    One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity."""
+    one, other = equation.inputs
+    if one is other or offs[0] != offs[1] or isinstance(offs[0], Const) or offs[0] == UNKNOWN:
+        return UNKNOWN
+    number = _OF_EQUALS[equation.op]
+    return offs[0] if number is None else Const(_as(equation, number))
+
+
+def _is_all(off: Off, number: int) -> bool:
+    if not isinstance(off, Const):
+        return False
+    value = np.asarray(off.value)
+    return bool(np.all(value == np.asarray(number).astype(value.dtype)))
+
+
+def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
+    (off,), new = offs, equation.outputs[0].dtype
+    if isinstance(off, Const):
+        with np.errstate(all="ignore"):
+            value = np.asarray(off.value)
+            if np.iscomplexobj(value) and not np.issubdtype(new, np.complexfloating):
+                return Const(np.zeros((), new)) if off.is_zero else UNKNOWN
+            converted = value.astype(new)
+            kept = jnp.issubdtype(new, np.inexact) or bool(converted.astype(value.dtype) == value)
+            return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
+    if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
+        return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it
+    return UNKNOWN
+
+
+def _holds(wide: Any, narrow: Any) -> bool:
+    """Whether every value of one float dtype is a value of another."""
+    both_float = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
+    return both_float and jax_compat.holds_floats(wide, narrow)
+
+
+def _integer_pow(equation: Equation, offs: Sequence[Off]) -> Off:
+    off = offs[0]
+    if not isinstance(off, Const):
+        return UNKNOWN
+    with np.errstate(all="ignore"):
+        return Const(_as(equation, np.asarray(off.value) ** float(equation.params["y"])))
+
+
+def _select(equation: Equation, offs: Sequence[Off]) -> Off:
+    which, *cases = offs
+    if isinstance(which, Const) and np.ndim(which.value) == 0:
+        return cases[int(which.value)]
+    return cases[0] if all(c == cases[0] and c != UNKNOWN for c in cases) else UNKNOWN
+
+
+def _clamp(equation: Equation, offs: Sequence[Off]) -> Off:
+    if all(isinstance(o, Const) for o in offs):
+        low, x, high = (np.asarray(o.value) for o in offs if isinstance(o, Const))
+        return Const(_as(equation, np.minimum(np.maximum(x, low), high)))
+    return UNKNOWN
+
+
+_SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
+    "convert_element_type": _convert,
+    "integer_pow": _integer_pow,
+    "select_n": _select,
+    "clamp": _clamp,
+}
+
+
+def off_of(atom: Any, value: Value, axis: int) -> Off:
+    """Returns what an operand is off the rows that lie along `axis`."""
+    if isinstance(value, Row):
+        return value.off
+    if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
+        return value.off
+    if isinstance(atom, Literal) and atom.shape == () and not jax_compat.is_key(atom.dtype):
+        return Const(np.asarray(atom.value))
+    return UNKNOWN
+
+
+def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Rows meet rows along one axis; everything else is restricted to them."""
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [_free(equation, values)]
+    if len({r.axis for r in rows}) > 1:
+        raise Mixes(f"{equation.op} of values whose rows lie along different axes")
+    axis = rows[0].axis
+    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    return [Row(axis, analysis.unite(rows), fold(equation, offs))]
+
+
+def _free(equation: Equation, values: Sequence[Value]) -> Value:
+    """The result of operands that belong to no family."""
+    axes = set(range(len(equation.outputs[0].shape)))
+    index_axis: int | None = None
+    offs: list[Off] = []
+    for atom, value in zip(equation.inputs, values, strict=True):
+        if isinstance(value, Free):
+            if atom.shape != ():
+                axes &= value.axes
+            if value.index_axis is not None:
+                if index_axis not in (None, value.index_axis):
+                    return None
+                index_axis = value.index_axis
+            offs.append(value.off)
+        elif atom.shape == ():
+            offs.append(off_of(atom, value, 0))
+        else:
+            return None
+    off = fold(equation, offs)
+    if not axes and not isinstance(off, Const):
+        return None
+    return Free(frozenset(axes), off, index_axis)
+
+
+for _op in ELEMENTWISE:
+    RULES[_op] = elementwise
+    ALIGNED.add(_op)
+
+
+# --- primitives that move or make axes (broadcast, reshape, transpose, slices), products, cumsum, sort ---
+
+
+def constant_or_unknown(off: Off) -> Off:
+    """What is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
+    return off if isinstance(off, Const) else UNKNOWN
+
+
+def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
+    value, operand = values[0], equation.inputs[0]
+    if isinstance(value, Row):
+        axis = place_axes(equation, 0, value.axis)
+        if axis is None:
+            raise Mixes("broadcasts a table of one row")
+        return [Row(axis, value.family, constant_or_unknown(value.off))]
+    new = {d for d in range(len(shape)) if d not in dims}
+    new |= {d for k, d in enumerate(dims) if operand.shape[k] == 1 and shape[d] != 1}
+    index_axis = None
+    if isinstance(value, Free):
+        new |= {dims[a] for a in value.axes if operand.shape[a] == shape[dims[a]]}
+        index_axis = dims[value.index_axis] if value.index_axis is not None else None
+    off = constant_or_unknown(off_of(operand, value, 0)) if operand.shape == () or isinstance(value, Free) else UNKNOWN
+    return [Free(frozenset(new), off, index_axis)] if new else [None]
+
+
+def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    value, old, new = values[0], equation.inputs[0].shape, equation.params["new_sizes"]
+    if isinstance(value, Free):
+        if isinstance(value.off, Const) and len(value.axes) == len(old):
+            return [Free(frozenset(range(len(new))), value.off)]
+        return [None]
+    if not isinstance(value, Row):
+        return [None]
+    before = math.prod(old[: value.axis])
+    for axis, size in enumerate(new):
+        if size == old[value.axis] and math.prod(new[:axis]) == before:
+            return [Row(axis, value.family, constant_or_unknown(value.off))]
+    raise Mixes(*LOST["reshape"], kind="lost")
+
+
+#: What to do in place of one table made of several.
+_APART_ROWS = (
+    "where rows of zeros follow, for ids of padding, look up t.at[ids].get(mode='fill', fill_value=0); else look up "
+    "rows of each by itself, and select: jnp.where((ids < len(a))[..., None], a[jnp.minimum(ids, len(a) - 1)], "
+    "b[jnp.maximum(ids - len(a), 0)])"
+)
+#: Why rows aren't followed along their own axis.
+_REFUSED = {
+    "squeeze": "squeezes away the row axis",
+    "split": "splits the table by rows",
+    "unstack": "takes the table apart by rows",
+}
+
+
+def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """One operand's axes go where they go."""
+    value, count = values[0], len(equation.outputs)
+    if isinstance(value, Row):
+        axis = place_axes(equation, 0, value.axis)
+        if axis is None:
+            raise Mixes(_REFUSED[equation.op])
+        return [Row(axis, value.family, constant_or_unknown(value.off))] * count
+    if not isinstance(value, Free) or equation.op in ("split", "unstack"):
+        return [None] * count
+    index_axis = None if value.index_axis is None else place_axes(equation, 0, value.index_axis)
+    if value.index_axis is not None and index_axis is None:
+        return [None]
+    moved = (place_axes(equation, 0, axis) for axis in value.axes)
+    return [Free(frozenset(axis for axis in moved if axis is not None), value.off, index_axis)]
+
+
+def iota(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    if values:  # a dynamic shape
+        return [None]
+    rank = len(equation.params["shape"])
+    return [Free(frozenset(range(rank)), UNKNOWN, equation.params["dimension"])]
+
+
+def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    axis = rows[0].axis
+    if axis == equation.params["dimension"] or any(r.axis != axis for r in rows):
+        raise Mixes("concatenates rows", _APART_ROWS, kind="lost")
+    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    same = all(isinstance(o, Const) and o == offs[0] for o in offs)
+    return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
+
+
+def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
+        raise Mixes("stacks rows of a table with something else")
+    axis = place_axes(equation, 0, rows[0].axis)
+    assert axis is not None, "stacked axes stay"
+    same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
+    return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
+
+
+def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
+    """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
+
+    `keeps`: whether the op leaves a row of equal elements as it is.
+    """
+
+    def rule(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+        rows = [v for v in values if isinstance(v, Row)]
+        if not rows:
+            return [None] * len(equation.outputs)
+        along = equation.params[parameter]
+        along = along if isinstance(along, tuple) else (along,)
+        if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
+            raise Mixes(f"{equation.op} along the rows", kind="lost")
+        family = analysis.unite(rows)
+        offs = [r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN for r in rows]
+        offs = offs if len(offs) == len(equation.outputs) else [UNKNOWN] * len(equation.outputs)
+        return [Row(rows[0].axis, family, off) for off in offs]
+
+    return rule
+
+
+def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Rows times a dense matrix stay rows: `table @ w`. A contraction over the rows mixes them, unless one side is
+    zero on the untouched ones (the gradient of w)."""
+    contract, batch = equation.params["dimension_numbers"]
+    rows = [v for v in values if isinstance(v, Row)]
+    if not rows:
+        return [None]
+    if len(rows) == 2:
+        positions = [c.index(v.axis) if v.axis in c else None for v, c in zip(rows, contract, strict=True)]
+        if positions[0] is None or positions[0] != positions[1] or not any(is_zero(v.off) for v in rows):
+            raise Mixes("a product of two tables' rows", kind="product")
+        analysis.unite(rows)
+        analysis.role(equation, "contract")
+        return [None]
+    side, row = row_operand(values)
+    if row.axis in contract[side]:
+        raise Mixes("a matrix product sums over all rows of the table", kind="sum")
+    if row.axis in batch[side]:
+        raise Mixes("a matrix product is batched over the rows", kind="product")
+    axis = place_axes(equation, side, row.axis)
+    assert axis is not None, "axes of a matrix product go somewhere"
+    return [Row(axis, row.family, row.off if is_zero(row.off) else UNKNOWN)]
+
+
+def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
+    """A pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
+    _, row = row_operand(values)
+    if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
+        raise Mixes(*LOST["pad"], kind="lost")
+    filled = off_of(equation.inputs[1], values[1], 0)
+    same = isinstance(row.off, Const) and filled == row.off
+    return [Row(row.axis, row.family, row.off if same else UNKNOWN)]
+
+
+RULES |= {
+    "broadcast_in_dim": broadcast_in_dim,
+    "reshape": reshape,
+    **dict.fromkeys(("transpose", "squeeze", "split", "unstack"), move),
+    "iota": iota,
+    "concatenate": concatenate,
+    "optimization_barrier": lambda equation, values, analysis: list(values),
+    "dot_general": dot_general,
+    "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
+    "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
+    "cummax": along_other_axis("axis"),
+    "cummin": along_other_axis("axis"),
+    "cumlogsumexp": along_other_axis("axis", lambda constant: False),
+    "sort": along_other_axis("dimension"),
+    "top_k": along_other_axis("axis", lambda constant: False),
+    "stack": stack,
+    "rev": along_other_axis("dimensions"),
+}
+ALIGNED |= {"concatenate", "sort"}
+
+
+def _resize_shape(name: str) -> Any:
+    def resize(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+        return {**equation.params, name: resized(equation.params[name], axis, rows)}
+
+    return resize
+
+
+def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str, Any]:
+    """Of fewer output features there are fewer groups; fewer examples change nothing."""
+    p, numbers, features = equation.params, equation.params["dimension_numbers"], equation.outputs[0].shape
+    if axis != numbers.out_spec[1]:
+        return p
+    kind = "feature_group_count" if p["feature_group_count"] > 1 else "batch_group_count"
+    return {**p, kind: p[kind] * size // features[axis]}
+
+
+RESIZE |= {
+    "conv_general_dilated": _resize_convolution,
+    "broadcast_in_dim": _resize_shape("shape"),
+    "reshape": _resize_shape("new_sizes"),
+    "iota": _resize_shape("shape"),
+    "slice": _resize_shape("limit_indices"),
+    "dynamic_slice": _resize_shape("slice_sizes"),
+}
+
+
+# --- reductions: over other axes they stay in row space; over the rows they leave it ---
+#
+# A reduction over the rows of a value that is constant off the touched rows needs the touched rows only, after their
+# duplicates have been summed, with the constant folded in for the others.
+
+_ARG = frozenset({"argmax", "argmin"})
+
+
+def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row = values[0]
+    if not isinstance(row, Row):
+        return [None]
+    axis = place_axes(equation, 0, row.axis)
+    if axis == SUMMED:
+        if equation.op in _ARG:
+            raise Mixes(f"{equation.op} over all rows")
+        if not isinstance(row.off, Const):
+            raise Mixes(f"{equation.op} over all rows of the table", kind="sum")
+        analysis.role(equation, "reduce")
+        return [None]
+    assert axis is not None, "axes stay or are reduced"
+    return [Row(axis, row.family, _reduced_off(equation, row.off))]
+
+
+def _reduced_off(equation: Equation, off: Off) -> Off:
+    if not isinstance(off, Const) or equation.op in _ARG:
+        return UNKNOWN
+    count = math.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]])
+    value = np.asarray(off.value)
+    with np.errstate(all="ignore"):
+        if equation.op == "reduce_sum":
+            return Const((value * count).astype(equation.outputs[0].dtype))
+        if equation.op == "reduce_prod":
+            return Const((value**count).astype(equation.outputs[0].dtype))
+    return off
+
+
+for _op in REDUCTION_PRIMITIVES.keys() | _ARG:
+    RULES[_op] = reduce
+
+
+# --- gathers, scatters and slices along the rows: the doors of row space ---
+#
+# A value leaves it by a gather along the row axis (`table[ids]`, `jnp.take`), by `dynamic_slice` (`table[i]`) and by a
+# slice (`table[0]`). It enters it by their transposes: a scatter-add into zeros, a dynamic_update_slice into zeros, a
+# pad with zeros.
+
+#: What to write instead.
+_IDS_FIRST = "look up the rows of ids that are needed first: t[numbers[ids]] in place of t[numbers][ids]"
+_EACH = "look up each of them: t[starts[:, None] + jnp.arange(n)]"
+_WRITE_ROWS = "write whole rows, made of looked-up ones: t.at[ids].set(f(t[ids]))"
+
+
+def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    row, numbers = values[0], equation.params["dimension_numbers"]
+    if isinstance(values[1], Row):
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
+    if not isinstance(row, Row):
+        return [None]
+    if row.axis in numbers.operand_batching_dims:
+        raise Mixes("a gather that is batched over the rows")
+    axis = place_axes(equation, 0, row.axis)
+    if axis is not None:
+        off = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.off)
+        return [Row(axis, row.family, off)]
+    if equation.params["slice_sizes"][row.axis] != 1:
+        raise Mixes("a gather of several adjacent rows at a time", _EACH)
+    analysis.access(row.family, equation, row.axis)
+    analysis.role(equation, "lookup")
+    return [None]
+
+
+def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    numbers, operand = equation.params["dimension_numbers"], values[0]
+    if isinstance(values[2], Row) and not isinstance(values[1], Row):
+        return _scatter_columns(equation, values, analysis)
+    if isinstance(values[1], Row):
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
+    single = _single_rows(equation)
+    rows = [d for d in numbers.scatter_dims_to_operand_dims if d in single]
+    if isinstance(operand, Row):
+        if operand.axis not in rows or not is_known_scatter(equation):
+            raise Mixes(f"a {equation.op} that is not by rows", _WRITE_ROWS, "scatter")
+        family, axis, off = operand.family, operand.axis, operand.off
+    elif isinstance(operand, Free) and is_known_scatter(equation):
+        free = [d for d in rows if d in operand.axes]
+        if not free or not isinstance(operand.off, Const):
+            return [None]
+        off = operand.off
+        entered = ((d, analysis.enter(equation, d)) for d in free)
+        axis, family = next((pair for pair in entered if pair[1] is not None), (free[0], None))
+    else:
+        return [None]
+    return _pushed(equation, axis, family, off, analysis)
+
+
+def _pushed(equation: Equation, axis: int, family: int | None, off: Off, analysis: Analysis) -> Sequence[Value]:
+    """What rows become into which some are written; nothing if they are no table's."""
+    if family is None:
+        return [None]
+    analysis.access(family, equation, axis)
+    analysis.role(equation, "push")
+    return [Row(axis, family, off)]
+
+
+def _window(equation: Equation, gone: Sequence[int]) -> list[int]:
+    """Operand dimensions that are in the window of a gather or scatter, in order."""
+    gone = (*gone, *equation.params["dimension_numbers"].operand_batching_dims)
+    return [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
+
+
+def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """A scatter of whole columns: each row is added to itself (the transpose of a gather of columns)."""
+    numbers, (operand, _, update) = equation.params["dimension_numbers"], values
+    assert isinstance(update, Row), "the caller has looked"
+    if update.axis not in numbers.update_window_dims:
+        raise Mixes("a scatter of rows of a table", kind="scatter")
+    axis = _window(equation, numbers.inserted_window_dims)[numbers.update_window_dims.index(update.axis)]
+    free = isinstance(operand, Free) and axis in operand.axes
+    if equation.inputs[0].shape[axis] != equation.inputs[2].shape[update.axis] or equation.op != "scatter-add":
+        raise Mixes("a scatter of rows of a table", kind="scatter")
+    if not free and not (isinstance(operand, Row) and operand.axis == axis):
+        raise Mixes("a scatter of rows of a table into something else", kind="scatter")
+    offs = [off_of(equation.inputs[0], operand, axis), update.off]
+    family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])
+    return [Row(axis, family, offs[0] if all(map(is_zero, offs)) else UNKNOWN)]
+
+
+def _single_rows(equation: Equation) -> set[int]:
+    """Operand dimensions along which each update is one row."""
+    numbers, update = equation.params["dimension_numbers"], equation.inputs[2]
+    window = _window(equation, numbers.inserted_window_dims)
+    single = {d for d, at in zip(window, numbers.update_window_dims, strict=True) if update.shape[at] == 1}
+    return single | set(numbers.inserted_window_dims)
+
+
+def is_known_scatter(equation: Equation) -> bool:
+    """A plain 'scatter' may carry any function (`scatter_apply`); only the one that replaces is known."""
+    if equation.op != "scatter":
+        return True
+    update = equation.params.get("update_jaxpr")
+    if update is None:
+        return True
+    jaxpr, _ = jax_compat.open_jaxpr(update)
+    return not jaxpr.eqns and jaxpr.outvars[0] is jaxpr.invars[1]
+
+
+def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    """Of some rows, or of all of them."""
+    row = values[0]
+    if any(isinstance(v, Row) for v in values[1:]):
+        raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
+    if not isinstance(row, Row):
+        return [None]
+    if place_axes(equation, 0, row.axis) is not None:
+        return [Row(row.axis, row.family, constant_or_unknown(row.off))]
+    analysis.access(row.family, equation, row.axis)
+    analysis.role(equation, "lookup")
+    return [None]
+
+
+def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    operand, update = equation.inputs[0], equation.inputs[1]
+    value = values[0]
+    if any(isinstance(v, Row) for v in values[1:]):
+        raise Mixes("a dynamic_update_slice of rows of a table")
+    short = [d for d in range(len(operand.shape)) if update.shape[d] != operand.shape[d]]
+    if isinstance(value, Row):
+        if short != [value.axis]:
+            raise Mixes("a dynamic_update_slice that is not by rows", _WRITE_ROWS)
+        family, axis, off = value.family, value.axis, value.off
+    elif isinstance(value, Free) and isinstance(value.off, Const) and len(short) == 1 and short[0] in value.axes:
+        axis, off = short[0], value.off
+        family = analysis.enter(equation, axis)
+    else:
+        return [None]
+    return _pushed(equation, axis, family, off, analysis)
+
+
+def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
+    if any(isinstance(v, Row) for v in values):
+        return pad_other_axis(equation, values)
+    config = equation.params["padding_config"]
+    padded = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
+    off = off_of(equation.inputs[1], values[1], 0)
+    if len(padded) != 1 or not is_zero(off) or any(x < 0 for x in config[padded[0]]):
+        return [None]
+    axis = padded[0]
+    family = analysis.enter(equation, axis)
+    return _pushed(equation, axis, family, off, analysis)
+
+
+RULES |= {
+    "gather": gather,
+    "slice": slice_,
+    "dynamic_slice": slice_,
+    "dynamic_update_slice": dynamic_update_slice,
+    "pad": pad,
+}
+for _op in ("scatter", *(f"scatter-{f}" for f in ("add", "sub", "mul", "min", "max"))):
+    RULES[_op] = scatter
+
+
+def _resize_gather(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+    """A gather of columns: its window holds all rows."""
+    numbers = equation.params["dimension_numbers"]
+    operand_axis = _window(equation, numbers.collapsed_slice_dims)[numbers.offset_dims.index(axis)]
+    return {**equation.params, "slice_sizes": resized(equation.params["slice_sizes"], operand_axis, rows)}
+
+
+RESIZE["gather"] = _resize_gather

@@ -1,1 +1,0 @@
-"""What `once_per_row` looks for."""
