@@ -39,8 +39,7 @@ with paused_collection():
     from autopar.measure.cluster import Cluster
     from autopar.planning.alpha import Alphas, TableAlpha, measure_alpha
     from autopar.planning.check import Check, check
-    from autopar.planning.explain import explain
-    from autopar.planning.explanation import Explanation
+    from autopar.planning.explain import Explanation, explain
     from autopar.planning.plan import plan
     from autopar.planning.replay_replicas import replay
     from autopar.planning.replay_served import replay_timeline, timeline

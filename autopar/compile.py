@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
-from autopar.cost.measurements import UNMEASURED, Measurements
+from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options

@@ -1,7 +1,6 @@
 """What a plan costs: bytes and time. Knows no program."""
 
-from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms
-from autopar.cost.formulas import transfer_bytes
+from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms, transfer_bytes
 from autopar.cost.rates import Rates
 from autopar.ir.cluster import Device, Link
 from autopar.ir.figures import Growth

@@ -1,14 +1,17 @@
-"""What a step's work on one table costs, by method: the bytes that each device sends, and the time that it takes.
+"""What a step costs: the bytes that each device sends, and the time that it takes, by table and method, and by part.
 
-Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). The
-time is made of measured parts: collectives, routing, rows moved and updated. What all methods have in common (the
-model itself, the lookup and the sum of a device's own gradients) is left out of it.
+Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). Time is made of
+measured parts: collectives, routing, rows moved and updated (`Rates`). `step_terms` leaves out what all methods have in
+common; `step_parts` adds it: the model's products, lookups, dense parameters, the call itself.
+`table_3` is Parallax's own formula, which counts otherwise: one direction for AllReduce, both for the others, without a
+co-located server's own bytes, so that AllGather never wins for N > 2. It is shown beside ours.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, HostRates, Rates
 from autopar.ir.figures import Term
@@ -131,3 +134,126 @@ def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
         Term("pull and commit rows", moved),
         Term("update rows", rates.update_s(2 * rows * (sizes.sent_gradient + sizes.family_bytes))),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseLoad:
+    """What a step does with all that isn't looked up by rows, on each device.
+
+    Attributes:
+      flops: Floating-point operations of its matrix products and convolutions.
+      moved_bytes: Bytes of the batch's values that the model reads and writes.
+      sums: Of the sums over examples, gradients mostly: bytes, and how many there are of so many.
+      leaves: Bytes of each parameter and slot: read and written once by the optimizer, with gradients beside them.
+      by_mpi: Whether gradients are summed by MPI, in the memory of the hosts.
+    """
+
+    flops: float
+    sums: tuple[tuple[int, int], ...]
+    leaves: tuple[int, ...]
+    moved_bytes: float = 0.0
+    by_mpi: bool = False
+
+    @property
+    def state_bytes(self) -> int:
+        """Of all parameters and slots."""
+        return sum(self.leaves)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of all sums over examples."""
+        return sum(size * count for size, count in self.sums)
+
+
+def step_parts(
+    rates: Rates,
+    dense: DenseLoad,
+    tables: Sequence[tuple[str, Sizes]],
+    devices: int,
+    hosts: HostRates = NO_HOST_TIME,
+) -> Mapping[str, tuple[Term, ...]]:
+    """Part -> its terms, in the order of a step on so many devices. `tables`: method (or `HOSTED`) and sizes of each
+    family."""
+    fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
+    updates = rates.update_s(3 * dense.state_bytes)
+    if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
+        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
+    return {
+        "call": (Term("call", rates.call_s + fixed),),
+        "model": (
+            Term("products", dense.flops * rates.flop_s),
+            Term("values of the batch", rates.moved_s(dense.moved_bytes)),
+        ),
+        "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
+        "tables": tuple(term for table in tables for term in _table_terms(rates, hosts, *table) if not term.fixed),
+        "dense gradients": _reduced(rates, dense, devices, hosts),
+        "dense updates": (Term("update dense parameters", updates),),
+    }
+
+
+def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
+    """Sums over examples, together; where times are measured in whole steps, one by one, as XLA has them there."""
+    size = dense.gradient_bytes
+    sent = 2 * (devices - 1) * size // devices
+    if not size:
+        return ()
+    if dense.by_mpi and devices > 1:
+        copied = Term("copy dense gradients to the host and back", 2 * hosts.copy(size))
+        return copied, Term("reduce dense gradients", hosts.host.all_reduce(size), sent)
+    seconds = rates.all_reduce(size)
+    if rates.dense is not None:
+        seconds = sum(count * rates.all_reduce(each) for each, count in dense.sums)
+    return (Term("reduce dense gradients", seconds, sent),)
+
+
+def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> tuple[Term, ...]:
+    return host_terms(sizes, hosts) if method == HOSTED else step_terms(rates, sizes)[method]
+
+
+def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
+    """What all methods have in common: a device reads its ids' rows, and adds up their gradients."""
+    return (
+        Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
+        Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),
+    )
+
+
+def total(parts: Mapping[str, Sequence[Term]]) -> float:
+    """Seconds of all parts, one after the other."""
+    return sum(term.seconds for terms in parts.values() for term in terms)
+
+
+def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1.0) -> float:
+    """Bytes that one worker transfers in a step for one parameter (Parallax, section 5.3.1, table 3, verbatim).
+
+    Args:
+      method: "ps", "allreduce" (dense parameters) or "allgather" (sparse ones).
+      kind: "dense" or "sparse".
+      b: Bytes of the parameter.
+      n: Number of workers N.
+      alpha: Share of the rows that a step touches.
+
+    Raises:
+      ValueError: a pair that the table doesn't define, or numbers out of range.
+    """
+    if b < 0 or n < 1 or not 0 <= alpha <= 1:
+        raise ValueError(f"b={b}, n={n}, alpha={alpha}: bytes are not negative, n is at least 1, alpha is in [0, 1]")
+    table = {
+        ("ps", "dense"): 2 * b,
+        ("allreduce", "dense"): 2 * (n - 1) * b / n,
+        ("ps", "sparse"): 2 * alpha * b,
+        ("allgather", "sparse"): 2 * (n - 1) * alpha * b,
+    }
+    if (method, kind) not in table:
+        known = ", ".join(f"{m} for {k}" for m, k in table)
+        raise ValueError(f"the table has no {method!r} for {kind!r} parameters; it has {known}")
+    return table[method, kind]
+
+
+def table_3(*, b: float, n: int, alpha: float) -> Mapping[str, float]:
+    """Method -> the table's bytes of one parameter: as a sparse one, and as a dense one by "allreduce"."""
+    return {
+        "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
+        "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),
+        "allreduce": transfer_bytes("allreduce", "dense", b=b, n=n),
+    }

@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.exchange import HOSTED, Term, step_terms
-from autopar.cost.planned_rates import planned_host_rates, planned_rates
-from autopar.cost.step_time import DenseLoad, step_parts
+from autopar.cost.exchange import HOSTED, DenseLoad, Term, step_parts, step_terms
+from autopar.cost.rates import planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.strategy import ROW_METHODS

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from autopar.backends.devices import Devices
-from autopar.cost.planned_rates import planned_rates
-from autopar.cost.rates import Rates
+from autopar.cost.rates import Rates, planned_rates
 from autopar.measure import loops
 from autopar.measure.budget import AT_FIRST_S, Budget
 from autopar.measure.cache import Advance, cache_file, measuring, write_cache

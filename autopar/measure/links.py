@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from autopar.backends.devices import Devices
-from autopar.cost.fit import fit_collective
+from autopar.cost.collectives import fit_collective
 from autopar.ir.cluster import Link
 from autopar.launch.group import Group, MpiGroup
 from autopar.launch.hardware import DEVICE_COLLECTIVES

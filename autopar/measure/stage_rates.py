@@ -17,8 +17,7 @@ from autopar.analysis.work import equation_work
 from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
-from autopar.cost.planned_rates import planned_stage_rates
-from autopar.cost.rates import StageRates
+from autopar.cost.rates import StageRates, planned_stage_rates
 from autopar.ir.program import Block, Var
 from autopar.launch.group import StoreGroup
 from autopar.launch.notices import LOG

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
-from autopar.cost.measurements import UNMEASURED, Measurements
 from autopar.cost.memory import Shardable, choose_sharded, state_bytes
-from autopar.cost.rates import StageRates
+from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan

@@ -11,10 +11,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from autopar.analysis.tensor import Division
-from autopar.cost.measurements import Measurements
-from autopar.cost.stage_time import pipeline_memory, stage_times
+from autopar.cost.rates import Measurements
+from autopar.cost.stage_time import choose_slack, pipeline_memory, stage_times, steps_ahead
 from autopar.cost.units import format_bytes
-from autopar.cost.versions import choose_slack, steps_ahead
 from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import Pipeline, StagedStep

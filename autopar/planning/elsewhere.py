@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from autopar.cost.planned_rates import planned_rates, planned_stage_rates
+from autopar.cost.rates import planned_rates, planned_stage_rates
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.strategy import Strategy, asks_for_hosts, without_hosts

@@ -1,34 +1,48 @@
-"""`explain`: the plan of a step, and why: `print(autopar.explain(step, state, batch))`."""
+"""`explain`: the plan of a step, parameter by parameter, and why: `print(autopar.explain(step, state, batch))`.
+
+Text where it is printed, as wide as that is; colours under `rich.print`; HTML in a notebook.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.cost.formulas import table_3
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.text import Text
+
+from autopar.cost.exchange import table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import DensePlan, Plan
+from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
-from autopar.measure.alpha import batch_alpha
+from autopar.ir.stage_plan import PipelinePlan
+from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.elsewhere import elsewhere
-from autopar.planning.explain_notes import (
+from autopar.planning.notes import (
     emission_notes,
     hosted_text,
     memory_notes,
     predicted_note,
     replica_notes,
     server_notes,
+    stage_lines,
     tensor_notes,
 )
-from autopar.planning.explanation import ExplainedLeaf, Explanation
 from autopar.planning.plan import plan_of
+from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.entry import Entry
 from autopar.run.slow_plans import gathered_bytes, undivided
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
+
+#: Lines for tables, and for dense leaves, if their plans don't need more.
+_LINES = 8
 
 
 def explain(
@@ -169,3 +183,347 @@ def _log_bytes(entry: Entry, family: int) -> int:
     lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
     return sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead))
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainedLeaf:
+    """A leaf of the plan, and what its update takes on this batch.
+
+    Attributes:
+      plan: What is decided of it, and why.
+      nbytes: Bytes of the parameter and of its slots.
+      slots: How many leaves are counted with it.
+      alpha: Share of rows that a batch touches, None for a dense parameter.
+      action: How it is updated, in words.
+      dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
+      deferred: What deferred rows take, in words.
+      sent: On several devices, method -> bytes that each device would send in a step.
+      seconds: Method -> what its exchanges and updates were predicted to take.
+      table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
+    """
+
+    plan: TablePlan | DensePlan
+    nbytes: int
+    slots: int
+    alpha: Alpha | None
+    action: str
+    dense_bytes: int
+    planned_bytes: int
+    deferred: str = ""
+    sent: Mapping[str, int] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    table_3: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def path(self) -> str:
+        """As in the state."""
+        return self.plan.path
+
+    @property
+    def kind(self) -> str:
+        """ "sparse" (looked up by rows) or "dense"."""
+        return "sparse" if isinstance(self.plan, TablePlan) else "dense"
+
+    @property
+    def reason(self) -> str:
+        """Why it is updated so; empty where there is nothing to say."""
+        return "; ".join(filter(None, (self.plan.reason, self.deferred)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line of the table: a leaf, or leaves that are treated alike, whatever their sizes."""
+
+    name: str
+    leaves: tuple[ExplainedLeaf, ...]
+
+    @property
+    def first(self) -> ExplainedLeaf:
+        return self.leaves[0]
+
+    @property
+    def count(self) -> str:
+        return f" ({len(self.leaves)})" if len(self.leaves) > 1 else ""
+
+    @property
+    def shape(self) -> str:
+        shapes = [leaf.plan.shape for leaf in self.leaves]
+        if len({len(shape) for shape in shapes}) > 1:
+            return ""
+        sizes = [sorted(set(along)) for along in zip(*shapes, strict=True)]
+        return f"[{', '.join(str(n[0]) if len(n) == 1 else f'{n[0]}..{n[-1]}' for n in sizes)}]"
+
+    @property
+    def alpha(self) -> str:
+        return ranged([_share(leaf.alpha) for leaf in self.leaves])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(leaf.dense_bytes for leaf in self.leaves)
+
+    @property
+    def planned_bytes(self) -> int:
+        return sum(leaf.planned_bytes for leaf in self.leaves)
+
+    @property
+    def sent(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.sent)
+
+    @property
+    def table_3(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.table_3)
+
+    @property
+    def seconds(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.seconds)
+
+    def _total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
+        """Adds up the figures of all leaves, which have the same methods."""
+        return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
+
+    @property
+    def style(self) -> str:
+        if self.planned_bytes < self.dense_bytes:
+            return "green"
+        return "yellow" if self.first.kind == "sparse" else ""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Explanation:
+    """The result of `explain`; `str()` is plain text, as wide as the terminal.
+
+    Attributes:
+      rows: The leaves of the state, tables first.
+      passes: Name, note and seconds of each pass.
+      updates: Whether there is a state.
+      processes: Whose devices they are.
+      hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
+      notes: What is to be known of how the step was read.
+      pipeline: Its stages, if it is run in stages.
+      tensor: T, over how many devices products may be divided.
+      microbatches: How many parts of the batch run one after the other.
+      verbose: Whether the text lists the passes.
+    """
+
+    name: str
+    rows: tuple[ExplainedLeaf, ...]
+    passes: tuple[tuple[str, str, float], ...]
+    trace_s: float
+    sparse: str
+    devices: int = 1
+    updates: bool = True
+    processes: int = 1
+    hosted: str = ""
+    notes: tuple[str, ...] = ()
+    pipeline: PipelinePlan | None = None
+    tensor: int = 1
+    microbatches: int = 1
+    verbose: bool = False
+
+    @property
+    def dense_bytes(self) -> int:
+        """Memory traffic of all updates in a plain step."""
+        return sum(r.dense_bytes for r in self.rows)
+
+    @property
+    def planned_bytes(self) -> int:
+        """Memory traffic of all updates in the planned step."""
+        return sum(r.planned_bytes for r in self.rows)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        before: RenderableType = ""
+        for part in self._parts():
+            if part or before:  # one blank line is enough
+                yield (
+                    Paragraph(part if isinstance(part, Text) else Text(part)) if isinstance(part, str | Text) else part
+                )
+            before = part
+
+    def __str__(self) -> str:
+        return print_as(self, "text")
+
+    __repr__ = __str__  # a prompt, and a notebook that shows no HTML, print a result's `repr`
+
+    def _repr_html_(self) -> str:
+        return print_as(self, "html")
+
+    def _parts(self) -> Iterator[RenderableType]:
+        if not self.rows:  # an evaluation
+            yield Text.assemble(
+                (f"Plan of {self.name}", "bold"),
+                ": the step returns no argument updated, so there is no state: it runs as under jax.jit. If an "
+                "argument is state, name it with parallelize(step, state_argnums=...)",
+            )
+            yield from self.notes
+            return
+        parts = f", {self.microbatches} microbatches" if self.microbatches > 1 else ""
+        yield Text(f"Plan of {self.name} ({self._where}{parts})", "bold")
+        lines = self._lines()
+        yield from ("", _table(lines), "")
+        yield from _definitions(lines)
+        yield from _reasons(lines)
+        if any(line.sent or line.first.table_3 or line.first.seconds for line in lines):
+            yield from ("", _exchanges(lines, "rank" if self.hosted else "device"), "")
+        if self.pipeline is not None:
+            yield from stage_lines(self.pipeline)
+        yield from self.notes
+        yield from self.hosted.splitlines()
+        yield from self._totals()
+        if self.verbose:
+            columns = [
+                Column("pass", [name for name, _, _ in self.passes]),
+                Column("ms", [f"{1e3 * seconds:.0f}" for _, _, seconds in self.passes], "right"),
+                Column("what it did", [note for _, note, _ in self.passes], breaks="(?<= )"),
+            ]
+            yield from ("", Columns(columns))
+
+    @property
+    def _where(self) -> str:
+        if self.pipeline is not None:
+            several = f" x {self.pipeline.tensor}" * (self.pipeline.tensor > 1)
+            stages = f"{len(self.pipeline.stages)} stage{'s' * (len(self.pipeline.stages) > 1)}"
+            return f"{stages} on {self.pipeline.devices}{several} devices"
+        if self.hosted:
+            return "one process" if self.devices == 1 else f"{self.devices} ranks"
+        several = f" of {self.processes} processes" if self.processes > 1 else ""
+        if self.tensor > 1:
+            return f"{self.devices} x {self.tensor} devices{several}"
+        return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
+
+    def _lines(self) -> Sequence[_Line]:
+        """Tables, and then dense leaves, the largest ones first: those that are treated alike are folded, where there
+        are many."""
+        tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
+        lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.nbytes)
+        return [*_folded(tables, others=[row.path for row in dense]), *lines]
+
+    def _totals(self) -> Iterator[str]:
+        less = self.dense_bytes / max(self.planned_bytes, 1)
+        what = "Parameter updates touch" if self.updates else "Lookups in tables that are spread touch"
+        text = f"{what} {format_bytes(self.planned_bytes)} a step in place of {format_bytes(self.dense_bytes)}"
+        if less > 1.05:
+            text += f": {less:.0f} times less" if less >= 2 else f": {less:.1f} times less"
+        if self.sparse == "lazy":
+            text += ". sparse='lazy': rows that a batch doesn't touch don't move, which is not what the plain step does"
+        yield f"{text}."
+        seconds = sum(s for _, _, s in self.passes)
+        told = ":" if self.verbose else " (verbose=True lists the passes)."
+        yield f"Traced in {self.trace_s * 1e3:.0f} ms, planned in {seconds * 1e3:.0f} ms{told}"
+
+
+def _with_slots(rows: Sequence[ExplainedLeaf]) -> Sequence[ExplainedLeaf]:
+    """Returns dense leaves, each with what an optimizer keeps for it: leaves of its shape, on longer paths that end as
+    its own."""
+    parameters: dict[tuple[str, tuple[int, ...], str], ExplainedLeaf] = {}
+    slots: dict[str, list[ExplainedLeaf]] = {}
+    for row in sorted(rows, key=lambda row: row.path.count("/")):
+        names = row.path.split("/")
+        keys = [("/".join(names[k:]), row.plan.shape, row.action) for k in range(1, len(names))]
+        parameter = next((parameters[key] for key in keys if key in parameters), row)
+        slots.setdefault(parameter.path, []).append(row)
+        if parameter is row and keys:
+            parameters[keys[0]] = row
+    return [_sum(leaves) for leaves in slots.values()]
+
+
+def _sum(leaves: Sequence[ExplainedLeaf]) -> ExplainedLeaf:
+    """Returns the first leaf with the bytes of all."""
+    nbytes, dense, planned = (
+        sum(figures) for figures in zip(*((r.nbytes, r.dense_bytes, r.planned_bytes) for r in leaves), strict=True)
+    )
+    return replace(leaves[0], nbytes=nbytes, slots=len(leaves) - 1, dense_bytes=dense, planned_bytes=planned)
+
+
+def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequence[_Line]:
+    """Makes lines of leaves, under names that stand for none of the others."""
+    by_path = {row.path: row for row in rows}
+    folded = fold_paths({row.path: _treatment(row) for row in rows}, _LINES, others)
+    return [_Line(name, tuple(by_path[path] for path in paths)) for name, paths in folded.items()]
+
+
+def _treatment(row: ExplainedLeaf) -> Hashable:
+    """Returns all that is printed of a leaf but its name and numbers."""
+    methods = (row.plan.taken, *row.sent, *row.table_3, *row.seconds)
+    return row.action, without_numbers(_reason(row)), without_numbers(_share(row.alpha)), row.slots, methods
+
+
+def _table(lines: Sequence[_Line]) -> Columns:
+    title = "parameters (their number)" if any(line.count for line in lines) else "parameter"
+    columns = [
+        Column(title, [line.name + line.count for line in lines], breaks=PATH),
+        Column("bytes", [format_bytes(line.nbytes) for line in lines], "right"),
+        Column("alpha", [line.alpha for line in lines], "right"),
+        Column("update", [line.first.action for line in lines], breaks=LIST),
+        Column("touched", [format_bytes(line.planned_bytes) for line in lines], "right"),
+        Column("plain step", [format_bytes(line.dense_bytes) for line in lines], "right", optional=True),
+        Column("slots", [str(line.first.slots or "") for line in lines], "right", optional=True),
+        Column("shape", [line.shape for line in lines], optional=True),
+    ]
+    return Columns(columns, styles=[line.style for line in lines])
+
+
+def _definitions(lines: Sequence[_Line]) -> Iterator[str]:
+    """Yields what the words of the table mean, if it has them."""
+    if any(line.first.action.startswith("sparse") for line in lines):
+        yield "sparse: an update writes the rows that a batch touches; dense: it writes all elements."
+    if any(line.alpha for line in lines):
+        yield "alpha: the share of a table's rows that a batch touches."
+
+
+def _share(alpha: Alpha | None) -> str:
+    return "" if alpha is None else f"{'' if alpha.measured else '<= '}{alpha.share:.2%}"
+
+
+def _reasons(lines: Sequence[_Line]) -> Iterator[Text]:
+    """Yields a paragraph for each reason, under the names of all lines that have it. Where there are many leaves of a
+    kind, reasons that differ in numbers alone share one."""
+    count, alike = Counter(leaf.kind for line in lines for leaf in line.leaves), {}
+    for line in lines:
+        if line.first.reason:
+            reason = _reason(line.first)
+            key = without_numbers(reason) if count[line.first.kind] > _LINES else reason
+            alike.setdefault(key, []).append(line)
+    for those in alike.values():
+        names = ", ".join(line.name for line in those)
+        yield Text.assemble((names, "bold"), f": {ranged([_reason(leaf) for line in those for leaf in line.leaves])}")
+
+
+def _reason(row: ExplainedLeaf) -> str:
+    alpha, line, remedy = row.alpha, "", ""
+    facts = []
+    if alpha is not None and alpha.local_rows < alpha.rows:
+        facts.append(f"alpha {alpha.local_share:.2%} on each device")
+    if isinstance(row.plan, TablePlan):
+        line, remedy = _short(row.plan.line), row.plan.remedy
+    facts += [line] * bool(line)
+    text = f"{row.action}: {row.reason}" + (f" ({'; '.join(facts)})" if facts else "")
+    return f"{text}. To change it: {remedy}" if remedy else text
+
+
+def _short(line: str) -> str:
+    """A path below the working directory, relative to it."""
+    relative = os.path.relpath(line) if line else ""
+    return relative if relative and not relative.startswith("..") else line
+
+
+def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
+    """A row for each method that a parameter has or could have; ">" marks the one it has."""
+    figures = (
+        (f"each {unit} sends", [line.sent for line in lines], format_bytes),
+        ("Parallax's table 3", [line.table_3 for line in lines], format_bytes),
+        ("predicted", [line.seconds for line in lines], lambda seconds: f"{1e3 * seconds:.2f} ms"),
+    )
+    methods = [dict.fromkeys(method for _, of_lines, _ in figures for method in of_lines[k]) for k in range(len(lines))]
+    rows = [(k, method) for k in range(len(lines)) for method in methods[k]]
+    names = [lines[k].name if method == next(iter(methods[k])) else "" for k, method in rows]
+    marked = [f"{'>' if method == lines[k].first.plan.taken else ' '} {method}" for k, method in rows]
+    columns = [Column("in a step", names, breaks=PATH), Column("method", marked)]
+    for title, of_lines, shown in figures:
+        if any(of_lines):
+            cells = [shown(of_lines[k][method]) if method in of_lines[k] else "" for k, method in rows]
+            columns.append(Column(title, cells, "right"))
+    return Columns(columns)

@@ -1,4 +1,8 @@
-"""`plan`: the plan of a step with what each part of it is predicted to take."""
+"""`plan`: the plan of a step with what each part of it is predicted to take.
+
+A plan with tables on hosts is made with shape buckets that no batch exceeds. The runtime makes them for what batches
+need, and compiles again when one needs more; `once_per_row_of` says what will then be computed for distinct rows.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +15,22 @@ from typing import Any
 
 import numpy as np
 
+from autopar.analysis.local import OncePerRow
 from autopar.analysis.work import Work, count_work
+from autopar.compile import follow
 from autopar.cost import Growth, Rates, Term, step_terms
-from autopar.cost.exchange import host_terms
-from autopar.cost.planned_rates import planned_host_rates
-from autopar.cost.rates import NO_HOST_TIME, HostRates
-from autopar.cost.step_time import DenseLoad, step_parts
+from autopar.cost.exchange import DenseLoad, host_terms, step_parts
+from autopar.cost.rates import NO_HOST_TIME, HostRates, planned_host_rates
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
+from autopar.ir.sizes import bucket_size
 from autopar.ir.strategy import HOSTED
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.alpha import Alphas
-from autopar.planning.distinct_rows import once_per_row_of
 from autopar.planning.elsewhere import elsewhere
 from autopar.run.entry import Entry
 from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
@@ -165,3 +169,30 @@ def _terms(entry: Entry, table: TablePlan, rates: Rates | None, hosts: HostRates
         return step_terms(rates, table.sizes)
     earlier = None if entry.options.plan is None else entry.options.plan.table(table.path)
     return earlier.terms if earlier is not None and earlier.sizes == table.sizes else {}
+
+
+def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | None:
+    """What a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
+
+    Args:
+      entry: Of any step.
+      leaves: Its flat arguments, or those that ids depend on.
+    """
+    program, bound = entry.compiled.analysed, entry.compiled.bound
+    sizes: dict[int, tuple[int, int]] = {}
+    for space in program.rows.spaces:
+        family = bound.family(space.family)
+        if family is None or not family.on_hosts or family.bounds.requested is None or not space.accesses:
+            continue
+        ids = program.ids[space.family]
+        flat = example_ids(program, ids, leaves)
+        if flat is None:
+            return None
+        need = max(rows.size for rows in device_ids(flat, ids.batched, bound.devices, space.extent))
+        sizes[space.family] = (
+            family.bounds.rows // bound.devices,
+            bucket_size(need, family.bounds.requested // bound.devices),
+        )
+    if not sizes:
+        return None
+    return follow(program, bound.with_sizes(sizes), entry.options).once_per_row

@@ -14,8 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.cost.stage_time import stage_times
-from autopar.cost.versions import steps_ahead
+from autopar.cost.stage_time import stage_times, steps_ahead
 from autopar.errors import ArgumentsError
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var

@@ -16,10 +16,13 @@ from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.cluster import require_cluster
 from autopar.planning.simulate import Simulation, simulate_devices
 from autopar.planning.staleness import Staleness
-from autopar.report.curves import Curves, by_alpha, by_table_3
-from autopar.report.data import (
+from autopar.report.page import Parts, Report
+from autopar.report.tables import (
+    Curves,
     Measured,
     Timing,
+    by_alpha,
+    by_table_3,
     crossing_rows,
     largest,
     method_rows,
@@ -30,7 +33,6 @@ from autopar.report.data import (
     timings,
     update_rows,
 )
-from autopar.report.page import Parts, Report
 from autopar.servers.timeline import Timeline
 
 #: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
@@ -152,32 +154,32 @@ def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterS
 
 def _add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None) -> str:
     """Add what is known of a pipeline; returns where the step is, in words."""
-    from autopar.report import stages  # draws
+    from autopar.report import figures  # draws
 
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
-    made.tables["stages"] = stages.stage_rows(pipeline)
+    made.tables["stages"] = figures.stage_rows(pipeline)
     what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
     if pipeline.updates:
         what = "without a flush, simulated, from an empty pipeline to an empty one. Numbers are minibatches."
     made.draw(
         "schedule",
         f"{pipeline.schedule} {what}",
-        stages.schedule_figure(pipeline),
+        figures.schedule_figure(pipeline),
     )
     made.draw(
         "devices",
         "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",
-        stages.device_figure(pipeline),
+        figures.device_figure(pipeline),
     )
     if pipeline.updates:
-        made.tables["versions"] = stages.version_rows(pipeline)
+        made.tables["versions"] = figures.version_rows(pipeline)
     if staleness is not None and staleness.tasks:
-        made.tables["staleness"] = stages.staleness_rows(staleness)
+        made.tables["staleness"] = figures.staleness_rows(staleness)
         made.draw(
             "staleness",
             "How far the weights that tasks find are from those that are there when their minibatch's last backward "
             "starts (root of the mean square), as they are (stale), and as they are predicted.",
-            stages.staleness_figure(staleness),
+            figures.staleness_figure(staleness),
         )
     if not pipeline.is_timed:
         made.notes.append("No predicted times: the plan was made without rates of the devices.")

@@ -1,9 +1,13 @@
-"""Draws clients: what they do where one is slower; and of what servers did, staleness and workers."""
+"""Figures and tables of clients: this plan's way and others where one client is slower, what a step takes by each way,
+and what servers or neighbours did (`Timeline`)."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -12,10 +16,11 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring
-from autopar.planning.explain_notes import replica_notes, server_notes
-from autopar.report.client_steps import step_figure, step_rows
-from autopar.report.data import TableRow
-from autopar.report.modes import FACTORS, Stragglers, simulate_stragglers
+from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.planning.client_exchanges import sent_bytes
+from autopar.planning.notes import replica_notes, server_notes
+from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
+from autopar.planning.workload import goes_by_rows, untouched_bytes
 from autopar.report.page import Parts
 from autopar.report.style import (
     BLUE,
@@ -26,21 +31,40 @@ from autopar.report.style import (
     ORANGE,
     PALE,
     PURPLE,
+    SKY,
     ReportFigure,
     blank,
     fit_size,
+    format_seconds,
     format_share,
     label_ends,
+    lay_bars,
+    legend_above,
     log_axes,
     name_axes,
     write,
 )
+from autopar.report.tables import TableRow
 from autopar.servers.timeline import Timeline
 
 #: Of bars; where there are more staleness is drawn in groups, and workers have no numbers.
 _MOST_BARS = 30
 #: Of ways: colour, and dashes.
 _STYLES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
+#: What a step is made of, one after the other: column -> label, colour.
+_PARTS = {
+    "gradients, ms": ("gradients", BLUE),
+    "update, ms": ("update", SKY),
+    "communication waited for, ms": ("communication", ORANGE),
+    "slower clients, ms": ("slower clients", PALE),
+}
+_HIDDEN = "communication hidden, ms"
+#: How many times slower one worker is.
+FACTORS = (1.0, 2.0, 4.0, 10.0, 30.0, 100.0)
+#: Of the bound beside a plan that has none.
+_BOUND = 4
+#: Steps of a worker that are simulated; and workers for which that takes seconds.
+_STEPS, MOST_WORKERS = 60, 20
 
 
 def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: Timeline | None) -> str:
@@ -238,3 +262,170 @@ def worker_rows(timeline: Timeline, noun: str) -> Sequence[TableRow]:
             }
         )
     return rows
+
+
+def step_rows(found: Stragglers) -> Sequence[TableRow]:
+    """Returns a row for each way, of `ADPSGD` one for active and one for passive clients: what a step takes on average
+    where no client is slower."""
+    rows: list[TableRow] = []
+    own = found.found[found.own][0]
+    update_s = own.update_s or 0.0
+    for way, (simulated, *_) in found.found.items():
+        plan, clients = found.plans[way], simulated.times[0].clients
+        sent, groups = sent_bytes(plan, len(clients)), {"all": clients}
+        if plan.sync is not None and plan.sync.partners == "neighbors":
+            ring = Ring(len(clients))
+            groups = {
+                kind: [client for c, client in enumerate(clients) if ring.is_active(c) == (kind == "active")]
+                for kind in ("active", "passive")
+            }
+        for kind, some in groups.items():
+            each = 1e3 / sum(client.minibatches for client in some)
+            rows.append(
+                {
+                    "mode": way,
+                    "clients": kind,
+                    "gradients, ms": 1e3 * (own.step_s - update_s),
+                    "update, ms": 1e3 * update_s,
+                    "communication waited for, ms": each * sum(client.exchange_s for client in some),
+                    "slower clients, ms": each * sum(client.slowest_s for client in some),
+                    _HIDDEN: each * sum(client.hidden_s for client in some),
+                    "sent in a step, bytes": sent,
+                    "bandwidth to break even, bytes/s": sent / own.step_s,
+                }
+            )
+    return rows
+
+
+def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
+    """Draws a bar for each row, by parts of the step; a thin one above it is what is hidden beside them."""
+    figure, (axes,) = blank(height=1.1 + 0.3 * len(rows))
+    values: list[dict[str, Any]] = [dict(row) for row in rows]
+    left = [0.0] * len(rows)
+    for part, (label, colour) in _PARTS.items():
+        wide = [row[part] for row in values]
+        if any(wide):
+            axes.barh(range(len(rows)), wide, left=left, color=colour, height=0.5, label=label)
+        left = [a + b for a, b in zip(left, wide, strict=True)]
+    hidden = [row[_HIDDEN] for row in values]
+    if any(hidden):
+        above = [k - 0.34 for k in range(len(rows))]
+        axes.barh(above, hidden, color=PURPLE, height=0.14, label="hidden")
+    for k, total in enumerate(left):
+        write(axes, format_seconds(total / 1e3), (total, k), (3, 0), up="center")
+    axes.set_yticks(range(len(rows)), [_name(found, row) for row in values])
+    lay_bars(axes, "simulated time of a step (ms)")
+    legend_above(axes, columns=2)
+    return fit_size(figure)
+
+
+def _name(found: Stragglers, row: TableRow) -> str:
+    way = "this plan" if row["mode"] == found.own else str(row["mode"])
+    return way if row["clients"] == "all" else f"{way}, {row['clients']}"
+
+
+@dataclass(frozen=True, slots=True)
+class Stragglers:
+    """Says what clients do together, one of which is slower.
+
+    Attributes:
+      clients: n.
+      own: The plan's way.
+      plans: Way -> its plan; the plan's own is the first one.
+      found: Way -> a simulation for each of `FACTORS`.
+    """
+
+    clients: int
+    own: str
+    plans: Mapping[str, Plan]
+    found: Mapping[str, tuple[SyncSimulation, ...]]
+
+    def speedups(self, way: str) -> tuple[float, ...]:
+        """Returns the minibatches a second of all, over those of one client that nobody disturbs."""
+        return tuple(simulated.speedups[0] for simulated in self.found[way])
+
+    @property
+    def free(self) -> tuple[float, ...]:
+        """Returns the most that there is: (n-1) + 1/c."""
+        return tuple(self.clients - 1 + 1 / c for c in FACTORS)
+
+    @property
+    def tied(self) -> tuple[float, ...]:
+        """Returns what is left to those who wait for the slowest: n/c."""
+        return tuple(self.clients / c for c in FACTORS)
+
+
+def simulate_stragglers(plan: Plan, cluster: ClusterSpec) -> Stragglers:
+    """Simulates all ways on all devices of a cluster, the last client slower than the others.
+
+    Raises:
+      ArgumentsError: it has devices for one client alone, or for so many that it would take long.
+    """
+    clients = cluster.count // plan.devices
+    if clients < 2:
+        raise ArgumentsError(f"{cluster} has devices for {clients} of its clients, of {plan.devices} devices each")
+    if clients > MOST_WORKERS:
+        raise ArgumentsError(
+            f"{clients} clients take long to simulate; give fewer machines, report(plan, cluster=cluster.of(...)), or "
+            "call autopar.simulate"
+        )
+    numbers, found, step_s = [clients * plan.devices], dict[str, tuple[SyncSimulation, ...]](), None
+    plans = ways(plan)
+    for way, other in plans.items():
+        simulated = []
+        for factor in FACTORS:
+            options = ClientOptions({clients - 1: factor}, step_s, steps=_STEPS)
+            simulated.append(simulate_clients(other, cluster, numbers, options))
+            step_s = simulated[-1].step_s
+        found[way] = tuple(simulated)
+    return Stragglers(clients, next(iter(found)), plans, found)
+
+
+def ways(plan: Plan) -> Mapping[str, Plan]:
+    """Returns the plan by its way's name, and those of averaging in every step and of servers with a bound and without
+    one, which aren't its own."""
+    served = plan.served if plan.served is not None else _served(plan)
+    leaves = dict.fromkeys([*served.by_rows, *(path for server in served.servers for path in server.leaves)])
+    average = SyncPlan(
+        name="",
+        clients=served.clients,
+        every=1,
+        delay=0,
+        outer=False,
+        fragments=(tuple(leaves),),
+        fragment_bytes=(size := _weight_bytes(plan, served),),
+        mean_bytes=size,
+        by_rows=served.by_rows,
+        own=(),
+        examples=served.examples,
+    )
+    others = [dataclasses.replace(plan, sync=average, served=None)]
+    for bound in (_BOUND, None):
+        others.append(dataclasses.replace(plan, sync=None, served=dataclasses.replace(served, staleness=bound)))
+    return {name_of(plan): plan} | {name: other for other in others if (name := name_of(other)) != name_of(plan)}
+
+
+def _served(plan: Plan) -> ServedPlan:
+    """Returns what servers would do of a plan whose clients train replicas: one that keeps all of the state."""
+    sync = plan.sync
+    assert sync is not None, "clients train"
+    weights = [path for fragment in sync.fragments for path in fragment]
+    tables = [table for table in plan.tables if table.path in weights and goes_by_rows(table)]
+    size = round(sum(sync.fragment_bytes) - sum(untouched_bytes(table, 1) for table in tables))
+    leaves = dict.fromkeys([*weights, *(slot for table in tables for slot in table.slots)])
+    server = ServerPlan(tuple(leaves), plan.state_bytes, pull_bytes=size, push_bytes=size)
+    return ServedPlan("", sync.clients, None, (server,), tuple(table.path for table in tables), (), sync.examples)
+
+
+def _weight_bytes(plan: Plan, served: ServedPlan) -> int:
+    """Returns the bytes of all that workers pull, with whole tables."""
+    rest = (untouched_bytes(table, 1) for table in plan.tables if table.path in served.by_rows)
+    return round(sum(server.pull_bytes for server in served.servers) + sum(rest))
+
+
+def name_of(plan: Plan) -> str:
+    """Returns a way as a user writes it."""
+    if plan.served is not None:
+        return "Async()" if plan.served.staleness is None else f"Async(staleness={plan.served.staleness})"
+    assert plan.sync is not None, "clients train"
+    return plan.sync.way

@@ -1,18 +1,24 @@
-"""The figures of a report, each with one idea. What they show comes as plain numbers."""
+"""The figures of a report, each with one idea: of tables and devices, and of a pipeline's schedule and stages.
+
+Plain numbers are drawn, from `report.tables` and plans.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
+from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
 from autopar.cost import Term
+from autopar.cost.stage_time import simulate_pipeline
 from autopar.cost.units import format_bytes
-from autopar.report.curves import Curves
-from autopar.report.data import NEAR, Timing
+from autopar.ir.stage_plan import PipelinePlan
+from autopar.planning.staleness import Staleness
 from autopar.report.style import (
     BLUE,
     FONT,
@@ -40,10 +46,19 @@ from autopar.report.style import (
     name_axes,
     write,
 )
+from autopar.report.tables import NEAR, Curves, TableRow, Timing
 
 _SENT = "bytes a device sends in a step"
 #: Points of which all have labels.
 _LABELLED = 8
+_COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
+_WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
+#: Inches for each device.
+_HIGH = 0.32
+#: Tasks of a device whose microbatches are numbered.
+_NUMBERED = 40
+#: Of all the time, what a number has room in.
+_NARROW = 0.015
 
 
 def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
@@ -216,3 +231,119 @@ def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) ->
     colour, dashes = METHOD_STYLES[method]
     pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)
+
+
+def schedule_figure(plan: PipelinePlan) -> ReportFigure:
+    """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
+    simulated = simulate_pipeline(plan)
+    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
+    is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
+    for task, start in simulated.starts.items():
+        replicas = plan.stages[task.stage].devices
+        device = replicas[task.microbatch % len(replicas)]
+        length = simulated.ends[task] - start
+        colour = _COLOURS[task.kind]
+        axes.add_patch(Rectangle((start, device - 0.4), length, 0.8, facecolor=colour, edgecolor="white", lw=0.5))
+        if is_numbered and length > _NARROW * simulated.seconds:
+            middle = start + length / 2
+            axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
+    axes.set_xlim(0, simulated.seconds)
+    axes.set_ylim(plan.devices - 0.4, -0.6)
+    axes.set_yticks(range(plan.devices))
+    if plan.is_timed:
+        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0")
+    else:
+        axes.set_xticks([])
+    kinds = [kind for kind in _COLOURS if any(task.kind == kind for task in simulated.starts)]
+    axes.legend(
+        [Rectangle((0, 0), 1, 1, facecolor=_COLOURS[kind]) for kind in kinds],
+        [_WORDS[kind] for kind in kinds],
+        fontsize=FONT,
+        frameon=False,
+        ncols=len(kinds),
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+    )
+    name_axes(axes, "time" if plan.is_timed else "time (rates of the devices aren't known)", "device")
+    return fit_size(figure)
+
+
+def device_figure(plan: PipelinePlan) -> ReportFigure:
+    """What each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
+    simulated = simulate_pipeline(plan)
+    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
+    for device, busy in enumerate(simulated.busy):
+        axes.barh(device, busy, color=BLUE, height=0.7)
+        axes.barh(device, simulated.seconds - busy, left=busy, color=PALE, height=0.7)
+        share = f"{1 - busy / simulated.seconds:.0%} waits" if simulated.seconds else ""
+        axes.text(simulated.seconds, device, f" {share}", fontsize=FONT, color=INK, va="center")
+    axes.set_ylim(plan.devices - 0.4, -0.6)
+    axes.set_yticks(range(plan.devices))
+    axes.set_xticks([])
+    name_axes(axes, "time of the microbatches", "device")
+    return fit_size(figure)
+
+
+def staleness_figure(measured: Staleness) -> ReportFigure:
+    """How far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as predicted.
+    Of each stage's forwards, or of backwards where these miss nothing."""
+    tasks = {task.stage: task for task in reversed(measured.tasks)}
+    shown = [tasks[stage] for stage in sorted(tasks)]
+    figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
+    for axes, task in zip(panels, shown, strict=True):
+        updates = range(1, len(task.stale) + 1)
+        axes.plot(updates, task.stale, color=ORANGE, linewidth=1.2)
+        axes.plot(updates, task.predicted, color=BLUE, linewidth=1.2)
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
+        what = f"{task.kind} of stage {task.stage}, s = {task.ahead}"
+        name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
+    label_ends(panels[-1], [(shown[-1].stale[-1], "stale", ORANGE), (shown[-1].predicted[-1], "predicted", BLUE)])
+    return fit_size(figure)
+
+
+def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
+    """A row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
+    return [
+        {
+            "stage": task.stage,
+            "task": _WORDS[task.kind],
+            "s": task.ahead,
+            "RMSE stale": statistics.median(task.stale),
+            "RMSE predicted": statistics.median(task.predicted),
+        }
+        for task in measured.tasks
+    ]
+
+
+def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
+    """A row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about it."""
+    return [
+        {
+            "stage": k,
+            "forward misses": forward,
+            "backward misses": backward,
+            **({} if not plan.ahead else {"forward predicts": plan.ahead[k][0], "backward predicts": plan.ahead[k][1]}),
+            "stashed versions": plan.calls.stashed(k),
+        }
+        for k, (forward, backward) in enumerate(map(plan.calls.missed, range(len(plan.stages))))
+    ]
+
+
+def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:
+    """A row for each stage; times and bytes of a microbatch."""
+    return [
+        {
+            "stage": k,
+            "devices": ", ".join(map(str, stage.devices)),
+            "weights": len(stage.weights),
+            "first weight": stage.weights[0] if stage.weights else "",
+            **{f"{_WORDS[kind]}, ms": round(1e3 * seconds, 3) for kind, seconds in stage.seconds.items()},
+            "update, ms": round(1e3 * stage.update_s, 3),
+            "sent ahead, bytes": stage.ahead_bytes,
+            "sent back, bytes": stage.back_bytes,
+            "state, bytes": stage.state_bytes,
+            "activations, bytes": stage.activation_bytes,
+        }
+        for k, stage in enumerate(plan.stages)
+    ]

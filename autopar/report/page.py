@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import ArgumentsError
-from autopar.report.data import TableRow
+from autopar.report.tables import TableRow
 
 if TYPE_CHECKING:
     from autopar.report.style import ReportFigure

@@ -25,7 +25,7 @@ from autopar.compile import (
     compile_program,
     gradient_program,
 )
-from autopar.cost.measurements import Measurements
+from autopar.cost.rates import Measurements
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
 from autopar.ir.cluster import state_budget

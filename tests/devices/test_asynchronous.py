@@ -15,8 +15,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.cost.stage_time import stage_times
-from autopar.cost.versions import simulate_versions
+from autopar.cost.stage_time import simulate_versions, stage_times
 from autopar.ir.schedule import Task
 from autopar.ir.timeline import Run, Whole
 from autopar.planning.replay import replay_minibatches

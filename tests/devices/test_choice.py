@@ -10,8 +10,7 @@ import pytest
 import autopar
 from autopar.compile import analyze_program, compile_program
 from autopar.cost import Sizes, sent_bytes, step_seconds
-from autopar.cost.measurements import Measurements
-from autopar.cost.rates import Curve
+from autopar.cost.rates import Curve, Measurements
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of

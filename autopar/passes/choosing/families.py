@@ -17,8 +17,8 @@ from autopar import jax_compat
 from autopar.analysis.row_ids import RowIds, append_new
 from autopar.analysis.values import Numbering
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
-from autopar.cost.measurements import Measurements
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
+from autopar.cost.rates import Measurements
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds

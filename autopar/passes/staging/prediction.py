@@ -1,7 +1,7 @@
 """SpecTrain: forwards and backwards read the weights that their minibatch's last backward is predicted to meet.
 
 W + s u: u is the change by the last update, whatever the optimizer (-eta v of momentum SGD), 0 before the first one; s
-counts the updates of the stage from the task's start to that of stage 0's backward (`cost.versions`). Of a table that
+counts the updates of the stage from the task's start to that of stage 0's backward (`cost.stage_time`). Of a table that
 is trained on touched rows, u is the change of those that the last update touched, 0 for all others: it is kept with
 their numbers, and added to what a minibatch reads of them.
 

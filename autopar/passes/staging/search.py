@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from autopar.cost.partition import Chain, Partition, partition
 from autopar.cost.rates import NOMINAL, StageRates
-from autopar.cost.stage_time import StageTimes, simulate_schedule
+from autopar.cost.stage_time import StageTimes, choose_slack, simulate_schedule
 from autopar.cost.units import format_bytes
-from autopar.cost.versions import choose_slack
 from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import AUTO, Pipeline

@@ -6,9 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.measurements import Measurements
 from autopar.cost.partition import Chain, partition
-from autopar.cost.rates import NOMINAL
+from autopar.cost.rates import NOMINAL, Measurements
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.paths import matches, matches_layers, split_layers

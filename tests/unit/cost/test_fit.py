@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.cost import Link
-from autopar.cost.fit import fit_collective, fit_link
+from autopar.cost.collectives import fit_collective, fit_link
 
 SIZES = [2.0**k for k in range(10, 27, 4)]
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.cost.stage_time import StageTimes, simulate_schedule
-from autopar.cost.versions import by_the_equations, choose_slack, simulate_versions, steps_ahead
+from autopar.cost.stage_time import (
+    StageTimes,
+    by_the_equations,
+    choose_slack,
+    simulate_schedule,
+    simulate_versions,
+    steps_ahead,
+)
 from autopar.ir.asynchronous import Calls
 from autopar.ir.schedule import Task
 

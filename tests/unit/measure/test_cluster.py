@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar.cost import Device, Link, sent_bytes
 from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
-from autopar.cost.planned_rates import planned_rates
+from autopar.cost.rates import planned_rates
 from autopar.launch.cluster_file import read_cluster
 from autopar.measure.cluster import NAMED, Cluster
 from autopar.planning.elsewhere import elsewhere

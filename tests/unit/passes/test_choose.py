@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
-from autopar.cost.measurements import Measurements
+from autopar.cost.rates import Measurements
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program

@@ -12,8 +12,7 @@ import pytest
 
 from autopar.backends.emit import emit
 from autopar.compile import PIPELINE, Request, analyze_program, choose_pipeline
-from autopar.cost.measurements import UNMEASURED, Measurements
-from autopar.cost.rates import StageRates
+from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.stage_time import pipeline_seconds
 from autopar.errors import StrategyError
 from autopar.ir.options import Options
@@ -24,7 +23,7 @@ from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
 from autopar.passes.staging import search
 from autopar.passes.staging.search import microbatch_counts, reference_counts
-from autopar.planning.explain_stages import stage_notes
+from autopar.planning.notes import stage_notes
 from autopar.planning.replay import replay
 from tests.support.programs import IDS, WIDTH, microbatches
 

@@ -13,9 +13,8 @@ from autopar.cost.units import format_bytes
 from autopar.ir.plan import DensePlan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.measure.alpha import Alpha
-from autopar.planning.explanation import ExplainedLeaf, Explanation
-from autopar.planning.folding import fold_numbers, fold_paths
-from autopar.planning.text import ranged, without_numbers
+from autopar.planning.explain import ExplainedLeaf, Explanation
+from autopar.planning.text import fold_numbers, fold_paths, ranged, without_numbers
 
 METHODS: tuple[str, ...] = ("ps", "allgather", "allreduce_rows", "allreduce")
 LONG = "params/a_rather_long_name_of_a_module/another_long_name/item_embedding_of_the_catalogue/embedding"

@@ -15,9 +15,8 @@ import pytest
 import autopar
 from autopar.analysis.work import count_work
 from autopar.cost import Device, Link
-from autopar.cost.exchange import HOSTED, host_terms
-from autopar.cost.planned_rates import planned_host_rates
-from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate
+from autopar.cost.exchange import HOSTED, DenseLoad, host_terms, step_parts, total
+from autopar.cost.rates import FREE, NO_TIME, Curve, HostRates, RowRate, planned_host_rates
 from autopar.cost.simulate import (
     TableLoad,
     Workload,
@@ -28,7 +27,6 @@ from autopar.cost.simulate import (
     simulate_step,
     sizes_at,
 )
-from autopar.cost.step_time import DenseLoad, step_parts, total
 from autopar.ir.sizes import Sizes
 from autopar.measure.cluster import Cluster
 from autopar.planning.workload import workload

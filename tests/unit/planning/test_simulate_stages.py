@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cost.planned_rates import planned_stage_rates
+from autopar.cost.rates import planned_stage_rates
 from tests.unit.planning.test_simulate import CLUSTER
 
 

@@ -22,8 +22,7 @@ from tests.unit.report.test_report import Page, lines_of
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib: pip install 'autopar[report]'")
 # After what needs matplotlib.
-from autopar.report.clients import straggler_figure
-from autopar.report.modes import FACTORS, name_of, simulate_stragglers, ways
+from autopar.report.clients import FACTORS, name_of, simulate_stragglers, straggler_figure, ways
 
 CLUSTER = Cluster("chalk", 4, 1, Device("chalk", 1e9, 1e8, 1e10), Link(0.0, 1e9), Link(1e-4, 1e8), 1e9)
 #: One server for three workers: 0 pushes twice, 1 once, 0 again, 2 once; and a second server, in another order.

@@ -27,18 +27,19 @@ from autopar import Plan
 from autopar.cost import sent_bytes, transfer_bytes
 from autopar.ir.plan import TablePlan
 from autopar.measure.cluster import Cluster
-from autopar.report.curves import (
+from autopar.report.tables import (
     alpha_at,
     by_alpha,
     by_devices,
     by_table_3,
     crossings,
+    largest,
     least,
     local_alpha,
     sent_at,
     spaced,
+    timings,
 )
-from autopar.report.data import largest, timings
 
 pytest.importorskip("matplotlib", reason="reports need matplotlib: pip install 'autopar[report]'")
 

@@ -16,7 +16,7 @@ import pytest
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.ir import balance
-from autopar.planning.explain_notes import server_notes
+from autopar.planning.notes import server_notes
 from autopar.servers.job import Choice, Job
 from autopar.servers.messages import Message
 from tests.support.served import compiled
