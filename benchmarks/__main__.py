@@ -1,75 +1,50 @@
-"""`python -m benchmarks [NAME ...]`: all benchmarks, or those named."""
+"""`python -m benchmarks [NAME[.PART] ...]`: the benchmarks or parts that are named, or all parts of all.
+
+A name alone runs a benchmark's first part: `hosts` the comparison with other systems, `hosts.binding` that of bound
+ranks.
+"""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
 
-from benchmarks import (
-    adamw,
-    binding,
-    bubbles,
-    choice,
-    clients,
-    contract,
-    devices,
-    exchange,
-    first_week,
-    hosts,
-    hybrid,
-    microbatches,
-    one_device,
-    overlap,
-    parallax_paper,
-    pipelines,
-    pipelines_choice,
-    pipelines_systems,
-    replicas,
-    rings,
-    soak,
-    staleness,
-    stragglers,
-)
-
+#: Modules -> their parts, which are functions of that name.
 BENCHMARKS = {
-    "lookup": one_device.lookup,
-    "adamw": adamw.adamw,
-    "dispatch": one_device.dispatch,
-    "planning": one_device.planning,
-    "crossover": one_device.crossover,
-    "devices": devices.devices,
-    "choice": choice.choice,
-    "exchange": exchange.exchange,
-    "binding": binding.binding,
-    "first_week": first_week.first_week,
-    "hosts": hosts.hosts,
-    "hybrid": hybrid.hybrid,
-    "microbatches": microbatches.microbatches,
-    "pipelines": pipelines.pipelines,
-    "pipelines_network": pipelines.pipelines_network,
-    "pipelines_choice": pipelines_choice.pipelines_choice,
-    "pipelines_systems": pipelines_systems.pipelines_systems,
-    "bubbles": bubbles.bubbles,
-    "staleness": staleness.staleness,
-    "prediction": staleness.prediction,
-    "replicas": replicas.replicas,
-    "rings": rings.rings,
-    "overlap": overlap.overlap,
-    "clients": clients.clients,
-    "stragglers": stragglers.stragglers,
-    "soak": soak.soak,
-    "contract": contract.product,
-    "optimizers": contract.optimizers,
-    "parallax": parallax_paper.parallax,
+    "first_week": ("first_week",),
+    "one_device": ("lookup", "adamw", "dispatch", "planning", "crossover", "microbatches"),
+    "devices": ("devices",),
+    "choice": ("choice",),
+    "hosts": ("hosts", "binding"),
+    "exchange": ("exchange", "rings", "overlap"),
+    "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
+    "spectrain": ("spectrain", "prediction"),
+    "replicas": ("replicas", "hybrid", "clients", "stragglers"),
+    "soak": ("soak",),
 }
 
 
+def chosen(names: list[str]) -> Iterator[tuple[str, str]]:
+    """Yields (module, part) of each name; of none, of all benchmarks.
+
+    Raises:
+      SystemExit: there is no such benchmark or part.
+    """
+    for name in names or [f"{module}.{part}" for module, parts in BENCHMARKS.items() for part in parts]:
+        module, _, part = name.partition(".")
+        parts = BENCHMARKS.get(module, ())
+        if not parts or (part and part not in parts):
+            known = "; ".join(f"{module} ({', '.join(parts)})" for module, parts in BENCHMARKS.items())
+            raise SystemExit(f"no benchmark {name}; there are {known}, named as in hosts or hosts.binding")
+        yield module, part or parts[0]
+
+
 def main(names: list[str]) -> None:
-    unknown = [n for n in names if n not in BENCHMARKS]
-    if unknown:
-        raise SystemExit(f"no benchmark {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    for name in names or BENCHMARKS:
-        print(f"== {name}", flush=True)
-        BENCHMARKS[name]()
+    """Runs benchmarks by name, each as `NAME` or `NAME.PART`."""
+    for module, part in list(chosen(names)):
+        print(f"== {module}" + (f".{part}" if part != module else ""), flush=True)
+        getattr(importlib.import_module(f"benchmarks.{module}"), part)()
 
 
 if __name__ == "__main__":

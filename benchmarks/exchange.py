@@ -1,15 +1,20 @@
-"""Exchanges between ranks by themselves: 640 Zipf ids a rank of 800,000 rows of 256 floats, and AllReduce.
+"""Exchanges between ranks by themselves, and beside a step's computing.
 
-Against what one writes first with mpi4py: counts by `Alltoall`, everything else by `Alltoallv`, sums by `np.add.at`,
-an `Allreduce` for each array. Both take turns in the same processes; a round's time is that of its slowest rank.
+The ways take turns in the same processes; a round's time is that of its slowest rank. Hosts are network namespaces that
+share the machine's cores.
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import socket
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +22,25 @@ import numpy as np
 
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Exchange
+from benchmarks.network import ENVIRONMENT, hosts, sent_by_interface
+from benchmarks.ranks import RANK, mpiexec, serve, started
 
+RATE = "1gbit"
 RANKS, ROWS, DIM, IDS, ROUNDS = 4, 800_000, 256, 640, 300
 
 
 def exchange() -> None:
-    """Starts the ranks, which print their figures."""
-    launcher = Path(sys.executable).with_name("mpiexec")
-    command = [launcher if launcher.exists() else "mpiexec", "-n", str(RANKS), sys.executable, "-m", "mpi4py.run"]
-    subprocess.run([*command, "-m", "benchmarks.exchange"], check=True, timeout=600)
+    """Exchanges of rows against a textbook's: 640 Zipf ids a rank of 800,000 rows of 256 floats, and AllReduce.
+
+    The textbook's are what one writes first with mpi4py: counts by `Alltoall`, everything else by `Alltoallv`, sums by
+    `np.add.at`, an `Allreduce` for each array.
+    """
+    _start("exchange", RANKS)
+
+
+def _start(what: str, ranks: int, wrapper: Sequence[str] = (), **environment: str) -> None:
+    command = [mpiexec(), "-n", str(ranks), *wrapper, sys.executable, "-m", "mpi4py.run", "-m", "benchmarks.exchange"]
+    subprocess.run([*command, what], check=True, timeout=900, env={**os.environ, **environment})
 
 
 class Textbook:
@@ -151,8 +166,8 @@ def _reductions(
         say(name, values, found[base])
 
 
-def main() -> None:
-    """What each rank does."""
+def exchange_rank() -> None:
+    """Times one rank's exchanges."""
     from mpi4py import MPI
 
     comm = MPI.COMM_WORLD
@@ -171,5 +186,178 @@ def main() -> None:
     _reductions(comm, exchanges, 16, 25, say)
 
 
+# --- AllReduce ---
+
+SIZES, TIMED = (4, 16, 64), 7
+
+
+def rings() -> None:
+    """AllReduce of one buffer of 4, 16 and 64 MB: MPI's own, in rings (`autopar.mpi.rings`), and gloo's by JAX.
+
+    Of 4 ranks that share a machine, of 4 hosts and of 3 at 1 Gbit/s, and of 2 hosts of 2 ranks each; bytes are those of
+    the interface (figures 17 to 20 of MXNET-MPI).
+    """
+    _start("rings", 4, JAX_PLATFORMS="cpu")
+    apart = {name: value for name, value in ENVIRONMENT.items() if "ALGORITHM" not in name}  # MPI's own choice
+    for count, each in ((4, 1), (3, 1), (2, 2)):
+        with tempfile.TemporaryDirectory() as folder, hosts(count, Path(folder), each, RATE) as made:
+            _start("rings", count * each, made.wrapper, JAX_PLATFORMS="cpu", **apart)
+
+
+def rings_rank() -> None:
+    """Times one rank's sums."""
+    import jax
+    from jax.sharding import AxisType, Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    from autopar.mpi.machines import connect
+    from autopar.mpi.world import world
+
+    here = world()
+    machines = here.comm.allgather(socket.gethostname())
+    mesh = Mesh(np.array(jax.devices()), ("ranks",), axis_types=(AxisType.Auto,))
+    add = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P()))
+    ways: dict[str, Exchange] = {"MPI": connect(here, machines), "rings": connect(here, machines)}
+    ways["rings"].rings_from = 0
+    if here.rank == 0:
+        print(f"{here.size} ranks on {len(set(machines))} machines:")
+    for megabytes in SIZES:
+        own = np.ones((1, megabytes << 18), np.float32)
+        memory = {way: np.empty(own.nbytes, np.uint8) for way in ways}
+        spread = jax.make_array_from_process_local_data(NamedSharding(mesh, P("ranks")), own)
+
+        def reduce(way: str, array: np.ndarray = own[0], memory: dict[str, np.ndarray] = memory) -> object:
+            return ways[way].reduce([array], memory=memory[way])
+
+        calls: dict[str, Callable[[], object]] = {way: functools.partial(reduce, way) for way in ways}
+        calls["gloo"] = lambda spread=spread: add(spread).block_until_ready()
+        for way, call in calls.items():
+            call()
+            before, seconds = sent_by_interface() or 0, []
+            for _ in range(TIMED):
+                here.comm.Barrier()
+                start = time.perf_counter()
+                call()
+                seconds.append(max(here.comm.allgather(time.perf_counter() - start)))
+            sent = dict(zip(machines, here.comm.allgather((sent_by_interface() or 0) - before), strict=True))
+            if here.rank == 0:
+                share = sum(sent.values()) / len(sent) / TIMED / own.nbytes
+                shown = f", {share:.3f} of it sent by a machine" if len(sent) > 1 else ""
+                print(f"  {megabytes:3d} MB {way:6s} {np.median(seconds) * 1e3:8.1f} ms{shown}", flush=True)
+
+
+# --- beside the backward pass ---
+
+STEPS, TURNS = 8, 5
+STEP_ROWS, WIDTH, LAYERS = 100_000, 768, 6
+EXAMPLES = (64, 256, 1024)
+#: Bytes from which on sums go in rings, and beside the backward pass.
+WAYS: Mapping[str, tuple[int | None, int | None]] = {"MPI": (None, None), "rings": (0, None), "beside": (0, 1 << 20)}
+
+
+def overlap() -> None:
+    """A step on 2 and 4 hosts at 1 Gbit/s: gradients added up by MPI, in rings, and in rings beside the backward pass.
+
+    A table in the hosts' memory, dense layers whose gradients are added up, minibatches of several sizes. Computing is
+    a step whose sums nobody makes.
+    """
+    for count in (2, 4):
+        with tempfile.TemporaryDirectory() as folder, hosts(count, Path(folder), rate=RATE) as made:
+            options: Any = {"wrapper": made.wrapper, "environment": {**ENVIRONMENT, "PJRT_NPROC": "2"}}
+            options["environment"]["XDG_CACHE_HOME"] = folder
+            with started("hosts", count, "benchmarks.exchange", "overlap", **options) as ranks:
+                found = ranks("calibrate")[0]
+                size = LAYERS * WIDTH * WIDTH * 4 / 1e6
+                print(f"{count} hosts at {RATE}/s, {size:.1f} MB of dense gradients; calibration: {found}", flush=True)
+                for examples in EXAMPLES:
+                    ranks("prepare", examples=examples)
+                    times: dict[str, list[float]] = {name: [] for name in (*WAYS, "computing")}
+                    for _ in range(TURNS):
+                        for name, taken in times.items():
+                            taken.append(max(ranks("train", way=name)) / STEPS * 1e3)
+                    ms = {name: statistics.median(taken) for name, taken in times.items()}
+                    longer = max(ms["computing"], ms["rings"] - ms["computing"])
+                    shown = ", ".join(f"{name} {value:.0f}" for name, value in ms.items())
+                    share = ms["beside"] / longer
+                    print(f"  {examples:5d} examples: {shown} ms; beside is {share:.2f} of the longer part", flush=True)
+
+
+class _OverlapRank:
+    """The steps of one rank."""
+
+    def __init__(self) -> None:
+        self._steps: dict[str, Any] = {}
+        self._add: Any = None
+
+    def calibrate(self) -> str:
+        import autopar
+        from autopar.measure.cluster import reductions_here
+
+        autopar.calibrate(again=True)
+        return str(reductions_here())
+
+    def prepare(self, examples: int) -> None:
+        """Makes a step of each way, and runs it once."""
+        import jax
+
+        import autopar
+        import autopar.run.hosts
+        from autopar.cost.collectives import Reductions
+        from autopar.mpi import machines
+
+        def make() -> Any:
+            keys = jax.random.split(jax.random.key(0), LAYERS + 1)
+            layers = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[1:]]
+            return {"words": jax.random.normal(keys[0], (STEP_ROWS, WIDTH)), "layers": layers}
+
+        def loss(state: Any, ids: Any) -> Any:
+            x = state["words"][ids]
+            for layer in state["layers"]:
+                x = x + jax.nn.relu(x @ layer)
+            return (x**2).mean()
+
+        def step(state: Any, ids: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(state, ids)
+            return jax.tree.map(lambda p, g: p - 1e-4 * g, state, gradients), value
+
+        self._ids = (
+            np.random.default_rng(0).integers(0, STEP_ROWS, machines.exchange().size * examples).astype(np.int32)
+        )
+        for name in (*WAYS, "computing"):
+            autopar.run.hosts.reductions_here = lambda name=name: Reductions(*WAYS.get(name, ()))
+            planned = autopar.parallelize(step, strategy={"words": ("ps", "hosts"), "layers": "allreduce"})
+            self._steps[name] = planned, make()
+            self.train(name, 2)
+
+    def train(self, way: str, steps: int = STEPS) -> float:
+        """Seconds of some steps."""
+        import jax
+
+        from autopar.mpi import machines
+
+        here = machines.exchange()
+        here.rings_from = WAYS.get(way, (None, None))[0]
+        self._add = self._add or here.reduce
+        here.reduce = (lambda arrays, *_, **__: list(arrays)) if way == "computing" else self._add
+        planned, state = self._steps[way]
+        start = time.perf_counter()
+        for _ in range(steps):
+            state, value = planned(state, self._ids)
+            float(value)
+        jax.block_until_ready(state)
+        taken = time.perf_counter() - start
+        self._steps[way] = planned, state
+        return taken
+
+
+def main(address: str, what: str = "") -> None:
+    """Runs one rank: of `exchange` or `rings`, or one that serves `overlap` at an address."""
+    if what != "overlap":
+        {"exchange": exchange_rank, "rings": rings_rank}[address]()
+        return
+    rank = _OverlapRank()
+    serve(address, RANK, {name: getattr(rank, name) for name in ("calibrate", "prepare", "train")})
+
+
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.first_week_models import MODELS
+from benchmarks.models import FIRST_WEEK
 
 OPTIMIZERS = ("adamw", "adagrad")
 #: Where -> devices of a process, and ranks.
@@ -40,7 +40,7 @@ def first_week() -> None:
     print("|---" * (2 + len(columns)) + "|", flush=True)
     chosen = os.environ.get("FIRST_WEEK", "")
     for where, (devices, ranks) in PLACES.items():
-        for model in MODELS:
+        for model in FIRST_WEEK:
             for optimizer in OPTIMIZERS:
                 if chosen in f"{model}:{where}":
                     found = _measured([model, optimizer, str(devices)], ranks)
@@ -93,7 +93,7 @@ def main(model_name: str, optimizer: str, devices: str, only: str = "") -> None:
     from jax.sharding import PartitionSpec as P
 
     jax.config.update("jax_num_cpu_devices", int(devices))
-    model = MODELS[model_name]()
+    model = FIRST_WEEK[model_name]()
     tx = {"adamw": optax.adamw(1e-3, weight_decay=1e-2), "adagrad": optax.adagrad(1e-2)}[optimizer]
 
     def make_state() -> Any:

@@ -1,13 +1,12 @@
 """A long run of steps with tables on hosts, over four ranks: memory stays as it is, and compiling ends.
 
-`python -m benchmarks soak`. Every step has other ids; every hundredth has many more different ones than the others,
+Every step has other ids; every hundredth has many more different ones than the others,
 so that buffers and compiled sizes grow when they may. A rank's memory is its resident set (`VmRSS`), read after
-`FIRST` steps and again at the end. `benchmarks.hosts_systems` has comparisons of speed; this is about nothing else.
+`FIRST` steps and again at the end.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.lookup import make_state, plain_step, zipf_ids
-from benchmarks.served import serve, started
+from benchmarks.ranks import RANK, serve, started
 
 #: From step `FIRST` on nothing is compiled any more: a program takes up to some 10 MiB.
 RANKS, STEPS, FIRST, EVERY = 4, 5_000, 1_000, 500
@@ -91,4 +90,4 @@ def _runs() -> Callable[..., dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(os.environ.get("PMI_RANK", "0")), {"run": _runs()})
+    serve(sys.argv[1], RANK, {"run": _runs()})

@@ -2,7 +2,7 @@
 
 The dense step walks every row of a table and its slots; the lifted one sorts the ids and walks the touched rows, with
 a higher price per row (gather and scatter in place of a contiguous loop), which weighs more where rows are short. The
-crossover is a number of rows per id, measured by `python -m benchmarks crossover`.
+crossover is a number of rows per id, measured by `python -m benchmarks one_device.crossover`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
 """The contract (docs/accuracy.md): models x optimizers, 20 steps, against the float64 oracle, leaf by leaf.
 
-`make test` runs models with tables with the named optimizers, and with Adam and others some of them; `make bench` the
-product. Steps without tables are left as they are, whatever trains them: they run with a few.
+`make test` runs models with tables with the named optimizers, and with Adam and others some of them; `make test-all`
+the product. Steps without tables are left as they are, whatever trains them: they run with a few.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import jax
 import pytest
@@ -57,6 +59,12 @@ EXTRA += [{"model": model, "optimizer": "adam", "sparse": "exact"} for model in 
 )
 def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     check(**row)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("model", "optimizer"), sorted(itertools.product(MODELS, OPTIMIZERS)))
+def test_every_optimizer_trains_every_model_to_the_plain_numbers(model: str, optimizer: str) -> None:
+    check(model, optimizer)
 
 
 @pytest.mark.parametrize("row", [r for r in ROWS if r["sparse"] == "off"][:3], ids=lambda r: "-".join(r.values()))

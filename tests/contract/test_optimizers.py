@@ -1,6 +1,6 @@
 """Every optimizer of Optax: how it ends (docs/optimizers.md), and that deferred ones train to the plain numbers.
 
-The latter for some of them here, over more steps in `make test-all`, and for all by `python -m benchmarks optimizers`.
+The latter for some of them over few steps, and for all of them over more in `make test-all`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,6 @@ def test_deferred_rows_train_to_the_plain_numbers(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", DEFERRED)
 def test_deferred_rows_train_for_long(name: str) -> None:
     check(name)

@@ -117,7 +117,7 @@ def test_initializers_on_several_devices(every: int) -> None:
 
 
 def test_a_call_does_as_much_for_many_leaves_as_for_few() -> None:
-    """In Python; how long it takes beside jit's own dispatch, `python -m benchmarks dispatch` tells."""
+    """In Python; how long it takes beside jit's own dispatch, `python -m benchmarks one_device.dispatch` tells."""
 
     def many(state: Any, x: jax.Array) -> Any:
         return [s + x for s in state], x

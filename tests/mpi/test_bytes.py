@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.network import ENVIRONMENT, CannotMake, hosts
 from tests.support.mpi.bytes_cases import COUNTED, Sizes
 from tests.support.mpi.jobs import MPIEXEC, run_job
-from tests.support.mpi.namespaces import ENVIRONMENT, CannotMake, hosts
 
 FLOAT = ID = 4
 #: What headers, acknowledgements and small talk may add to the payload, and the least payload that is held to it.

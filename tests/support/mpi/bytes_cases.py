@@ -22,7 +22,7 @@ import numpy as np
 import autopar
 from autopar.mpi import machines
 from autopar.mpi.machines import exchange
-from tests.support.mpi.namespaces import sent_by_interface
+from benchmarks.network import sent_by_interface
 
 #: The step whose bytes are counted; those before it plan, compile and grow.
 COUNTED = 2

@@ -8,8 +8,8 @@ import pytest
 
 from autopar.cost import Device, Link
 from autopar.measure.cluster import Cluster
-from benchmarks import parallax_paper as paper
-from benchmarks.host_ps import accumulate_s, aggregate_s, transfer_s
+from notebooks import parallax_paper as paper
+from notebooks.parallax_paper import accumulate_s, aggregate_s, transfer_s
 
 #: 3 machines of 2 workers.
 SMALL = Cluster("small", 3, 2, Device("chalk", 1.0, 1.0, 1.0), Link(0.0, 1.0), Link(0.0, 10.0), 1.0)

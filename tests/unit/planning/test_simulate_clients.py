@@ -62,7 +62,7 @@ MEASURED = {
 
 
 def counted(ends: Any, seconds: float) -> float:
-    """Minibatches a second of a worker that trains until it has for so long, as benchmarks/stragglers.py counts."""
+    """Counts minibatches a second of a worker that trains for so long, as `benchmarks replicas.stragglers` does."""
     count = int(np.searchsorted(ends, seconds)) + 1
     return count / ends[count - 1]
 
@@ -90,7 +90,7 @@ def test_stragglers_as_they_were_measured(slower: int) -> None:
     [(None, 1, 67, 2.92), (None, 4, 56, 2.92), (4, 4, 22, 1.74), (4, 10, 12, 1.82)],
 )
 def test_staleness_as_it_was_measured(bound: int | None, slower: int, steps: int, measured: float) -> None:
-    """By the timelines of four ranks that trained for 8 s as benchmarks/stragglers.py does."""
+    """By the timelines of four ranks that trained for 8 s as `python -m benchmarks replicas.stragglers` does."""
     here = dataclasses.replace(CHALK, machines=1, devices=4, inside=Link(1e-5, 1e9))
     options: Any = {"slow": {3: slower}, "step_s": 0.1, "steps": steps, "variation": 0.05}
     found = autopar.simulate(planned(Async(staleness=bound)), cluster=here, **options)

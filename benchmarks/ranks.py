@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Of this process, if mpiexec started it.
+RANK, SIZE = int(os.environ.get("PMI_RANK", "0")), int(os.environ.get("PMI_SIZE", "1"))
 
 
 class RankError(RuntimeError):
@@ -59,7 +61,7 @@ class Ranks:
         return self("pid")
 
     def __call__(self, command: str, **options: Any) -> list[Any]:
-        """What each rank answers, by rank. All are asked before the first answer is read.
+        """Asks all ranks, and returns their answers, by rank.
 
         Raises:
           RankError: a rank raised an exception, or died.
@@ -78,7 +80,7 @@ class Ranks:
         return answer
 
     def told(self) -> str:
-        """The end of what the ranks printed."""
+        """Returns the end of what the ranks printed."""
         return self._output.read_text(errors="replace")[-4000:]
 
     def close(self) -> None:
@@ -106,7 +108,7 @@ def started(
     environment: Mapping[str, str] | None = None,
     within_s: float = 300,
 ) -> Iterator[Ranks]:
-    """`count` ranks of `python -m module ADDRESS arguments`, which must call `serve(ADDRESS, ...)`.
+    """Starts `count` ranks of `python -m module ADDRESS arguments`, which must call `serve(ADDRESS, ...)`.
 
     Args:
       flags: Of mpiexec.
@@ -139,7 +141,7 @@ def started(
 
 
 def mpiexec() -> str:
-    """The launcher of this environment's MPI, else the one on the PATH."""
+    """Finds the launcher of this environment's MPI, else the one on the PATH."""
     beside = Path(sys.executable).with_name("mpiexec")
     found = str(beside) if beside.exists() else shutil.which("mpiexec")
     if not found:
@@ -148,7 +150,7 @@ def mpiexec() -> str:
 
 
 def serve(address: str, rank: int, commands: Mapping[str, Callable[..., Any]]) -> None:
-    """A rank's part: answers commands until the parent closes the socket, or dies; then the process ends."""
+    """Answers commands in a rank until the parent closes the socket, or dies; then ends the process."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         link = Connection(sock.detach())
@@ -164,3 +166,8 @@ def serve(address: str, rank: int, commands: Mapping[str, Callable[..., Any]]) -
     # Barriers at exit (JAX's, MPI's) would wait for ranks that were killed.
     sys.stdout.flush()
     os._exit(0)
+
+
+def bind() -> None:
+    """Binds a rank to a core of its own, before anything starts threads."""
+    os.sched_setaffinity(0, {RANK % (os.cpu_count() or 1)})

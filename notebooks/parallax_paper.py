@@ -1,7 +1,9 @@
-"""How far the cost model carries: Parallax's own measurements, predicted from its table 1 alone.
+"""Predicts Parallax's own measurements from its table 1: the model behind 03_parallax_paper.ipynb.
 
 Six constants that the paper doesn't print are fitted to the eight throughputs of table 1; everything else (table 4,
-figure 13's printed numbers, the speed-ups of 7.2 and 7.3) is predicted with them. `python -m benchmarks parallax`.
+figure 13's printed numbers, the speed-ups of 7.2 and 7.3) is predicted with them. A parameter server lies in the memory
+of the hosts, one server a machine (sections 4.1, 5.3, 6): in a cluster of m machines with d workers each, every server
+owns 1 / m of a parameter.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.cost import Link
+from autopar.ir.cluster import ClusterSpec
 from autopar.measure.cluster import Cluster
-from benchmarks.host_ps import aggregate_s, transfer_s
 
 CLUSTER = Cluster.named("parallax-8x6")
 #: TF-PS, Horovod, and Parallax's hybrid without and with local aggregation (table 4's BASE, +HYB, +LA).
@@ -101,8 +103,47 @@ START = Constants(0.4, 0.22, 0.5, 0.5, 0.3, 0.25)
 FACTORS = Constants(1.5, 1.1, 2.0, 20.0, 20.0, 1e4)
 
 
+def transfer_s(cluster: ClusterSpec, size: float, link: Link) -> float:
+    """Returns the seconds in which every worker reads a parameter of `size` bytes, or sends its gradient.
+
+    Through a machine's interface d copies of the other m - 1 servers' shards come in; as many go out from its own
+    server.
+    """
+    m = cluster.machines
+    return link(cluster.devices * (m - 1) / m * size) if m > 1 else 0.0
+
+
+def accumulate_s(pushes: int, size: float, byte_s: float) -> float:
+    """Returns the seconds in which a server adds up gradients of a sparse parameter, one after the other.
+
+    TensorFlow's accumulators of sparse gradients write all that is there anew each time: the k-th gradient costs k
+    times the first.
+
+    Args:
+      pushes: Number of gradients.
+      size: Bytes of one, on the server that adds them up.
+      byte_s: Seconds a byte.
+    """
+    return pushes * (pushes + 1) / 2 * size * byte_s
+
+
+def aggregate_s(cluster: ClusterSpec, size: float, byte_s: float, *, local: bool) -> float:
+    """Returns the seconds in which all workers' gradients of a sparse parameter are added up.
+
+    Args:
+      size: Bytes of the rows that a worker touches.
+      byte_s: Seconds a byte that a server writes.
+      local: Whether each machine adds up its workers' gradients first (section 5.3.2): a server then gets one of each
+        machine, d times as long where workers touch other rows.
+    """
+    m, d = cluster.machines, cluster.devices
+    if not local:
+        return accumulate_s(m * d, size / m, byte_s)
+    return accumulate_s(d, size, byte_s) + accumulate_s(m, d * size / m, byte_s)
+
+
 def step_parts(model: Model, system: str, constants: Constants, cluster: Cluster = CLUSTER) -> Mapping[str, float]:
-    """Seconds of a step on a cluster, by part."""
+    """Returns the seconds of a step on a cluster, by part."""
     c, m, d = constants, cluster.machines, cluster.devices
     dense, sparse = (1e6 * _FLOAT * size for size in (model.dense, model.sparse))
 
@@ -128,23 +169,23 @@ def step_parts(model: Model, system: str, constants: Constants, cluster: Cluster
 
 
 def step_seconds(model: Model, system: str, constants: Constants, cluster: Cluster = CLUSTER) -> float:
-    """Of the whole step, one part after the other."""
+    """Returns the seconds of a whole step, whose parts run one after the other."""
     return sum(step_parts(model, system, constants, cluster).values())
 
 
 def throughput(model: Model, system: str, constants: Constants, cluster: Cluster = CLUSTER) -> float:
-    """Instances a second of all GPUs."""
+    """Returns the instances a second of all GPUs."""
     return cluster.count * model.instances / step_seconds(model, system, constants, cluster)
 
 
 def normalized(model: Model, system: str, constants: Constants, cluster: Cluster = CLUSTER) -> float:
-    """Throughput over that of one GPU (figure 13)."""
+    """Returns the throughput over that of one GPU (figure 13)."""
     alone = throughput(model, system, constants, cluster.of(1, 1))
     return throughput(model, system, constants, cluster) / alone
 
 
 def fit(observed: Mapping[tuple[str, str], float] = TABLE_1) -> Constants:
-    """The constants that make throughputs most like those observed, in log space (Gauss and Newton).
+    """Fits the constants to observed throughputs in log space (Gauss and Newton).
 
     A constant that is off its start by its factor counts as much as a throughput that is off by a fifth. (With half of
     that weight 27, with twice of it 28 of 28 predictions are within 30%.)
@@ -160,7 +201,7 @@ def fit(observed: Mapping[tuple[str, str], float] = TABLE_1) -> Constants:
 
 
 def _least_squares(residuals: Callable[[np.ndarray], np.ndarray], start: np.ndarray, steps: int = 200) -> np.ndarray:
-    """Levenberg and Marquardt's steps, derivatives by differences."""
+    """Minimizes by Levenberg and Marquardt's steps, derivatives by differences."""
     at, damping, eps = start, 1e-2, 1e-6
     for _ in range(steps):
         now = residuals(at)
@@ -187,7 +228,7 @@ class Comparison:
 
 
 def compare(constants: Constants) -> list[Comparison]:
-    """Everything that the paper prints and the model has something to say of."""
+    """Compares all figures of the paper that the model predicts."""
     on_48 = {(m, s): throughput(MODELS[m], s, constants) for m in MODELS for s in SYSTEMS}
     on_36 = {s: throughput(MODELS["LM"], s, constants, CLUSTER.of(6)) for s in SYSTEMS}
     base, mpi, hybrid, best = SYSTEMS
@@ -224,19 +265,5 @@ def compare(constants: Constants) -> list[Comparison]:
 
 
 def ordering(constants: Constants) -> Mapping[str, Sequence[str]]:
-    """Model -> the systems, the fastest first."""
+    """Returns for each model the systems, the fastest first."""
     return {name: sorted(SYSTEMS, key=lambda s: -throughput(model, s, constants)) for name, model in MODELS.items()}
-
-
-def parallax() -> None:
-    """The constants, and ours beside the paper's."""
-    constants = fit()
-    print("fitted to table 1:")
-    for name, value in dataclasses.asdict(constants).items():
-        print(f"  {name:<12} {value:.3g}")
-    for row in compare(constants):
-        shown = f"{row.paper:>10,.4g} {row.ours:>10,.4g} {row.error:>+7.0%}"
-        print(f"{row.what:<58}{shown}{'  (fitted)' if row.fitted else ''}")
-    predicted = [c for c in compare(constants) if not c.fitted]
-    good = sum(abs(c.error) <= 0.3 for c in predicted)
-    print(f"{good} of {len(predicted)} predictions are within 30%")

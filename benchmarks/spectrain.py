@@ -1,9 +1,7 @@
 """SpecTrain's figure 8, table 1 and figure 11 in small: what asynchronous pipelines do to training.
 
-`python -m benchmarks staleness`: four kinds of model in four stages, trained by momentum SGD as the paper's: by the
-plain step (what data parallelism computes), and by the three asynchronous schedules, over five seeds. `python -m
-benchmarks prediction`: how far weights that are s updates old are from those that they stand for, and how far predicted
-ones. The data is made (noisy patterns, words that follow rules), since the paper's isn't at hand.
+Four kinds of model, trained by momentum SGD as the paper's. The data is made (noisy patterns, words that follow rules),
+since the paper's isn't at hand.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import numpy as np
 import optax
 
 import autopar
-from benchmarks.pipeline_models import lstm_layer
+from benchmarks.models import lstm_layer
 
 STAGES, SEEDS, STEPS, EXAMPLES = 4, 5, 400, 128
 SCHEDULES = ("async", "stash", "spectrain")
@@ -245,9 +243,12 @@ def train(task: Task, schedule: str, seeds: int = SEEDS, steps: int = STEPS) -> 
         yield [float(loss) for loss in losses], statistics.mean(tested)
 
 
-def staleness() -> None:
-    """Table 1, in a process of its own, since JAX fixes the number of devices at its start."""
-    subprocess.run([sys.executable, "-m", "benchmarks.staleness"], check=True)
+def spectrain() -> None:
+    """Table 1 by the plain step (what data parallelism computes) and three asynchronous schedules, in four stages.
+
+    Runs in a process of its own: JAX fixes the number of devices at its start.
+    """
+    subprocess.run([sys.executable, "-m", "benchmarks.spectrain"], check=True)
 
 
 def main(*names: str) -> None:
@@ -290,7 +291,10 @@ def prediction_errors(task: Task, ahead: int, steps: int = STEPS, seed: int = 0)
 
 
 def prediction() -> None:
-    """Figure 8: medians over a training by momentum SGD, for s = 1, 2, 3."""
+    """Figure 8: how far weights that are s updates old are from those that they stand for, and how far predicted ones.
+
+    Medians over a training, for s = 1, 2, 3.
+    """
     for name, of in TASKS.items():
         for ahead in (1, 2, 3):
             stale, predicted = zip(*prediction_errors(of(), ahead), strict=True)
