@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
@@ -95,13 +97,13 @@ class ClientRun:
       clients: Each of them.
       until: When the simulation stopped to begin steps.
       period: Steps from an exchange to the next.
-      events: For each server its pushes, or exchanges, in order: (worker, step, version that it was made of).
+      events: For each server its pushes, or exchanges, in order, int64[n, 3]: worker, step, version it was made of.
     """
 
     clients: Sequence[ClientTime]
     until: float
     period: int = 1
-    events: Sequence[Sequence[tuple[int, int, int]]] = ()
+    events: Sequence[np.ndarray] = ()
 
     @property
     def rates(self) -> tuple[float, ...]:

@@ -1,26 +1,24 @@
 """Simulates workers and servers, message by message: wires that all workers share, servers that do one thing at a time,
 a staleness bound. In a ring passive clients are the servers: each takes its neighbours' messages, and its own.
 
-A server takes one message after the other. Sources: MXNET-MPI, section 2.3 (a server's link is shared by all workers),
-and `servers.server` and `servers.ring`, whose rules these are.
+A server takes one message after the other. Source: MXNET-MPI, section 2.3 (a server's link is shared by all workers).
+Clients and servers follow `autopar.protocols`.
 """
 
 from __future__ import annotations
 
-import abc
 import functools
-from collections import Counter, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from autopar.cost.clients import ClientLoad, ClientRun
 from autopar.cost.training import Clock, Training
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.ring import Ring
-
-#: What a worker asks of a server; "step": a passive client of a ring adds what its own step changed.
-_Kind = Literal["pull", "push", "exchange", "step"]
+from autopar.protocols import Compute, Log, Send, Want, elastic_step, pulling_step, ring_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +63,22 @@ class Served:
     receive_s: float = 0.0
     send_s: float = 0.0
 
+    @property
+    def pulls(self) -> bool:
+        """Says whether workers pull and push, and train no replicas."""
+        return self.ring is None and not self.every
+
+    @property
+    def period(self) -> int:
+        """Returns the steps from an exchange of a worker to its next one of the same kind."""
+        return 2 if self.ring is not None else self.every or 1
+
+    def step(self, worker: int, number: int) -> Iterator[Want]:
+        """Yields a step of a worker; they are counted from 0."""
+        if self.ring is not None:
+            return ring_step(self.ring, worker, number, number)
+        return elastic_step(self.every, number, number // self.every - 1) if self.every else pulling_step(number)
+
 
 def simulate_served(load: ClientLoad, served: Served) -> ClientRun:
     """Simulate workers until they have done `load.steps` minibatches on average, and the slowest one a few.
@@ -73,31 +87,24 @@ def simulate_served(load: ClientLoad, served: Served) -> ClientRun:
       load: What they do.
       served: How they train.
     """
-    if served.ring is not None:
-        return _Neighbors(load, served, served.ring).run()
-    return (_Replicas if served.every else _Pullers)(load, served).run()
+    return _Served(load, served).run()
 
 
 @dataclass(slots=True)
 class _Message:
-    """Is what a worker asks of a server in a step, or in an exchange. `held`: since when it waits for the bound."""
+    """Is what a worker sends. `held`: since when it waits for the bound."""
 
-    kind: _Kind
     worker: int
-    step: int
+    sent: Send
     held: float | None = None
 
 
 class _Server:
     """Takes one message after the other; keeps pulls that come too early."""
 
-    def __init__(self, clock: Clock, load: ServerLoad, workers: int, bound: int | None, training: _Served) -> None:
-        self.load, self.applied = load, Counter[int]()
-        self.events: list[tuple[int, int, int]] = []
-        self._clock, self._training, self._workers, self._bound = clock, training, range(workers), bound
-        #: The version that each worker's last pull was given; of a passive client, that its last step made.
-        self._given = Counter[int]()
-        self._queue, self._is_busy, self._slowest = deque[_Message](), False, 0
+    def __init__(self, clock: Clock, load: ServerLoad, log: Log, training: _Served) -> None:
+        self.load, self.log, self._clock, self._training = load, log, clock, training
+        self._queue, self._is_busy = deque[_Message](), False
         self._waiting: list[_Message] = []
 
     def take(self, message: _Message) -> None:
@@ -108,184 +115,124 @@ class _Server:
     def _next(self) -> None:
         while self._queue and not self._is_busy:
             message = self._queue.popleft()
-            if message.kind == "pull" and self._bound is not None and message.step > self._slowest + self._bound:
+            is_pull = message.sent.kind == "pull"
+            if is_pull and not self.log.standing.may_begin(message.worker, message.sent.number):
                 message.held = self._clock.now if message.held is None else message.held
                 self._waiting.append(message)
                 continue
             held = 0.0 if message.held is None else self._clock.now - message.held
             self._is_busy = True
-            seconds = self.load.read_s if message.kind == "pull" else self.load.update_s
+            seconds = self.load.read_s if is_pull else self.load.update_s
             self._clock.after(seconds, functools.partial(self._done, message, held))
 
     def _done(self, message: _Message, held: float) -> None:
-        worker, version, self._is_busy = message.worker, len(self.events), False
-        if message.kind == "pull":
-            self._given[worker] = version
-        else:
-            self.events.append((worker, message.step, version if message.kind == "exchange" else self._given[worker]))
-            self.applied[worker] += 1
-            if message.kind == "step":
-                self._given[worker] = version + 1
-            if self._bound is not None:
-                self._slowest = min(self.applied[w] for w in self._workers)
+        worker, sent, self._is_busy = message.worker, message.sent, False
+        if sent.kind in ("pull", "exchange"):
+            self.log.see(worker)
+        if sent.kind != "pull":
+            self.log.change(worker, sent.number)
             self._queue.extendleft(reversed(self._waiting))
             self._waiting.clear()
+        if sent.kind == "step":
+            self.log.see(worker)
+        if sent.kind == "push":
             self._training.applied(worker)
-        if message.kind != "push":
+        else:
             self._training.answer(self, worker, held)
         self._next()
 
 
+@dataclass(slots=True)
+class _Worker:
+    """Is where a worker is in its protocol.
+
+    Attributes:
+      wants: What it does next in its step.
+      begun: Steps that it has begun.
+      open: Replies that are still to come.
+      held_s: How long the bound held the last one.
+      asked_at, there_at: When it asked, and when all replies were there.
+      waits_from: Since when it waits for them; None: it does something else.
+    """
+
+    wants: Iterator[Want] = field(default_factory=lambda: iter(()))
+    begun: int = 0
+    open: int = 0
+    held_s: float = 0.0
+    asked_at: float = 0.0
+    there_at: float = 0.0
+    waits_from: float | None = None
+
+
 class _Served(Training):
-    """Has workers ask servers, and go on by what these answer."""
-
-    def __init__(self, load: ClientLoad, served: Served, period: int) -> None:
-        super().__init__(load, served.cluster, period)
-        self._served = served
-        self.servers = [_Server(self._clock, each, load.count, served.bound, self) for each in served.servers]
-        #: Of each worker the replies that are still to come, and for how long the last one was held.
-        self._open, self._held = [0] * load.count, [0.0] * load.count
-
-    def applied(self, worker: int) -> None:
-        """Called when a server has applied what a worker sent."""
-
-    def answer(self, server: _Server, worker: int, held: float) -> None:
-        """Send a worker what it asked for. `held`: for how many seconds the bound kept its pull."""
-        arrive = functools.partial(self._answered, worker, held)
-        self._wires.send(server.load.device, self._served.devices[worker], server.load.pull_bytes, arrive)
-
-    @abc.abstractmethod
-    def _received(self, worker: int) -> None:
-        """Go on with a worker that has all replies."""
-
-    def _events(self) -> Sequence[Sequence[tuple[int, int, int]]]:
-        return [server.events for server in self.servers]
-
-    def _answered(self, worker: int, held: float) -> None:
-        self._open[worker], self._held[worker] = self._open[worker] - 1, held
-        if not self._open[worker]:
-            self._received(worker)
-
-    def _ask(self, kind: _Kind, worker: int, step: int, servers: Sequence[_Server] | None = None) -> None:
-        """Send a message to some servers; by default to each."""
-        asked = self.servers if servers is None else servers
-        self._open[worker] += 0 if kind == "push" else len(asked)
-        for server in asked:
-            size = 0.0 if kind == "pull" else server.load.push_bytes
-            arrive = functools.partial(server.take, _Message(kind, worker, step))
-            self._wires.send(self._served.devices[worker], server.load.device, size, arrive)
-
-
-class _Pullers(_Served):
-    """Workers that pull weights before each step, and push gradients behind it."""
+    """Has workers do what their protocols say, and servers answer."""
 
     def __init__(self, load: ClientLoad, served: Served) -> None:
-        super().__init__(load, served, period=1)
-        self._asked, self._steps = [0.0] * load.count, [0] * load.count
+        super().__init__(load, served.cluster, served.period)
+        self._served, self._workers = served, [_Worker() for _ in range(load.count)]
+        logs = [Log(load.count, served.bound) for _ in served.servers]
+        self.servers = [_Server(self._clock, each, log, self) for each, log in zip(served.servers, logs, strict=True)]
+
+    def applied(self, number: int) -> None:
+        """Count a worker's minibatch, once all servers have applied its push."""
+        if min(server.log.standing.applied[number] for server in self.servers) > self.clients[number].minibatches:
+            self._end(number)
+
+    def answer(self, server: _Server, number: int, held_s: float) -> None:
+        """Send a worker what it asked for. `held_s`: how long the bound kept its pull."""
+        arrive = functools.partial(self._answered, number, held_s)
+        self._wires.send(server.load.device, self._served.devices[number], server.load.pull_bytes, arrive)
+
+    def _events(self) -> Sequence[np.ndarray]:
+        return [server.log.events for server in self.servers]
 
     def _begin(self, worker: int) -> None:
         if not self._is_over:
-            self._asked[worker] = self._clock.now
-            self._ask("pull", worker, self._steps[worker])
+            there = self._workers[worker]
+            there.wants = self._served.step(worker, there.begun)
+            there.begun += 1
+            self._go_on(worker)
 
-    def _received(self, worker: int) -> None:
-        client, waited = self.clients[worker], self._clock.now - self._asked[worker]
-        client.slowest_s += self._held[worker]
-        client.exchange_s += waited - self._held[worker] + self._served.receive_s + self._served.send_s
-        self._clock.after(self._served.receive_s, functools.partial(self._compute, worker, self._computed))
-
-    def _computed(self, worker: int) -> None:
-        self._clock.after(self._served.send_s, functools.partial(self._push, worker))
-
-    def _push(self, worker: int) -> None:
-        self._ask("push", worker, self._steps[worker])
-        self._steps[worker] += 1
-        self._begin(worker)
-
-    def applied(self, worker: int) -> None:
-        if min(server.applied[worker] for server in self.servers) > self.clients[worker].minibatches:
-            self._end(worker)
-
-
-class _Replicas(_Served):
-    """Workers that train replicas; every some steps an exchange with a centre runs beside the step."""
-
-    def __init__(self, load: ClientLoad, served: Served, period: int | None = None) -> None:
-        super().__init__(load, served, served.every if period is None else period)
-        self._exchanges = [0] * load.count
-        #: When each worker's exchange began, and its own step was done that is beside it; None: it isn't.
-        self._asked_at, self._computed_at = [0.0] * load.count, list[float | None]([None] * load.count)
-
-    def _begin(self, worker: int) -> None:
-        if self._is_over:
-            return
-        steps = self.clients[worker].minibatches
-        if not steps or steps % self._served.every:
-            self._compute(worker, self._next_step)
+    def _go_on(self, number: int) -> None:
+        want = next(self._workers[number].wants, None)
+        if want is None:
+            if not self._served.pulls:
+                self._end(number)
+            self._begin(number)
+        elif isinstance(want, Compute):
+            self._compute(number, self._go_on)
+        elif not isinstance(want, Send):
+            self._workers[number].waits_from = self._clock.now
+            self._receive(number)
+        elif want.kind == "pull":
+            self._send(number, want)
         else:
-            self._begin_beside(worker)
+            self.clients[number].exchange_s += self._served.send_s
+            self._clock.after(self._served.send_s, functools.partial(self._send, number, want))
 
-    def _begin_beside(self, worker: int) -> None:
-        """Let a worker begin a step that has an exchange beside it."""
-        self._computed_at[worker] = None
-        self.clients[worker].exchange_s += self._served.send_s
-        self._clock.after(self._served.send_s, functools.partial(self._exchange, worker))
+    def _send(self, number: int, want: Send) -> None:
+        worker = self._workers[number]
+        asked = self.servers if want.server is None else [self.servers[want.server]]
+        worker.open += 0 if want.kind == "push" else len(asked)
+        worker.asked_at = self._clock.now
+        for server in asked:
+            size = 0.0 if want.kind == "pull" else server.load.push_bytes
+            arrive = functools.partial(server.take, _Message(number, want))
+            self._wires.send(self._served.devices[number], server.load.device, size, arrive)
+        self._go_on(number)
 
-    def _exchange(self, worker: int) -> None:
-        self._ask_exchange(worker, self._exchanges[worker])
-        self._exchanges[worker] += 1
-        self._asked_at[worker] = self._clock.now
-        self._compute(worker, self._computed)
+    def _answered(self, number: int, held_s: float) -> None:
+        worker = self._workers[number]
+        worker.open, worker.held_s, worker.there_at = worker.open - 1, held_s, self._clock.now
+        self._receive(number)
 
-    def _ask_exchange(self, worker: int, number: int) -> None:
-        """Ask for a worker's exchange, which are counted from 0."""
-        self._ask("exchange", worker, number)
-
-    def _computed(self, worker: int) -> None:
-        self._computed_at[worker] = self._clock.now
-        self._join(worker)
-
-    def _received(self, worker: int) -> None:
-        computed = self._computed_at[worker]
-        end = self._clock.now if computed is None else computed
-        self.clients[worker].hidden_s += end - self._asked_at[worker]
-        self._join(worker)
-
-    def _join(self, worker: int) -> None:
-        """End a step whose exchange ran beside it, once both are done."""
-        computed = self._computed_at[worker]
-        if computed is None or self._open[worker]:
+    def _receive(self, number: int) -> None:
+        """Let a worker that waits go on, once it has all replies."""
+        worker, client = self._workers[number], self.clients[number]
+        if worker.waits_from is None or worker.open:
             return
-        self.clients[worker].exchange_s += self._clock.now - computed + self._served.receive_s
-        self._clock.after(self._served.receive_s, functools.partial(self._next_step, worker))
-
-    def _next_step(self, worker: int) -> None:
-        self._end(worker)
-        self._begin(worker)
-
-
-class _Neighbors(_Replicas):
-    """Clients of a ring: active ones exchange weights with a passive neighbour beside each step, left and right in
-    turn; passive ones add what their own steps change."""
-
-    def __init__(self, load: ClientLoad, served: Served, ring: Ring) -> None:
-        super().__init__(load, served, period=2)
-        self._ring, self._passives = ring, dict(zip(ring.passives, self.servers, strict=True))
-
-    def _begin(self, worker: int) -> None:
-        if self._is_over:
-            return
-        if self._ring.is_active(worker):
-            self._begin_beside(worker)
-        else:
-            self._compute(worker, self._stepped)
-
-    def _ask_exchange(self, worker: int, number: int) -> None:
-        partner = self._passives[self._ring.neighbor(worker, number)]
-        self._ask("exchange", worker, self._ring.number(number), [partner])
-
-    def _stepped(self, worker: int) -> None:
-        """Have what a passive client's step changed added to what its neighbours' exchanges made of its weights."""
-        self._asked_at[worker] = self._computed_at[worker] = self._clock.now
-        step, own = self.clients[worker].minibatches, [self._passives[worker]]
-        self._clock.after(self._served.send_s, functools.partial(self._ask, "step", worker, step, own))
+        client.hidden_s += min(worker.waits_from, worker.there_at) - worker.asked_at
+        client.slowest_s += worker.held_s
+        client.exchange_s += self._clock.now - worker.waits_from - worker.held_s + self._served.receive_s
+        worker.waits_from = None
+        self._clock.after(self._served.receive_s, functools.partial(self._go_on, number))

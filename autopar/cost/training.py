@@ -12,6 +12,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from autopar.cost.clients import ClientLoad, ClientRun, ClientTime
 from autopar.ir.cluster import ClusterSpec, Level
 
@@ -108,7 +110,7 @@ class Training(abc.ABC):
     def _begin(self, worker: int) -> None:
         """Let a client begin its next step."""
 
-    def _events(self) -> Sequence[Sequence[tuple[int, int, int]]]:
+    def _events(self) -> Sequence[np.ndarray]:
         """Returns what servers did, if there are any."""
         return ()
 

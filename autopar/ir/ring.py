@@ -47,6 +47,10 @@ class Ring:
         """Returns the clients that are asked."""
         return [c for c in range(self.clients) if not self.is_active(c)]
 
+    def server(self, client: int) -> int:
+        """Returns the number of a passive client among these."""
+        return client // 2
+
     def number(self, turn: int) -> int:
         """Returns which exchange of an active client with its neighbour of that turn it is, from 0."""
         return turn if self.clients == 2 else turn // 2

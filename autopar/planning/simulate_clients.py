@@ -255,8 +255,7 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
         asked = 1 if is_ring else len(served.servers)
         load = _followed(load, options, asked, "" if is_ring else f" and {asked} servers", served.every)
         run = simulate_served(load, served)
-        events = [np.array(each, np.int64).reshape(-1, 3) for each in run.events]
-        timeline = Timeline(load.count, served.bound, events, ring=is_ring)
+        timeline = Timeline(load.count, served.bound, run.events, ring=is_ring)
         return SyncTime(devices, run.clients, run.rates, timeline)
     sync = plan.sync
     assert sync is not None, "clients train"

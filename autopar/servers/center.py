@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import AutoparError
 from autopar.mpi.service import Handler
+from autopar.protocols import Log
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Stepped
 from autopar.servers.spec import Spec
 
@@ -31,8 +30,7 @@ class Center:
 
     def __init__(self, leaves: Mapping[int, Array], alpha: float, workers: int) -> None:
         self._places, self._leaves = tuple(leaves), [jnp.copy(x) for x in leaves.values()]
-        self._alpha, self._done = alpha, [0] * workers
-        self._events = array("q")
+        self._alpha, self._log = alpha, Log(workers)
 
     @property
     def leaves(self) -> dict[int, Array]:
@@ -49,28 +47,16 @@ class Center:
         if isinstance(message, Read):
             wanted = message.leaves
             leaves = {k: np.array(x) for k, x in self.leaves.items() if wanted is None or k in wanted}
-            events = np.array(self._events, np.int64).reshape(-1, 3)
-            return [(worker, Kept(leaves, {}, events))]
-        version = self._count(message)
+            return [(worker, Kept(leaves, {}, self._log.events))]
+        version = self._log.version
+        self._log.see(worker)
+        self._count(message)
         self._leaves, moves = _exchanged(self._leaves, list(message.values), self._alpha)
         return [(worker, Pulled(version, [np.asarray(x) for x in moves]))]
 
-    def _count(self, message: Exchange | Stepped, seen: int | None = None) -> int:
-        """Counts a message that changes what it keeps; returns how many there were before.
-
-        Args:
-          message: An exchange, or a step.
-          seen: How many there were when it began; None: as many as now.
-        """
-        version = sum(self._done)
-        if message.step != self._done[message.worker]:
-            raise AutoparError(
-                f"worker {message.worker} sent exchange {message.step} where {self._done[message.worker]} is next. "
-                "This is a bug of autopar"
-            )
-        self._done[message.worker] += 1
-        self._events.extend((message.worker, message.step, version if seen is None else seen))
-        return version
+    def _count(self, message: Exchange | Stepped) -> None:
+        self._log.check_next(message.worker, message.step, "sent exchange")
+        self._log.change(message.worker, message.step)
 
 
 @dataclass(frozen=True, slots=True)

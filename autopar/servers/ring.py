@@ -49,7 +49,7 @@ class Neighbor(Center):
         self._tables = {
             k: SharedRows(np.moveaxis(np.asarray(leaves[k]), axis, 0), neighbors) for k, axis in self._axes.items()
         }
-        self._begun, self._seen = self._leaves, 0  # with which its step under way began, and the messages before it
+        self._begun = self._leaves  # with which its step under way began
 
     @property
     def leaves(self) -> dict[int, Array]:
@@ -73,11 +73,13 @@ class Neighbor(Center):
         return [(worker, replace(reply, values=made))]
 
     def _stepped(self, message: Stepped) -> list[tuple[int, Reply]]:
-        version = self._count(message, self._seen)
+        version = self._log.version
+        self._count(message)
         new = [jnp.array(x) for x in message.values]
         if self._leaves is not self._begun:
             new = _added(self._leaves, new, self._begun)
-        self._leaves, self._begun, self._seen = new, new, version + 1
+        self._leaves = self._begun = new
+        self._log.see(message.worker)
         return [(message.worker, Pulled(version, [np.array(x) for x in new]))]
 
 

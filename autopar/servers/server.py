@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,11 +10,11 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.served import ExportedPrograms, PullProgram, ServedPrograms, UpdateProgram, copied
-from autopar.errors import AutoparError, StateError
+from autopar.errors import StateError
 from autopar.mpi.service import Handler
+from autopar.protocols import Log
 from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.spec import Spec
-from autopar.servers.timeline import CAME, LEFT, Standing
 
 Array = Any
 
@@ -43,12 +42,8 @@ class Server:
         self._places, self._leaves = tuple(leaves), list(leaves.values())
         self._clock_places, self._clocks = tuple(clocks), list(clocks.values())
         self._pull, self._update = pull, update
-        self._standing = Standing(workers, staleness)
-        #: The version that each worker's last pull was given.
-        self._given = [0] * workers
-        self._version, self._workers, self._failed = 0, workers, ""
+        self._log, self._workers, self._failed = Log(workers, staleness), workers, ""
         self._waiting: list[Pull] = []
-        self._events = array("q")
 
     def take(self, message: Pull | Push | Leave | Return | Read) -> list[tuple[int, Reply]]:
         """Returns answers that are due now, each with the worker that it is for.
@@ -67,45 +62,29 @@ class Server:
             return [(worker, self._kept(message.leaves))]
         due: list[Pull] = []
         if isinstance(message, Leave):
-            self._standing.leave(worker)
-            self._events.extend((worker, LEFT, self._version))
+            self._log.leave(worker)
             due = [pull for pull in self._waiting if pull.worker == worker]  # of a step that was cut short
         elif isinstance(message, Return):
-            if self._standing.nobody:  # all come back together
+            if self._log.standing.nobody:  # all come back together
                 for other in range(self._workers):
-                    self._come(other)
+                    self._log.come(other)
         elif isinstance(message, Push):
-            if self._standing.applied[worker] != message.step:
-                raise AutoparError(
-                    f"worker {worker} pushed step {message.step} where {self._standing.applied[worker]} is next. This "
-                    "is a bug of autopar"
-                )
+            self._log.check_next(worker, message.step, "pushed step")
             try:
                 self._leaves, self._clocks = self._update(self._leaves, self._clocks, message.values)
             except Exception as error:
                 self._failed = str(error).splitlines()[0]
                 raise
-            self._standing.push(worker)
-            self._events.extend((worker, message.step, self._given[worker]))
-            self._version += 1
+            self._log.change(worker, message.step)
         else:
-            if self._standing.is_gone(worker):
-                self._come(worker)
+            if self._log.standing.is_gone(worker):
+                self._log.come(worker)
             self._waiting.append(message)
-        waiting = []
+        waiting, may_begin = [], self._log.standing.may_begin
         for pull in self._waiting:
-            (due if pull not in due and self._may_begin(pull) else waiting).append(pull)
+            (due if pull not in due and may_begin(pull.worker, pull.step) else waiting).append(pull)
         self._waiting = [pull for pull in waiting if pull not in due]
         return [(pull.worker, self._pulled(pull)) for pull in due]
-
-    def _come(self, worker: int) -> None:
-        self._standing.come(worker)
-        self._events.extend((worker, CAME, self._version))
-
-    @property
-    def events(self) -> np.ndarray:
-        """Returns what was done so far, as `Timeline` has it, int64[n, 3]."""
-        return np.array(self._events, np.int64).reshape(-1, 3)
 
     def _kept(self, wanted: Collection[int] | None) -> Kept:
         pairs = zip(self._places, self._leaves, strict=True)
@@ -113,15 +92,11 @@ class Server:
         if wanted is not None:
             return Kept(leaves, {}, np.zeros((0, 3), np.int64))
         clocks = dict(zip(self._clock_places, map(on_host, self._clocks), strict=True))
-        return Kept(leaves, clocks, self.events)
-
-    def _may_begin(self, pull: Pull) -> bool:
-        """Says whether all pushes of steps up to c-1-s are applied."""
-        return self._standing.since(pull.worker, pull.step) <= self._standing.limit
+        return Kept(leaves, clocks, self._log.events)
 
     def _pulled(self, pull: Pull) -> Pulled:
-        self._given[pull.worker] = self._version
-        return Pulled(self._version, [sendable(x) for x in self._pull(self._leaves, pull.ids)])
+        self._log.see(pull.worker)
+        return Pulled(self._log.version, [sendable(x) for x in self._pull(self._leaves, pull.ids)])
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,60 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.errors import TimelineError
-
-#: In place of a step: from here on nobody waits for the worker; and, others wait for it again.
-LEFT, CAME = -1, -2
-
-
-class Standing:
-    """Holds how far workers are, and who waits for whom: the staleness bound.
-
-    Workers are compared by the steps that they have done since they came. Whoever comes back begins with as many as the
-    slowest of those who are there; if nobody is, all begin anew.
-    """
-
-    def __init__(self, workers: int, bound: int | None) -> None:
-        """`bound`: s; None: there is none."""
-        self.applied = [0] * workers
-        self._bound, self._base, self._gone = bound, [0] * workers, set[int]()
-
-    @property
-    def nobody(self) -> bool:
-        """Says whether all are gone."""
-        return len(self._gone) == len(self.applied)
-
-    def is_gone(self, worker: int) -> bool:
-        """Says whether nobody waits for a worker."""
-        return worker in self._gone
-
-    def leave(self, worker: int) -> None:
-        """Let nobody wait for a worker any more."""
-        self._gone.add(worker)
-
-    def come(self, worker: int) -> None:
-        """Let others wait for a worker that was gone."""
-        if self.nobody:
-            self._base = list(self.applied)
-        else:
-            self._base[worker] = self.applied[worker] - self._slowest
-        self._gone.discard(worker)
-
-    def push(self, worker: int) -> None:
-        """Count a step."""
-        self.applied[worker] += 1
-
-    @property
-    def limit(self) -> float:
-        """Steps since it came up to which a worker may begin."""
-        return float("inf") if self._bound is None or self.nobody else self._slowest + self._bound
-
-    def since(self, worker: int, step: int) -> int:
-        """Returns a worker's step, counted since it came."""
-        return step - self._base[worker]
-
-    @property
-    def _slowest(self) -> int:
-        return min(n - self._base[w] for w, n in enumerate(self.applied) if w not in self._gone)
+from autopar.protocols import CAME, LEFT, Standing
 
 
 @dataclass(frozen=True, eq=False)

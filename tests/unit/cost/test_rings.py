@@ -109,7 +109,7 @@ def test_a_passive_client_does_one_thing_at_a_time() -> None:
     """An exchange and what its own step changed take 0.3 s each: asked for at 0, 0.1 (the step) and 0.3, they are done
     one after the other."""
     run = simulate_served(ClientLoad(2, STEP, 2), neighbors(2, update_s=0.3))
-    assert run.events[0][:3] == [(0, 0, 0), (1, 0, 0), (0, 1, 2)]
+    assert run.events[0][:3].tolist() == [[0, 0, 0], [1, 0, 0], [0, 1, 2]]
     active, passive = run.clients
     assert (active.ends[0], passive.ends[0]) == pytest.approx((0.3, 0.6))
     assert active.ends[1] == pytest.approx(0.9)

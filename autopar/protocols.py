@@ -1,0 +1,201 @@
+"""Protocols of `autopar.sync`, without IO: what a client asks of servers in a step, and what servers count.
+
+A client's step is a generator of what it does next. Who drives it knows what that takes: MPI (`servers.exchanges`), a
+recorded timeline (`servers.job`), or a clock (`cost.served`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from autopar.errors import AutoparError
+from autopar.ir.ring import Ring
+
+#: In place of a step's number in a server's events: nobody waits for the worker any more; and, others do again.
+LEFT, CAME = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Sends a message to servers. They answer all but a push.
+
+    Attributes:
+      kind: "pull" asks for weights, "push" brings a gradient; "exchange" brings the weights that a step begins with,
+        "step" those that it made.
+      number: Counts the client's messages of this kind at a server, from 0.
+      server: Which one; None: all.
+    """
+
+    kind: Literal["pull", "push", "exchange", "step"]
+    number: int
+    server: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Computes a step, or the gradient of one; what was sent travels beside it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Receive:
+    """Waits for all answers, and applies them."""
+
+
+Want = Send | Compute | Receive
+
+
+def pulling_step(step: int) -> Iterator[Want]:
+    """Yields a step of asynchronous SGD (MXNET-MPI, section 2). `step`: its number, from 0."""
+    yield Send("pull", step)
+    yield Receive()
+    yield Compute()
+    yield Send("push", step)
+
+
+def elastic_step(interval: int, step: int, exchanges: int) -> Iterator[Want]:
+    """Yields a step of elastic averaging: now and then weights and a centre move towards each other (MXNET-MPI, section
+    5).
+
+    Args:
+      interval: Steps from one exchange to the next.
+      step: Its number, from 0.
+      exchanges: How many the client has begun.
+    """
+    is_due = step > 0 and step % interval == 0
+    if is_due:
+        yield Send("exchange", exchanges)
+    yield Compute()
+    if is_due:
+        yield Receive()
+
+
+def ring_step(ring: Ring, client: int, step: int, turn: int) -> Iterator[Want]:
+    """Yields a step of averaging with neighbours. Passive clients are the servers: an active one asks them in turn, and
+    each has what its own step changed added to what its neighbours made of its weights meanwhile.
+
+    Args:
+      ring, client: Which one.
+      step: Its number, from 0.
+      turn: Exchanges that the client has begun: as many as steps, and those that were cut short.
+    """
+    if ring.is_active(client):
+        yield Send("exchange", ring.number(turn), ring.server(ring.neighbor(client, turn)))
+        yield Compute()
+    else:
+        yield Compute()
+        yield Send("step", step, ring.server(client))
+    yield Receive()
+
+
+class Standing:
+    """Holds how far workers are, and who waits for whom: the staleness bound.
+
+    Workers are compared by the steps that they have done since they came. Whoever comes back begins with as many as the
+    slowest of those who are there; if nobody is, all begin anew.
+
+    Attributes:
+      applied: Steps of each worker.
+      limit: Steps since it came up to which a worker may begin.
+    """
+
+    def __init__(self, workers: int, bound: int | None) -> None:
+        """`bound`: s; None: there is none."""
+        self.applied, self.limit = [0] * workers, float("inf")
+        self._bound, self._base, self._gone = bound, [0] * workers, set[int]()
+        self._set_limit()
+
+    @property
+    def nobody(self) -> bool:
+        """Says whether all are gone."""
+        return len(self._gone) == len(self.applied)
+
+    def is_gone(self, worker: int) -> bool:
+        """Says whether nobody waits for a worker."""
+        return worker in self._gone
+
+    def leave(self, worker: int) -> None:
+        """Let nobody wait for a worker any more."""
+        self._gone.add(worker)
+        self._set_limit()
+
+    def come(self, worker: int) -> None:
+        """Let others wait for a worker that was gone."""
+        if self.nobody:
+            self._base = list(self.applied)
+        else:
+            self._base[worker] = self.applied[worker] - self._slowest
+        self._gone.discard(worker)
+        self._set_limit()
+
+    def push(self, worker: int) -> None:
+        """Count a step."""
+        self.applied[worker] += 1
+        self._set_limit()
+
+    def since(self, worker: int, step: int) -> int:
+        """Returns a worker's step, counted since it came."""
+        return step - self._base[worker]
+
+    def may_begin(self, worker: int, step: int) -> bool:
+        """Says whether all pushes of steps up to c-1-s are applied. `step`: c."""
+        return self.since(worker, step) <= self.limit
+
+    @property
+    def _slowest(self) -> int:
+        return min(n - self._base[w] for w, n in enumerate(self.applied) if w not in self._gone)
+
+    def _set_limit(self) -> None:
+        if self._bound is not None:
+            self.limit = float("inf") if self.nobody else self._slowest + self._bound
+
+
+class Log:
+    """Numbers what changes a server's values, and records which version each change was made of.
+
+    Attributes:
+      standing: How far workers are.
+      version: Changes so far.
+    """
+
+    def __init__(self, workers: int, bound: int | None = None) -> None:
+        self.standing, self.version = Standing(workers, bound), 0
+        self._seen, self._events = [0] * workers, array("q")
+
+    @property
+    def events(self) -> np.ndarray:
+        """Returns what was done so far, as `Timeline` has it, int64[n, 3]."""
+        return np.array(self._events, np.int64).reshape(-1, 3)
+
+    def see(self, worker: int) -> None:
+        """Say that a worker's next change is made of what there is now."""
+        self._seen[worker] = self.version
+
+    def check_next(self, worker: int, number: int, what: str) -> None:
+        """Check that no change of a worker was lost, or came twice.
+
+        Raises:
+          AutoparError: one was.
+        """
+        if (wanted := self.standing.applied[worker]) != number:
+            raise AutoparError(f"worker {worker} {what} {number} where {wanted} is next. This is a bug of autopar")
+
+    def change(self, worker: int, number: int) -> None:
+        """Record a worker's change, of the version that it saw last."""
+        self.standing.push(worker)
+        self._events.extend((worker, number, self._seen[worker]))
+        self.version += 1
+
+    def leave(self, worker: int) -> None:
+        """Record that nobody waits for a worker any more."""
+        self.standing.leave(worker)
+        self._events.extend((worker, LEFT, self.version))
+
+    def come(self, worker: int) -> None:
+        """Record that others wait for a worker again."""
+        self.standing.come(worker)
+        self._events.extend((worker, CAME, self.version))
