@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import numpy as np
@@ -25,7 +25,7 @@ from autopar.launch.group import everyone
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
-from autopar.run.drift import AlphaWatch, Replan
+from autopar.run.drift import AlphaWatch
 from autopar.run.joined_step import JoinedStep, WarmedStep
 from autopar.run.late_step import LateStep
 from autopar.run.per_device import PerDevice
@@ -54,7 +54,7 @@ class _Given(TypedDict, total=False):
     batch_argnums: int | Sequence[int] | None
     static_argnums: int | Sequence[int] | None
     static_argnames: str | Sequence[str] | None
-    replan: Replan
+    replan: Literal["warn", "off"]
     microbatches: int
     pipeline: Pipeline | None
     sync: Sync | None
@@ -86,7 +86,7 @@ def parallelize(
     batch_argnums: int | Sequence[int] | None = None,
     static_argnums: int | Sequence[int] | None = None,
     static_argnames: str | Sequence[str] | None = None,
-    replan: Replan = "warn",
+    replan: Literal["warn", "off"] = "warn",
     microbatches: int = 1,
     pipeline: Pipeline | None = None,
     sync: Sync | None = None,
@@ -132,9 +132,7 @@ def parallelize(
       static_argnums, static_argnames: As for `jax.jit`: arguments that are no arrays, by position and by name; each
         value of theirs is planned by itself. Those of a `jax.jit` around the step are static here, too.
       replan: What is done where batches come to touch other numbers of rows than the one that the plan was made by:
-        "warn" (an `AlphaDriftWarning`), "auto": on several devices the plan is made again, with a warning that says so
-        (methods and capacities may change; results don't, up to the order of sums), "off": nobody watches. Across
-        processes nobody does.
+        "warn" (an `AlphaDriftWarning`, which says what to do) or "off": nobody watches. Across processes nobody does.
       microbatches: M parts into which the batch (on N devices each device's examples) is divided. They run one after
         the other, their gradients are summed, and the update runs once: the same function in a M-th of the memory of
         activations (gradient accumulation). A step whose examples depend on one another, as by batch norm, is a
@@ -176,8 +174,10 @@ def parallelize(
         raise ArgumentsError(f"data_axis={data_axis!r} is no axis of the mesh: {known}")
     if axis_name is not None and not isinstance(axis_name, str):
         raise ArgumentsError(f"axis_name={axis_name!r}: give the name that the step reduces over, a string")
-    if replan not in ("warn", "auto", "off"):
-        raise ArgumentsError(f"replan={replan!r}: there are 'warn', 'auto' and 'off'")
+    if replan not in ("warn", "off"):
+        raise ArgumentsError(
+            f"replan={replan!r}: there are 'warn' and 'off'. To plan by a later batch, parallelize the step once more"
+        )
     check_batch_axis(batch_axis)
     static = static_arguments(step, static_argnums, static_argnames)
     donated = donated_arguments(step, donate_argnums, donate_argnames, static, donate)
@@ -227,7 +227,7 @@ def parallelize(
     )
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     unwatched = replan == "off" or devices.processes.several or sync is not None
-    return ParallelStep(planner, None if unwatched else AlphaWatch(replan)).made_by(parallelize, arguments)
+    return ParallelStep(planner, None if unwatched else AlphaWatch()).made_by(parallelize, arguments)
 
 
 def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:

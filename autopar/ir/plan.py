@@ -262,12 +262,6 @@ class Plan:
         )
         return dataclasses.replace(self, tables=tables)
 
-    def changes(self, old: Plan) -> str:
-        """What became other than in an earlier plan of the same step, in words."""
-        before = {p.path: _shown(p) for p in old.parameters}
-        pairs = [(p.path, before.get(p.path, ""), _shown(p)) for p in self.parameters]
-        return ", ".join(f"{path} {a} -> {b}" for path, a, b in pairs if a != b) or "nothing changes"
-
     def diff(self, new: Plan) -> PlanDifference:
         """What is other in a plan made later, for people: facts, decisions, predictions; not the words about them.
 
@@ -383,12 +377,6 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
         "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
         "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
     }
-
-
-def _shown(parameter: TablePlan | DensePlan) -> str:
-    """Its method, and its capacity where rows are sharded."""
-    sizes = parameter.sizes if isinstance(parameter, TablePlan) else None
-    return f"{parameter.method}, capacity {sizes.capacity}" if sizes and parameter.method == "ps" else parameter.method
 
 
 # --- what is other in a plan made later, in words: one line for each change ---

@@ -5,17 +5,16 @@ often after each one that is as planned. What a call pays is a counter; what a s
 depend on, where that is a NumPy array (which the user may fill again). Tables whose ids depend on the state aren't
 watched, nor are those on hosts, of which nothing is planned by alpha.
 
-A sample is judged when the next one is due, so that where a plan depends on it, it is known after the same call in
-every run.
+A sample is judged when a later one is due, once it has been counted.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -31,16 +30,14 @@ from autopar.tables.kinds import is_table
 
 _logger = logging.getLogger("autopar")
 
-#: What is done about drift.
-Replan = Literal["warn", "auto", "off"]
 #: Calls before the first sample, and between samples that are not as planned; at most between those that are.
 EVERY, RAREST = 100, 6400
 #: Drift is this many times the planned rows, or one over it, in so many samples in a row.
 DRIFT, IN_A_ROW = 1.5, 3
 #: What to do about drift: on several devices, and on one.
 DRIFT_REMEDY = (
-    "Results are right, but another plan may be faster: parallelize(replan='auto') makes it while training "
-    "('off' watches nothing)"
+    "Results are right, but another plan may be faster: parallelize the function once more, which plans by the batch "
+    "of its first call, and go on with this state. parallelize(replan='off') watches nothing"
 )
 ONE_DEVICE = (
     "The plan of one device doesn't depend on it; what was measured on earlier batches (autopar.measure_alpha), and "
@@ -92,17 +89,15 @@ class AlphaWatch:
     """Watches the tables of one step.
 
     Args:
-      replan: What is done about drift, by the step; "auto" waits for samples, so as to be told after the same call in
-        every run.
       every: Calls between samples at first.
+      pool: Counts samples; by default a thread does.
     """
 
-    def __init__(self, replan: Replan, every: int = EVERY) -> None:
-        self.replan = replan
+    def __init__(self, every: int = EVERY, pool: Executor | None = None) -> None:
         self._every = self._interval = self._left = every
         self._plans: dict[Entry, _Watched] = {}
         self._latest: _Watched | None = None
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool = pool
         self._at_work: tuple[Entry, Future[_Watched | dict[str, int]]] | None = None
 
     @property
@@ -153,7 +148,7 @@ class AlphaWatch:
         if self._at_work is None:
             return True
         entry, work = self._at_work
-        if self.replan != "auto" and not work.done():
+        if not work.done():
             return False
         self._at_work = None
         error = work.exception()

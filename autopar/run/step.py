@@ -271,30 +271,14 @@ class ParallelStep(PickledByOptions):
         return Growth(self.name, self.planner, self._another)
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compare what batches touch with what the plan was made for; between steps, so it may be made again."""
+        """Warn where batches touch other numbers of rows than the one that the plan was made by."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
         entry = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.entry
         drifted = watch.look(entry, list(map(explicit_meshes.on_auto_mesh, leaves)))
-        if entry is None or not drifted:
-            return
-        remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
-        if watch.replan == "auto" and entry.devices is not None:
-            again = self._by_example(entry, entry.example_of(leaves))
-            remedy = f"The plan is made again, by this call's batch: {again.compiled.plan.changes(entry.compiled.plan)}"
-        warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
-
-    def _by_example(self, entry: Entry, example: Sequence[Any] | None) -> Entry:
-        """Plan once more, by another example: another entry in this one's place, if anything changes."""
-        with interruptible(not everyone().several), noticing(self.name, "planning"):
-            compiled = self.planner.plan_again(entry, example, entry.headroom)
-        again = entry
-        if compiled.bound.decisions == entry.compiled.bound.decisions:
-            entry.example = example
-        else:
-            again = self._another(entry, compiled, example, entry.headroom)
-        self._replace(entry, again)
-        return again
+        if entry is not None and drifted:
+            remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
+            warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
     def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Any] | None, headroom: float) -> Entry:
         """The entry of a step that was planned once more, by an example and some headroom."""
@@ -305,8 +289,6 @@ class ParallelStep(PickledByOptions):
         """Put another entry in the place of one."""
         if self.watch is not None:
             self.watch.forget(entry)
-        if again is entry:
-            return
         self._entries.update({key: again for key, old in self._entries.items() if old is entry})
         self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
         self._last = _NONE

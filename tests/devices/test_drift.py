@@ -1,4 +1,4 @@
-"""Batches that come to touch other numbers of rows: seen, reported, planned for anew, and the plain step's numbers."""
+"""Batches that come to touch other numbers of rows: seen, reported, and the plain step's numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import pytest
 
 import autopar
 from autopar.run.drift import AlphaWatch
+from tests.support.at_once import AtOnce
 from tests.support.meshes import mesh_of
 from tests.support.pairs import long
-from tests.support.rates import rates as seconds_of
 from tests.support.row_steps import same
 
 ROWS, WIDTH = 400, 3
@@ -54,63 +54,36 @@ def batches(most: int, count: int) -> Iterator[dict[str, np.ndarray]]:
         yield {"ids": ids}
 
 
-def trained(planned: Any, optimizer: str, *stretches: tuple[int, int]) -> list[warnings.WarningMessage]:
-    """Train by both steps, compare after every one, and return what was warned of."""
+@pytest.mark.parametrize("optimizer", ["adagrad", long("adam")])
+def test_a_step_that_is_parallelized_again_goes_on_with_the_state(optimizer: str) -> None:
+    """320 ids of 400 rows, then of 12: the warning says what to do, and so messages become short."""
     step, make = training(optimizer)
-    plain = jax.jit(step)
+    planned, plain = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), jax.jit(step)
+    planned.watch = AlphaWatch(3, AtOnce())
     mine, theirs = make(), make()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        for stretch in stretches:
-            for batch in batches(*stretch):
-                (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
-                same(a, b)
-        same(autopar.materialize(mine), theirs)
-    return told
-
-
-@pytest.mark.parametrize("optimizer", ["adagrad", long("adam")])
-def test_the_plan_is_made_again(optimizer: str) -> None:
-    """320 ids of 400 rows, then of 12: messages become short. One warning, which says so."""
-    planned = autopar.parallelize(training(optimizer)[0], strategy="ps", mesh=mesh_of(4), replan="auto")
-    planned.watch = AlphaWatch("auto", every=3)
-    told = trained(planned, optimizer, (ROWS, 1), (12, 30))
+        for batch in (*batches(ROWS, 1), *batches(12, 30)):
+            (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+            same(a, b)
     assert [w.category for w in told] == [autopar.AlphaDriftWarning]
     text = str(told[0].message)
     assert "params/emb was planned for 2" in text and "now 12 (3.000%)" in text
-    assert "made again, by this call's batch: params/emb ps, capacity 40 -> ps, capacity 8" in text
-    assert told[0].filename == __file__
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.capacity == 8
-    assert planned.watch is not None and planned.watch.seen["params/emb"].planned == 12
-
-
-def test_the_method_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exchange costs by its bytes: 4 x 40 rows by all_to_all more than all_gather's 4 x 80, 4 x 8 rows less."""
-    costs = seconds_of(all_to_all=1, all_gather=0.5, all_reduce=1)
-    monkeypatch.setattr("autopar.api.rates_of", lambda *_, **__: costs)
-    planned = autopar.parallelize(training("adagrad")[0], mesh=mesh_of(4), replan="auto")
-    planned.watch = AlphaWatch("auto", every=2)
-    told = trained(planned, "adagrad", (ROWS, 1), (12, 15))
-    assert [w.category for w in told] == [autopar.AlphaDriftWarning]
-    assert "params/emb allgather -> ps, capacity 8" in str(told[0].message)
-    assert planned.plan is not None and planned.plan.parameters[0].method == "ps"
-
-
-def test_a_plan_that_stays_the_same_is_not_compiled_again() -> None:
-    planned = autopar.parallelize(training("adagrad")[0], strategy="allgather", mesh=mesh_of(4), replan="auto")
-    planned.watch = AlphaWatch("auto", every=2)
-    planned(training("adagrad")[1](), next(batches(ROWS, 1)))
-    entry = planned.latest
-    told = trained(planned, "adagrad", (12, 15))
-    assert ["nothing changes" in str(w.message) for w in told] == [True]
-    assert planned.latest is entry and planned.watch.seen["params/emb"].planned == 12
+    assert "parallelize the function once more, which plans by the batch of its first call" in text
+    assert told[0].filename == __file__ and planned.plan.table("params/emb").capacity == 40
+    again = autopar.parallelize(planned.fun, strategy="ps", mesh=mesh_of(4))
+    for batch in batches(12, 3):
+        (mine, a), (theirs, b) = again(mine, batch), plain(theirs, batch)
+        same(a, b)
+    same(autopar.materialize(mine), theirs)
+    assert again.plan.table("params/emb").capacity == 8
 
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_drift_is_reported_once(devices: int) -> None:
     planned = autopar.parallelize(training("adagrad")[0], strategy="ps", mesh=mesh_of(devices))
-    assert planned.watch is not None and planned.watch.replan == "warn"
-    planned.watch = AlphaWatch("warn", every=2)
+    assert planned.watch is not None
+    planned.watch = AlphaWatch(every=2)
     step, make = training("adagrad")
     state, plain, run = make(), make(), jax.jit(step)
     with warnings.catch_warnings(record=True) as told:
@@ -123,7 +96,7 @@ def test_drift_is_reported_once(devices: int) -> None:
     assert [w.category for w in told] == [autopar.AlphaDriftWarning], [str(w.message) for w in told]
     text = str(told[0].message)
     assert "params/emb was planned for 220 of 400 rows (55.000%), now 12 (3.000%)" in text
-    assert ("replan='auto'" in text, "The plan of one device doesn't depend on it" in text) == (
+    assert ("parallelize the function once more" in text, "The plan of one device doesn't depend on it" in text) == (
         devices > 1,
         devices == 1,
     )
@@ -131,9 +104,13 @@ def test_drift_is_reported_once(devices: int) -> None:
     assert (seen.planned, seen.rows, seen.extent) == (220, 12, ROWS) and seen.samples >= 3
 
 
-@pytest.mark.parametrize("replan", ["warn", "auto"])
-def test_batches_as_planned_are_no_drift(replan: Any) -> None:
-    planned = autopar.parallelize(training("adagrad")[0], strategy="ps", mesh=mesh_of(4), replan=replan)
-    planned.watch = AlphaWatch(replan, every=1)
-    assert trained(planned, "adagrad", (ROWS, 25)) == []
+def test_batches_as_planned_are_no_drift() -> None:
+    step, make = training("adagrad")
+    planned, plain = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)), jax.jit(step)
+    planned.watch = AlphaWatch(1, AtOnce())
+    mine, theirs = make(), make()
+    for batch in batches(ROWS, 25):  # a warning is an error
+        (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
+        same(a, b)
+    same(autopar.materialize(mine), theirs)
     assert planned.watch.seen["params/emb"].rows == pytest.approx(220, rel=0.1)

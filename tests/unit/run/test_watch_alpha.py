@@ -14,6 +14,7 @@ import pytest
 
 import autopar
 from autopar.run.drift import AlphaWatch, SeenAlpha
+from tests.support.at_once import AtOnce
 
 ROWS = 3000
 
@@ -40,9 +41,9 @@ def ids(count: int) -> np.ndarray:
 
 
 def watched(every: int = 1) -> tuple[Any, AlphaWatch]:
-    """The step, looked at every so many calls; "auto" waits for what is counted."""
+    """The step, looked at every so many calls, and counted at once."""
     planned = autopar.parallelize(step)
-    planned.watch = AlphaWatch("auto", every)
+    planned.watch = AlphaWatch(every, AtOnce())
     return planned, planned.watch
 
 
@@ -128,12 +129,11 @@ def test_a_batch_that_is_gone_when_it_is_counted() -> None:
         state, _ = planned(state, {"ids": ids(40)})
 
 
-@pytest.mark.parametrize("replan", ["warn", "auto", "off"])
-def test_who_watches(replan: Any) -> None:
-    watch = autopar.parallelize(step, replan=replan).watch
-    assert (watch and watch.replan) == (None if replan == "off" else replan)
+def test_who_watches() -> None:
+    assert autopar.parallelize(step, replan="warn").watch is not None
+    assert autopar.parallelize(step, replan="off").watch is None
 
 
 def test_options_that_do_not_exist() -> None:
-    with pytest.raises(autopar.ArgumentsError, match="replan='on': there are 'warn', 'auto' and 'off'"):
-        autopar.parallelize(step, replan="on")
+    with pytest.raises(autopar.ArgumentsError, match="replan='auto': there are 'warn' and 'off'. To plan by a later"):
+        autopar.parallelize(step, replan="auto")  # pyright: ignore[reportCallIssue, reportArgumentType]
