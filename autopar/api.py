@@ -26,12 +26,11 @@ from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.run.drift import AlphaWatch
-from autopar.run.joined_step import JoinedStep, WarmedStep
-from autopar.run.late_step import LateStep
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.positions import donated_arguments, positions_of, static_arguments
-from autopar.run.step import ParallelStep
+from autopar.run.step import LazyStep, ParallelStep
+from autopar.run.worker_batches import GlobalBatchStep, WarmupStep
 from autopar.sync import Async, Sync
 
 
@@ -184,7 +183,7 @@ def parallelize(
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
     if mesh is None and sync is None and not jax_compat.backend_is_up():
-        return LateStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
+        return LazyStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
     devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy))
     clients = clients_of(sync, devices, pipeline, plan, strategy)
     devices = devices if clients is None else clients.devices
@@ -239,11 +238,11 @@ def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -
     """
     first: dict[str, Any] = {**options, "sync": None}
     plain = parallelize(step, **first)
-    joined = JoinedStep(plain.planner, all_devices=plain.devices)
+    joined = GlobalBatchStep(plain.planner, all_devices=plain.devices)
     if sync.staleness == 0:
         return joined
     then: dict[str, Any] = {**options, "sync": dataclasses.replace(sync, warmup=0)}
-    return WarmedStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
+    return WarmupStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
 
 
 def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy) -> str | None:

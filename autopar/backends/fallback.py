@@ -3,7 +3,7 @@
 The first program returns what the batch needs of them. If that is more, it returns the old states and a flag; then a
 loop of one iteration (and else of none) runs the second, whose capacities no batch exceeds. A loop, because XLA updates
 a loop's tables in place and copies those of a conditional. Until both are compiled as one, the first one runs alone,
-and its caller looks at the flag (`run.late_fallback`).
+and its caller looks at the flag (`run.devices.LateFallback`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ import numpy as np
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
+from autopar.run.object_step import ObjectStep
 from autopar.run.step import ParallelStep
-from autopar.run.wrapped_step import WrappedStep
 from autopar.tables.kinds import is_table
 
 
@@ -76,7 +76,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
 
 
 @dataclass(eq=False)
-class FilteredStep(WrappedStep):
+class FilteredStep(ObjectStep):
     """A step of pytrees of which only the arrays are traced; made by `parallelize`."""
 
     @uninterrupted

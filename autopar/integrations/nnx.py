@@ -36,9 +36,9 @@ from flax import nnx
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
+from autopar.run.object_step import ObjectStep
 from autopar.run.positions import NamedArguments
 from autopar.run.step import ParallelStep
-from autopar.run.wrapped_step import WrappedStep
 from autopar.tables.leaf import TableLeaf
 
 #: Names nnx's record of which inner object is which outer one.
@@ -126,7 +126,7 @@ def materialize(*objects: Any) -> None:
 
 
 @dataclass(eq=False)
-class NnxStep(WrappedStep):
+class NnxStep(ObjectStep):
     """A step of nnx objects that runs by a plan; made by `parallelize`."""
 
     @uninterrupted

@@ -21,8 +21,8 @@ from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.elsewhere import on_devices
 from autopar.run.entry import Entry
+from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.step import ParallelStep
-from autopar.run.wrapped_step import AnyStep, unwrapped
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,9 @@ from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.hosts import HostRunner
+from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.stage_executor import StageExecutor
-from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
 _EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")

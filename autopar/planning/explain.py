@@ -38,8 +38,8 @@ from autopar.planning.notes import (
 from autopar.planning.plan import plan_of
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.entry import Entry
+from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.slow_plans import gathered_bytes, undivided
-from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
 
 #: Lines for tables, and for dense leaves, if their plans don't need more.
 _LINES = 8

@@ -33,7 +33,7 @@ from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.alpha import Alphas
 from autopar.planning.elsewhere import elsewhere
 from autopar.run.entry import Entry
-from autopar.run.wrapped_step import AnyStep, require_step, unwrapped
+from autopar.run.object_step import AnyStep, require_step, unwrapped
 
 
 def plan(

@@ -19,7 +19,7 @@ from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
 from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
-from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
+from autopar.run.stage_executor import CompiledProgram, joined, stage_executables
 
 Array = Any
 #: Told of each value when it is made, versions of leaves among them.

@@ -21,7 +21,7 @@ from autopar.ir.program import Var
 from autopar.ir.timeline import Value
 from autopar.planning.replay import replay_minibatches
 from autopar.planning.text import Column, Columns, print_as
-from autopar.run.wrapped_step import AnyStep, unwrapped
+from autopar.run.object_step import AnyStep, unwrapped
 from autopar.tables.kinds import materialize
 
 Array = Any

@@ -33,9 +33,9 @@ from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
+from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
-from autopar.run.wrapped_step import AnyStep, unwrapped
 from autopar.tables.averaging import average
 from autopar.tables.kinds import is_table, materialize
 

@@ -25,9 +25,8 @@ from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
-from autopar.run.stage_executor import StageExecutor
-from autopar.run.stage_leaves import StageLeaves
-from autopar.run.stage_values import Values
+from autopar.run.pipeline import StageLeaves
+from autopar.run.stage_executor import StageExecutor, Values
 from autopar.tables.pending import PendingArray
 from autopar.tables.staged import StageArray
 

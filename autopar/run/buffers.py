@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar import jax_compat
-from autopar.errors import DonatedStateError
-from autopar.run.lost_state import first_deleted
-from autopar.tables.kinds import copied
+from autopar.errors import AutoparError, DonatedStateError
+from autopar.ir.paths import path_name
+from autopar.tables.kinds import copied, is_table
 
 
 def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any]:
@@ -78,3 +79,39 @@ def _addresses(leaf: jax.Array) -> list[int]:
     if len(leaf.sharding.device_set) == 1:
         return [leaf.unsafe_buffer_pointer()]
     return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
+
+
+def first_deleted(arguments: tuple[Any, Any]) -> str | None:
+    """The place of a leaf in (args, kwargs) whose rows or buffers were given to a step; None if there is none."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
+        if is_table(leaf) or (isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf)):
+            if leaf.is_deleted():
+                place = path_name(path[2:])
+                return f"argument {path_name(path[1:2])}" + (f", {place}" if place else "")
+    return None
+
+
+def noting_lost_state(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A step's `__call__` whose errors say so if the state is gone.
+
+    An error stays what it is: who catches JAX's own errors still does.
+    Autopar's own errors, and warnings that are errors, are raised before a step begins.
+    """
+
+    @functools.wraps(call)
+    def noting(step: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(step, *args, **kwargs)
+        except (AutoparError, Warning):
+            raise
+        except BaseException as error:
+            place = first_deleted((args, kwargs))
+            if place is not None:
+                error.add_note(
+                    f"autopar: {step.name} updates its state in place, and had begun to: {place} is gone, and the new "
+                    "state isn't complete. Go on from a checkpoint (autopar.restore), or keep old states with "
+                    "parallelize(step, donate=False)"
+                )
+            raise
+
+    return noting

@@ -5,21 +5,25 @@ The devices of a stage (replicas) take microbatches in turn, hold the same weigh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.backends.stage_device import StageDevice
+import jax
+import numpy as np
+
+from autopar import jax_compat
+from autopar.backends.stage_device import StageDevice, array_over
 from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
-from autopar.ir.program import Var
-from autopar.ir.timeline import Timeline
+from autopar.ir.program import Atom, Literal, Var
+from autopar.ir.timeline import Timeline, Value
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
-from autopar.run.stage_executor import StageExecutor
-from autopar.run.stage_leaves import StageLeaves
-from autopar.run.stage_values import Arguments, Values
-from autopar.tables.staged import StageArray
+from autopar.run.stage_executor import Arguments, StageExecutor, Values
+from autopar.tables.kinds import copied
+from autopar.tables.staged import StageArray, StagePlace
 
 
 class PipelineRunner:
@@ -96,3 +100,118 @@ def _last_readers(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
         if program.phase == "update":
             positions.setdefault(program, []).append(k)
     return {program: tuple(numbers) for program, numbers in positions.items()}
+
+
+Array = Any
+#: Values of a timeline, and the devices that have them.
+Found = Mapping[Value, Sequence[int]]
+
+
+class StageLeaves:
+    """Brings leaves to stages, and back.
+
+    Args:
+      step: The programs.
+      executor: Whose devices they are.
+      given: Leaves of the state -> the devices of their stages.
+    """
+
+    def __init__(self, step: StagedStep, executor: StageExecutor, given: Found) -> None:
+        self._step, self._executor = step, executor
+        self._leaves = {value.var: (value, devices) for value, devices in given.items()}
+        self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
+
+    def arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
+        """Finds what this rank has of each of the step's inputs."""
+        arrays: dict[Var, Any] = {}
+        for parts, leaf in zip(self._inputs, leaves, strict=True):
+            arrays |= zip(parts, self._parts(parts, leaf), strict=True)
+        return arrays
+
+    def put(self, values: Values) -> None:
+        """Bring leaves of the state to all devices of their stages."""
+        for value, devices in self._leaves.values():
+            for device in devices:
+                if device in self._executor.devices:
+                    values.at(value, device)
+
+    def _parts(self, parts: Sequence[Var], leaf: Any) -> Sequence[Any]:
+        """Finds what this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
+        if len(parts) == 1 and not isinstance(leaf, StageArray):
+            return [leaf]
+        ends = tuple(itertools.accumulate(var.shape[0] for var in parts))
+        if isinstance(leaf, StageArray) and tuple(place.stop for place in leaf.places) == ends:
+            return [self._moved(*each) for each in zip(parts, leaf.places, leaf.values, strict=True)]
+        array = np.asarray(leaf) if isinstance(leaf, StageArray) else leaf
+        return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
+
+    def _moved(self, var: Var, place: StagePlace, value: Any) -> Any:
+        """Finds what this rank has of a part; sends it where another pipeline has left it on other ranks."""
+        messages = self._executor.messages
+        places = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
+        missing, me = [rank for rank in places if rank not in place.ranks], jax.process_index()
+        if messages is None or (me != place.ranks[0] and me not in missing):
+            return value
+        if me in missing:
+            shape = (place.stop - place.start, *var.shape[1:])
+            return messages.receive(shape, var.dtype, place.ranks[0]).wait()
+        for rank in missing:
+            messages.send(np.array(value), rank)
+        return value
+
+    def results(
+        self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Any]
+    ) -> list[Any]:
+        """The arrays of a call, each with buffers of its own.
+
+        Args:
+          outputs: What they are; a leaf that several stages have part by part.
+          values: What this process has.
+          found: What stages have made.
+          given: Says what else was given.
+        """
+        made = {value.var: (value, devices) for value, devices in found.items()}
+        seen = set[int]()
+        return [self._result(out, values, made, given, seen) for out in outputs]
+
+    def _result(
+        self,
+        out: Atom | tuple[Atom, ...],
+        values: Values,
+        made: Mapping[Var, tuple[Value, Sequence[int]]],
+        given: Callable[[Var], Any],
+        seen: set[int],
+    ) -> Any:
+        """A result where it is; a leaf of the state that stages on several ranks have, or several stages, part by part.
+        Arrays of `seen` are copied."""
+        if isinstance(out, Literal):
+            return out.value
+        parts = [a for a in (out if isinstance(out, tuple) else (out,)) if isinstance(a, Var)]
+        if isinstance(out, tuple) or (self._executor.messages is not None and out in self._step.new_leaves):
+            where = [made[var] if var in made else self._leaves[var] for var in parts]
+            stages = [[self._executor.all[k] for k in devices] for _, devices in where]
+            ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
+            places = StagePlace.of_parts(stages, ends, self._step.divided.get(parts[0]), self._executor.all)
+            arrays = [self._array(*each, values, seen) for each in where]
+            shape, type_ = (places[-1].stop, *parts[0].shape[1:]), parts[0].type
+            return StageArray(shape, type_.dtype, places, arrays, is_weak=type_.weak_type)
+        if parts[0] in made:
+            return self._array(*made[parts[0]], values, seen)
+        return _own(given(parts[0]), seen)
+
+    def _array(self, value: Value, devices: Sequence[int], values: Values, seen: set[int]) -> Array | None:
+        """One array on all devices of its stage that this process has."""
+        places = [k for k in devices if k in self._executor.devices]
+        shards = [_own(values.at(value, k), seen) for k in places]
+        axis = self._step.divided.get(value.var)
+        if not shards:
+            return None
+        array = array_over(shards, [self._executor.devices[k] for k in places], axis)
+        return jax_compat.weak(array) if value.var.type.weak_type and not jax_compat.is_weak(array) else array
+
+
+def _own(array: Any, seen: set[int]) -> Any:
+    """An array, or a copy if it was seen before."""
+    array = copied(array) if id(array) in seen else array
+    seen.add(id(array))
+    return array

@@ -51,10 +51,9 @@ from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
 from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
-from autopar.run.missed_states import warn_of_missed_states
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
 from autopar.run.positions import NamedArguments
-from autopar.run.state_match import match_states
+from autopar.run.state_match import match_states, warn_of_missed_states
 from autopar.tables.host import HostTable
 
 #: What to do in place of tables on hosts.

@@ -10,7 +10,8 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -19,16 +20,274 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.backends.devices import Devices, Mapped
+from autopar.backends.emit import emit
+from autopar.backends.microbatches import Microbatch as MicrobatchOf
+from autopar.backends.microbatches import wide
+from autopar.backends.single import route_types
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep, StageProgram
-from autopar.ir.timeline import Action, Drops, Join, Run, Send, Timeline, Value, Whole
+from autopar.ir.program import RouteType, Var
+from autopar.ir.reductions import REDUCERS, neutral
+from autopar.ir.timeline import Action, Drops, Join, Microbatch, Run, Send, SumOf, Timeline, Value, Whole, reads_of
 from autopar.launch.notices import tell
+from autopar.launch.progress import PROGRESS
 from autopar.measure.collectives import Collective, read_collectives
-from autopar.mpi.point_to_point import point_to_point
-from autopar.run.stage_programs import CompiledProgram, joined, stage_executables
-from autopar.run.stage_values import Arriving, Values, message_of
+from autopar.mpi.point_to_point import Incoming, PointToPoint, point_to_point
+from autopar.run.kept_placements import KeptArguments
 
 Array = Any
+
+
+class Arguments:
+    """Holds what a call was given, and the microbatches' parts of it.
+
+    Args:
+      arrays: By the step's inputs.
+      step: The programs.
+      kept: Brings them to devices.
+    """
+
+    def __init__(self, arrays: Mapping[Var, Any], step: StagedStep, kept: KeptArguments) -> None:
+        self._arrays, self._parts, self._kept = arrays, step.parts, kept
+        wholes = step.parts.values()
+        self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
+
+    def given(self, var: Var) -> Any:
+        """An argument as it is."""
+        return self._arrays[var]
+
+    def put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
+        """Brings an argument, or a microbatch's part of it, to a device, divided along an axis if one is given."""
+        if value.var not in self._parts:
+            return self._kept.put(value.var, self._arrays[value.var], device, axis)
+        assert isinstance(value.part, Microbatch), "parts are of microbatches"
+        return device.put(self._slices[self._parts[value.var][0]][value.part.number], axis)
+
+
+class Values:
+    """What the devices of this process hold in a step.
+
+    Args:
+      devices: By number.
+      put: Brings what a call was given to a device, divided along an axis if one is given.
+      divided: As in `StagedStep`.
+    """
+
+    def __init__(
+        self,
+        devices: Mapping[int, StageDevice],
+        put: Callable[[Value, StageDevice, int | None], Array],
+        divided: Mapping[Var, int],
+    ) -> None:
+        self._devices, self._put, self._divided = devices, put, divided
+        self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
+
+    def empty(self) -> Values:
+        """Makes one of the same devices, which hold nothing."""
+        return Values(self._devices, self._put, self._divided)
+
+    def has(self, value: Value, device: int) -> bool:
+        """Whether a device has made or been sent it."""
+        return value in self._held[device]
+
+    def put(self, value: Value, device: int, array: Array) -> None:
+        """What a device has made or been sent."""
+        self._held[device][value] = array
+
+    def at(self, value: Value, device: int) -> Array:
+        """The value on a device, an argument being put there when it is first read."""
+        held = self._held[device]
+        if value not in held:
+            held[value] = self._put(value, self._devices[device], self._divided.get(value.var))
+        array = held[value]
+        if isinstance(array, Arriving):
+            with PROGRESS.during("waiting for another stage", "waits"):
+                array = held[value] = self._devices[device].put(array.wait(), self._divided.get(value.var))
+        return array
+
+    def drop(self, value: Value, device: int) -> None:
+        """Let a value go."""
+        self._held[device].pop(value, None)
+
+
+def _types(var: Var, dtype: Callable[[Any], Any]) -> Any:
+    """Of a value: a route is several arrays."""
+    if isinstance(var.type, RouteType):
+        return route_types(var.type)
+    return jax.ShapeDtypeStruct(var.shape, dtype(var.dtype))
+
+
+def placed_types(var: Var, sharding: Any, dtype: Callable[[Any], Any]) -> Any:
+    """Of a value with such a sharding, in another `dtype`."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _types(var, dtype))
+
+
+def message_of(value: Any) -> list[np.ndarray]:
+    """The arrays that are sent for a value: of random keys their data."""
+    arrays = jax.tree.leaves(value)
+    return [np.asarray(jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x) for x in arrays]
+
+
+@dataclass(frozen=True, eq=False)
+class Arriving:
+    """A value that is on its way to this rank."""
+
+    types: Any
+    parts: Sequence[Incoming]
+
+    @staticmethod
+    def of(value: Value, messages: PointToPoint, source: int) -> Arriving:
+        """Begin to receive it; sums are in a wider dtype."""
+        types = _types(value.var, wide if isinstance(value.part, SumOf) else lambda dtype: dtype)
+        data = jax.tree.leaves(jax.eval_shape(_data, types))
+        return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
+
+    def wait(self) -> Any:
+        """The value, once it is there."""
+        parts = iter(self.parts)
+
+        def arrived(like: Any) -> Any:
+            array = next(parts).wait()
+            return jax_compat.wrap_keys(array, like.dtype) if jax_compat.is_key(like.dtype) else array
+
+        return jax.tree.map(arrived, self.types)
+
+
+def _data(value: Any) -> Any:
+    return jax.tree.map(lambda x: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x, value)
+
+
+def _slices(value: Any, axis: int, count: int) -> list[Any]:
+    """Equal parts of a batch's leaf."""
+    if isinstance(value, np.ndarray):
+        return np.split(value, count, axis)
+    return [_part(value, np.int32(k), axis, count) for k in range(count)]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _part(value: Array, number: Array, axis: int, count: int) -> Array:
+    return MicrobatchOf(number, count).share(value, axis)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CompiledProgram:
+    """A stage's program on a device.
+
+    Attributes:
+      run: A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place.
+      start: Makes what is summed, before the first microbatch; nothing where nothing is.
+    """
+
+    run: jax.stages.Compiled
+    start: Callable[[], Sequence[Array]] = tuple
+
+
+@dataclass(frozen=True, eq=False)
+class StageExecutable:
+    """A stage's program, compiled by itself for each device that runs it.
+
+    Attributes:
+      program, count: What it computes, and M.
+      joins: Its outputs that are summed over microbatches -> the name of a reduction.
+      read: Positions of its outputs that others read.
+      donated: Positions of its inputs whose buffers its results take.
+      divided: Values that are divided over the devices of a stage -> the axis.
+    """
+
+    program: StageProgram
+    count: int
+    joins: Mapping[Var, str]
+    read: tuple[int, ...]
+    donated: tuple[int, ...]
+    divided: Mapping[Var, int]
+
+    @property
+    def _values(self) -> list[Var]:
+        return [self.program.outputs[k] for k in self.read]
+
+    def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
+        """The programs of `CompiledProgram` for a device, to be compiled."""
+
+        def places(values: Iterable[Var]) -> list[Any]:
+            return [device.sharding(axis) for axis in self._axes(values)]
+
+        def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
+            pairs = zip(values, places(values), strict=True)
+            return [placed_types(v, there, dtype) for v, there in pairs]
+
+        donated = (1, *(k + 2 for k in self.donated))
+        run = jax.jit(
+            self._run(device.mesh), donate_argnums=donated, out_shardings=(places(self.joins), places(self._values))
+        )
+        number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), wide)
+        programs = [run.lower(number, sums, *types(self.program.block.inputs))]
+        return programs + ([jax.jit(self._start, out_shardings=places(self.joins)).lower()] if sums else [])
+
+    def _start(self) -> Sequence[Array]:
+        return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
+
+    def _axes(self, values: Iterable[Var]) -> list[int | None]:
+        return [self.divided.get(v) for v in values]
+
+    def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
+        """The program of new sums and values; `devices`: those that divide products, if several do."""
+        block, count = self.program.block, len(self.joins)
+        here = None if devices is None else Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
+        if devices is not None:
+            assert self.program.local is not None, "it is written for one of several devices"
+            block = self.program.local
+
+        def of_device(number: Array, *operands: Array) -> tuple[Array, ...]:
+            results = emit(block, {}, here, MicrobatchOf(number, self.count))(*operands[count:])
+            made = dict(zip(self.program.outputs, jax.tree.map(jnp.asarray, results), strict=True))
+            pairs = zip(self.joins.items(), operands, strict=False)
+            joined = [REDUCERS[name].join(total, made[v].astype(total.dtype)) for (v, name), total in pairs]
+            return *joined, *(made[v] for v in self._values)
+
+        of_all = of_device
+        if devices is not None:
+            given, made = self._axes(self.program.block.inputs), (*self._axes(self.joins), *self._axes(self._values))
+            given = [None, *self._axes(self.joins), *given]
+            of_all = devices.mapped(of_device, [None] * len(given), (None,) * len(made), tensors=(given, made))
+
+        def run(number: Array, sums: Sequence[Array], *inputs: Array) -> tuple[Sequence[Array], Sequence[Array]]:
+            results = of_all(number, *sums, *inputs)
+            return [*results[:count]], [*results[count:]]
+
+        run.__name__ = f"{self.program.phase}_{self.program.stage}"
+        return run
+
+
+def stage_executables(
+    step: StagedStep, timeline: Timeline, donated: Mapping[StageProgram, tuple[int, ...]] = MappingProxyType({})
+) -> dict[StageProgram, StageExecutable]:
+    """Returns the executables of a timeline's programs; `donated`: the positions of inputs that each may overwrite."""
+    runs = {action.program: action for action in timeline.actions if isinstance(action, Run)}
+    values = (value for action in timeline.actions for value in reads_of(action))
+    read = {value for value in values if not isinstance(value.part, SumOf)} | {*timeline.results}
+    used: dict[StageProgram, set[int]] = {program: set() for program in runs}
+    for action in timeline.actions:
+        if isinstance(action, Run):
+            used[action.program].update(k for k, value in enumerate(action.writes) if value in read)
+    return {
+        program: StageExecutable(
+            program=program,
+            count=step.microbatches,
+            joins={v: str(step.joins[v][1]) for v in run.sums},
+            read=tuple(sorted(used[program])),
+            donated=donated.get(program, ()),
+            divided=step.divided,
+        )
+        for program, run in runs.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
+    """Adds up the sums of all replicas, in their order."""
+    pairs = zip(joins, dtypes, parts, strict=True)
+    return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]
 
 
 class StageExecutor:

@@ -2,18 +2,41 @@
 
 `(slot, table, ids) -> (table, slot, loss)`: by form alone the slot's new value would be the table's. So, of arguments
 and results of one form, those are paired of which one carries on the other.
+
+Arguments that look like state where nothing was found to be it would make a step run plain without a word. A train step
+returns its state updated, in the same form. That is how `arguments.find_states` knows it, but for what could as well be
+something else: a lone array behind others (a prediction has its inputs' shape, and a residual network even adds to
+them), a state that is returned scaled (so does a gradient with weight decay, though by less than half: those are told
+apart here by the constant). `warn_of_missed_states` looks for such arguments once more, to tell of them, not to act on
+them: a user who means them names them. It tells only of those of a function that has other arguments as well (its
+data), and either differentiates something or brings two such arguments back; evaluation functions do neither. A
+training step may also forget a part of its state: it returns new values of some leaves of an argument, or makes new
+slots of its optimizer and doesn't return them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from autopar.analysis.flow import carried
-from autopar.ir.program import Block
-from autopar.run.arguments import Argument, Call, States, find_states, result_places, tops
+from autopar import jax_compat
+from autopar.analysis.flow import carried, updated
+from autopar.errors import StateWarning, warn
+from autopar.ir.program import ArrayType, Block
+from autopar.run.arguments import (
+    Argument,
+    Call,
+    States,
+    alike,
+    find_states,
+    result_places,
+    subtrees,
+    tops,
+    type_of_shape,
+)
 
 #: How sure a leaf of a result is the new value of a leaf of an argument: `old + update`, `decay * old + update`, `old`.
 _ADDED, _SCALED, _SAME = 4, 2, 1
@@ -90,3 +113,163 @@ def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int
                     starts[k] = first
                     improved = True
     return starts
+
+
+def warn_of_missed_states(
+    name: str, call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+) -> None:
+    """Warn of arguments, or leaves of some, that may be state and aren't taken for it.
+
+    Args:
+      name: The step's.
+      call: The call.
+      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
+      block: The traced step.
+      states: What was recognised.
+      batches: Positions of what is said to be no state.
+    """
+    differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
+    told = None
+    if states.outputs:
+        forgotten = _forgotten(call, block, states, batches) if differentiates else None
+        if forgotten is not None:
+            place = "..." if forgotten.position is None else f"({forgotten.position},)"
+            told = (
+                f"{name} makes a new value of {forgotten.name!r} and doesn't return it: each step begins with the old "
+                f"one. Return it as well; if it is no state, say so: parallelize(step, batch_argnums={place})"
+            )
+    elif missed := missed_states(call, outputs, block, batches, differentiates=differentiates):
+        told = _told(name, missed)
+    elif differentiates and (partly := _partly_returned(call, outputs, block, states, batches)):
+        argument, path = partly
+        told = (
+            f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in "
+            f"place or by rows. But it returns a new value of a part of {argument.name!r}, {path}. If that is state, "
+            f"return all of it in the form in which it was given, optimizer state, too; if not, say "
+            "parallelize(step, state_argnums=())"
+        )
+    if told:
+        warn(told, StateWarning)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """A container or leaf within an argument, and the place of its first leaf among the argument's and all inputs."""
+
+    argument: Argument
+    treedef: Any
+    first: int
+    input_: int
+
+    @property
+    def types(self) -> Sequence[ArrayType]:
+        return self.argument.types[self.first : self.first + self.treedef.num_leaves]
+
+
+def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part]:
+    """Lists what arguments are made of that aren't taken for state, nor said to be none."""
+    start = 0
+    for k, argument in enumerate(call.arguments):
+        if k not in states.outputs and argument.position not in batches:
+            for treedef, first in subtrees(argument.treedef):
+                if treedef != argument.treedef:
+                    yield _Part(argument, treedef, first, start + first)
+        start += len(argument.types)
+
+
+def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
+    """The first argument with slots of a state, in that one's form, of which the step makes new values in vain."""
+    known = [call.arguments[k] for k in states.outputs]
+    slots = [
+        part
+        for part in _parts(call, states, batches)
+        if any(_is_alike(part, state.treedef, state.types) for state in known)
+    ]
+    made = updated(block) if slots else 0
+    return next((p.argument for p in slots if made >> p.input_ & (1 << len(p.types)) - 1), None)
+
+
+def _partly_returned(
+    call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+) -> tuple[Argument, str] | None:
+    """An argument of which a part of the output is a part's new value, and the path of the first leaf that is new; None
+    if there is none. (A state that comes back with more leaves than it had is whole.)"""
+    leaves, tree = jax.tree.flatten(outputs)
+    types = [type_of_shape(leaf) for leaf in leaves]
+    evidence = carried(block, scaled="little")
+    for part in _parts(call, states, batches) if len(call.arguments) > 1 else ():
+        for o, treedef in _parts_returned(part.argument, tree):
+            if _is_alike(part, treedef, types[o:]):
+                pairs = [(part.input_ + n, o + n) for n in range(len(part.types))]
+                new = (i for i, o in pairs if block.outputs[o] is not block.inputs[i] and evidence[o] >> i & 1)
+                i = next(new, None)
+                if i is not None:
+                    return part.argument, part.argument.paths[part.first + i - part.input_]
+    return None
+
+
+def _parts_returned(argument: Argument, tree: Any) -> Iterator[tuple[int, Any]]:
+    """Lists the outermost parts of an output, with the number of each one's first leaf, and the parts of a dictionary
+    that has some of an argument's own keys."""
+    for first, treedef in sorted(tops(tree), key=lambda top: top[0]):
+        yield first, treedef
+        (kind, keys), (own_kind, own_keys) = (t.node_data() or (None, ()) for t in (treedef, argument.treedef))
+        if kind is own_kind is dict and set(keys) < set(own_keys):
+            for child in treedef.children():
+                yield first, child
+                first += child.num_leaves
+
+
+def _is_alike(part: _Part, treedef: Any, types: Sequence[ArrayType]) -> bool:
+    """Whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
+    return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
+
+
+def missed_states(
+    call: Call, outputs: Any, block: Block, batches: Sequence[int], *, differentiates: bool
+) -> list[Argument]:
+    """The arguments of which an outermost part of the output may be the new value.
+
+    Args:
+      call: The call.
+      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
+      block: The traced step.
+      batches: Positions of what is said to be no state.
+      differentiates: Whether the step does.
+    """
+    leaves, tree = jax.tree.flatten(outputs)
+    types = [type_of_shape(leaf) for leaf in leaves]
+    parts = sorted(tops(tree), key=lambda part: part[0])
+    evidence = carried(block, scaled="little" if differentiates else "never")
+    missed: list[Argument] = []
+    taken: set[int] = set()
+    start = 0
+    for argument in call.arguments:
+        size = len(argument.types)
+        for first, node in parts:
+            new = range(first, first + size)
+            if node != argument.treedef or not size or taken.intersection(new) or argument.position in batches:
+                continue
+            if not all(map(alike, argument.types, types[first : first + size])):
+                continue
+            pairs = [(start + n, o) for n, o in enumerate(new) if block.outputs[o] is not block.inputs[start + n]]
+            if any(evidence[o] >> k & 1 for k, o in pairs):
+                missed.append(argument)
+                taken.update(new)
+                break
+        start += size
+    has_data = any(argument.types and argument not in missed for argument in call.arguments)
+    return missed if has_data and (len(missed) > 1 or differentiates) else []
+
+
+def _told(name: str, missed: Sequence[Argument]) -> str:
+    """What to tell the user of them."""
+    names = " and ".join(repr(argument.name) for argument in missed)
+    places = tuple(argument.position for argument in missed if argument.position is not None)
+    by_name = "" if len(places) == len(missed) else " and pass it by position"
+    shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})" if places else "(...)"
+    return (
+        f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in place "
+        f"or by rows. But it returns {names} in the same form. If that is state, say parallelize(step, "
+        f"state_argnums={shown}){by_name}; if not, state_argnums=()"
+    )

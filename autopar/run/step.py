@@ -1,14 +1,18 @@
-"""`ParallelStep`: the callable that `parallelize` returns, and its plans per shape of the arguments."""
+"""`ParallelStep`: the callable that `parallelize` returns, with its plans per shape of the arguments; how it is
+bound to an instance, pickled, and made late."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
+import numpy as np
 from jax.profiler import StepTraceAnnotation
 
 from autopar import explicit_meshes, jax_compat
@@ -23,13 +27,10 @@ from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
 from autopar.run.arguments import Call, call_difference, read_call, static_key
-from autopar.run.bound_step import BoundStep
-from autopar.run.buffers import check_not_donated, is_traced, naming_donated
+from autopar.run.buffers import check_not_donated, is_traced, naming_donated, noting_lost_state
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry
 from autopar.run.growth import Growth
-from autopar.run.lost_state import noting_lost_state
-from autopar.run.pickled import PickledByOptions
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
@@ -40,6 +41,76 @@ from autopar.tables.served import ServedLeaf
 
 #: A step is stopped here whose batches keep changing shapes: each of them costs a compilation.
 MAX_PLANS = 16
+
+
+class PickledByOptions:
+    """A step that is pickled as its function and its options, or by its name, where a module has it by that.
+
+    Plans and compiled programs stay behind: the process that reads it plans by its own devices. A copy is the step
+    itself, as a copy of a function is.
+    """
+
+    __wrapped__: Any
+    _made_by: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
+
+    def made_by(self, make: Callable[..., Any], options: Mapping[str, Any]) -> Self:
+        """Has the step, which is returned, know that `make(function, **options)` makes another one like it."""
+        self._made_by = make, options
+        return self
+
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        name = getattr(self, "__qualname__", "")
+        module = getattr(self, "__module__", None)
+        if module != "__main__" and _found(module, name) is self:  # __main__ is another module elsewhere
+            return name
+        if self._made_by is None:
+            raise TypeError(f"{self!r} can't be pickled: pickle the function that it was made of")
+        make, options = self._made_by
+        given = {k: _Mesh.of(v) if isinstance(v, jax.sharding.Mesh) else v for k, v in options.items()}
+        return _made, (make, self.__wrapped__, given)
+
+
+def _made(make: Callable[..., Any], fun: Any, given: Mapping[str, Any]) -> Any:
+    return make(fun, **{k: v.made() if isinstance(v, _Mesh) else v for k, v in given.items()})
+
+
+def _found(module: Any, name: str) -> Any:
+    """Returns what a module has by a qualified name; None if nothing."""
+    try:
+        return functools.reduce(getattr, name.split("."), sys.modules[module])
+    except (AttributeError, KeyError):
+        return None
+
+
+@dataclass(frozen=True)
+class _Mesh:
+    """A mesh by the numbers of its devices, which can't be pickled themselves."""
+
+    ids: np.ndarray
+    axis_names: tuple[str, ...]
+    axis_types: tuple[Any, ...]
+
+    @staticmethod
+    def of(mesh: jax.sharding.Mesh) -> _Mesh:
+        ids = np.vectorize(lambda device: device.id, otypes=[np.int64])(mesh.devices)
+        return _Mesh(ids, mesh.axis_names, mesh.axis_types)
+
+    def made(self) -> jax.sharding.Mesh:
+        devices = {device.id: device for device in jax.devices()}
+        missing = sorted({*self.ids.flat} - set(devices))
+        if missing:
+            raise ArgumentsError(
+                f"a pickled step has mesh= with devices {', '.join(map(str, missing))}, and this process has "
+                f"{len(devices)} devices. Pickle a step without mesh=, or pickle its function and call parallelize here"
+            )
+        chosen = np.array([devices[k] for k in self.ids.flat], object).reshape(self.ids.shape)
+        return jax.sharding.Mesh(chosen, self.axis_names, axis_types=self.axis_types)
 
 
 @dataclass(eq=False)
@@ -262,7 +333,7 @@ class ParallelStep(PickledByOptions):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else BoundStep(self, instance)
+        return self if instance is None else MethodStep(self, instance)
 
     # --- planning ---
 
@@ -341,3 +412,74 @@ _NONE = _Ready(object(), None, None)
 
 def _table_key(leaf: Any) -> Any:
     return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf)) if is_table(leaf) else None
+
+
+class MethodStep:
+    """What `trainer.step` is, of a class whose method `step` was decorated: called without `self`.
+
+    As under `jax.jit` the object is an argument like any other: a pytree of arrays, or static (`static_argnums=0`).
+
+    Attributes:
+      step: The step as it was decorated, whose first argument is the object.
+      instance: The object.
+    """
+
+    def __init__(self, step: Any, instance: Any) -> None:
+        functools.update_wrapper(self, step.fun)
+        self.__wrapped__ = types.MethodType(step.fun, instance)
+        self.step, self.instance = step, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step."""
+        return self.step(self.instance, *args, **kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """`jax.jit(step).lower` of the planned step."""
+        return self.step.lower(self.instance, *args, **kwargs)
+
+    def calling(self, batch: Any, call: Callable[[Any], Sequence[Any]] | None) -> Callable[[Any], Sequence[Any]]:
+        """All arguments of `step` from a state: as `call` says for those behind `self`, else the state and a batch."""
+        states = self.step.state_argnums or (1,)
+
+        def all_of(made: Any) -> Sequence[Any]:
+            arguments = call(made) if call is not None else (made, batch) if states[0] < 2 else (batch, made)
+            return (self.instance, *arguments) if isinstance(arguments, (tuple, list)) else arguments
+
+        return all_of
+
+    def __reduce__(self) -> Any:
+        return MethodStep, (self.step, self.instance)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MethodStep) and self.step is other.step and self.instance is other.instance
+
+    def __hash__(self) -> int:
+        return hash((id(self.step), id(self.instance)))
+
+    def __getattr__(self, name: str) -> Any:
+        """What else there is to see of the step: `name`, `plan`, `latest`."""
+        if name in ("step", "instance"):  # of one that is being copied
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+
+class LazyStep(ParallelStep):
+    """A step at the top of a module, say: made when it is first used, so that the script may configure JAX before.
+
+    Its fields are those of the step that `make` returns; those that nobody sets are set once one is read.
+    """
+
+    def __init__(self, fun: Callable[..., Any], make: Callable[[], ParallelStep]) -> None:
+        self._make = make
+        functools.update_wrapper(self, fun)
+
+    @property
+    def fun(self) -> Callable[..., Any]:
+        return self.__wrapped__
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in {field.name for field in dataclasses.fields(ParallelStep)}:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        jax.devices()  # from now on they are known
+        self.__dict__.update({key: value for key, value in vars(self._make()).items() if key not in self.__dict__})
+        return getattr(self, name)

@@ -17,8 +17,7 @@ from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointErr
 from autopar.ir.typed_json import from_json
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
-from autopar.run.bound_step import BoundStep
-from autopar.run.step import ParallelStep
+from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.checksums import check_files
 from autopar.state.files.folder import Folder
@@ -83,7 +82,7 @@ def restore(
     path: str | os.PathLike[str],
     like: Any = None,
     *,
-    step: ParallelStep | BoundStep | None = None,
+    step: ParallelStep | MethodStep | None = None,
     batch: Any = None,
     call: Callable[[Any], Sequence[Any]] | None = None,
     resize: bool = False,

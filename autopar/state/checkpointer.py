@@ -25,8 +25,7 @@ from autopar.ir.typed_json import from_json, to_json
 from autopar.launch.group import everyone, go_on
 from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
-from autopar.run.bound_step import BoundStep
-from autopar.run.step import ParallelStep
+from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files.dense import require_place
 from autopar.state.files.history import Best, History
 from autopar.state.files.places import Place
@@ -105,7 +104,7 @@ class Checkpointer:
         self,
         folder: str | os.PathLike[str] | None,
         *,
-        step: ParallelStep | BoundStep | None = None,
+        step: ParallelStep | MethodStep | None = None,
         batch: Any = None,
         call: Callable[[Any], Sequence[Any]] | None = None,
         keep: int | None = 3,
@@ -129,7 +128,7 @@ class Checkpointer:
         if self._kept is not None:  # before hours of training
             self._group.together(CheckpointError, functools.partial(require_place, self._kept.path), "a folder")
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
-        if step is not None and not isinstance(step, (ParallelStep, BoundStep)):
+        if step is not None and not isinstance(step, (ParallelStep, MethodStep)):
             raise ArgumentsError(
                 f"Checkpointer takes a step that parallelize returned, not a {type(step).__name__}; of nnx objects "
                 "keep nnx.state(...), without step="

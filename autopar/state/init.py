@@ -24,10 +24,9 @@ from autopar.ir.trace import block_of
 from autopar.mpi.host_memory import require_memory
 from autopar.mpi.machines import exchange
 from autopar.run.agreement import check_same_maker
-from autopar.run.bound_step import BoundStep
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
-from autopar.run.step import ParallelStep
+from autopar.run.step import MethodStep, ParallelStep
 from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray, StagePlace, is_staged
@@ -39,7 +38,7 @@ CallArguments = Callable[[Any], Sequence[Any]]
 def init(
     make_state: Callable[..., Any],
     *args: Any,
-    step: ParallelStep | BoundStep,
+    step: ParallelStep | MethodStep,
     batch: Any = None,
     call: CallArguments | None = None,
 ) -> Any:
@@ -321,20 +320,20 @@ def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
 
 
 def unbound(
-    user: str, made: str, step: ParallelStep | BoundStep, batch: Any, call: CallArguments | None
+    user: str, made: str, step: ParallelStep | MethodStep, batch: Any, call: CallArguments | None
 ) -> tuple[ParallelStep, Any, CallArguments | None]:
     """A step, and how it is called; of a method the step itself, which is called with the object as well.
 
     `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
     """
-    if not isinstance(step.step if isinstance(step, BoundStep) else step, ParallelStep):
+    if not isinstance(step.step if isinstance(step, MethodStep) else step, ParallelStep):
         raise ArgumentsError(f"{user} takes a step that parallelize returned, not a {type(step).__name__}")
     if (batch is None) == (call is None):
         raise ArgumentsError(
             f"{user} needs to know what {step.name} is called with: batch=..., or, for a step with other arguments "
             f"than a state and a batch, call=lambda {made}: ({made}, ...)"
         )
-    if isinstance(step, BoundStep):
+    if isinstance(step, MethodStep):
         return step.step, None, step.calling(batch, call)
     return step, batch, call
 

@@ -10,8 +10,7 @@ import jax
 
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
-from autopar.run.bound_step import BoundStep
-from autopar.run.step import ParallelStep
+from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.checkpoint import restore
 from autopar.state.files.places import Place
 from autopar.state.init import init
@@ -22,7 +21,7 @@ from autopar.state.restoring import template_of
 class Maker:
     """Makes and restores states. `step`, `batch`, `call`: as of `Checkpointer`."""
 
-    step: ParallelStep | BoundStep | None
+    step: ParallelStep | MethodStep | None
     batch: Any
     call: Callable[[Any], Sequence[Any]] | None
 
@@ -39,7 +38,7 @@ class Maker:
         if self.step is None:
             like = make_state(*args) if resize else template_of(make_state, *args)
             return restore(path, like, resize=resize)
-        pure = self.step.step if isinstance(self.step, BoundStep) else self.step
+        pure = self.step.step if isinstance(self.step, MethodStep) else self.step
         own = pure.planner
         if plan is not None and pure.latest is None and own.may_follow(plan):
             pure.planner = own.following(plan)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import autopar
-from autopar.run import late_fallback
+from autopar.run import devices
 from tests.support.compilations import compilations
 from tests.support.mpi.global_cases import ALL, BATCH, COUNT, PLAIN, RANK, RANKS, agree, here, ids_of
 from tests.support.row_steps import make_state, step
@@ -67,8 +67,8 @@ def check_larger_capacities() -> None:
 def check_fallback() -> None:
     """All ranks go over at the same call to the step with its fallback, which was compiled beside the ones before."""
     rows = 1000 * COUNT
-    before = late_fallback.CALLS, late_fallback.WAITING_CALLS
-    late_fallback.CALLS, late_fallback.WAITING_CALLS = 2, 5
+    before = devices.CALLS, devices.WAITING_CALLS
+    devices.CALLS, devices.WAITING_CALLS = 2, 5
     try:
         planned = autopar.parallelize(step, strategy="ps")
         even = ids_of(rows, length=20)
@@ -85,4 +85,4 @@ def check_fallback() -> None:
         assert here_ == [True] + [False] * 8, here_
         agree(start, state, theirs)
     finally:
-        late_fallback.CALLS, late_fallback.WAITING_CALLS = before
+        devices.CALLS, devices.WAITING_CALLS = before

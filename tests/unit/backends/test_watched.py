@@ -19,7 +19,7 @@ from autopar.launch.progress import Progress
 
 PACKAGE = Path(autopar.__file__).parent
 #: Programs of stages, each of which has devices of one process.
-OF_STAGES = {("run/stage_programs.py", "lower"), ("state/init.py", "run")}
+OF_STAGES = {("run/stage_executor.py", "lower"), ("state/init.py", "run")}
 
 
 def jitted_on_meshes(tree: ast.AST, function: str = "") -> set[str]:

@@ -16,7 +16,7 @@ import pytest
 import autopar
 from autopar.integrations import equinox as aeqx
 from autopar.integrations import nnx as anx
-from autopar.run import pickled
+from autopar.run.step import _Mesh
 from tests.support import pickled_steps
 from tests.support.pickled_steps import Trainer, decorated, plain, start
 
@@ -64,7 +64,7 @@ def test_steps_of_objects(kind: Any) -> None:
 
 def test_a_mesh_of_devices_that_are_not_there() -> None:
     with pytest.raises(autopar.ArgumentsError, match=r"devices 98, 99, and this process has .*without mesh="):
-        pickled._Mesh(np.array([[98, 99]]), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2).made()
+        _Mesh(np.array([[98, 99]]), ("a", "b"), (jax.sharding.AxisType.Auto,) * 2).made()
 
 
 _SENDS = """

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from autopar.backends.background import beside
-from autopar.run.late_fallback import LateFallback
+from autopar.run.devices import LateFallback
 
 
 class _Lowered:

@@ -10,14 +10,12 @@ from typing import Any
 
 from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
-from autopar.run.bound_step import BoundStep
 from autopar.run.entry import Entry
-from autopar.run.pickled import PickledByOptions
-from autopar.run.step import MAX_PLANS, ParallelStep
+from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
 
 
 @dataclass(eq=False)
-class WrappedStep(PickledByOptions, abc.ABC):
+class ObjectStep(PickledByOptions, abc.ABC):
     """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays.
 
     Attributes:
@@ -67,7 +65,7 @@ class WrappedStep(PickledByOptions, abc.ABC):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """Bind to an instance, as a function does: a step may be a method."""
-        return self if instance is None else BoundStep(self, instance)
+        return self if instance is None else MethodStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
         """The step of arrays for what is fixed, made when that is new.
@@ -92,12 +90,12 @@ class WrappedStep(PickledByOptions, abc.ABC):
         return step
 
 
-def _wrapped(kind: type[WrappedStep], fun: Callable[..., Any], **options: Any) -> WrappedStep:
+def _wrapped(kind: type[ObjectStep], fun: Callable[..., Any], **options: Any) -> ObjectStep:
     return kind(fun, options)
 
 
 #: What functions take that ask about a step.
-AnyStep = ParallelStep | WrappedStep | BoundStep
+AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
 def require_step(step: Any, what: str) -> None:
@@ -106,7 +104,7 @@ def require_step(step: Any, what: str) -> None:
     Raises:
       ArgumentsError: it isn't; `what` names the function that wanted one.
     """
-    if not isinstance(step, (ParallelStep, WrappedStep, BoundStep)):
+    if not isinstance(step, (ParallelStep, ObjectStep, MethodStep)):
         hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
         raise ArgumentsError(f"{what} takes a step that parallelize returned, not a {type(step).__name__}{hint}")
 
@@ -120,6 +118,6 @@ def unwrapped(
       ArgumentsError: `step` is no planned step; `what` names the function that wanted one.
     """
     require_step(step, what)
-    if isinstance(step, BoundStep):
+    if isinstance(step, MethodStep):
         return unwrapped(step.step, (step.instance, *args), kwargs, what)
-    return step.pure(args, kwargs) if isinstance(step, WrappedStep) else (step, args, kwargs)
+    return step.pure(args, kwargs) if isinstance(step, ObjectStep) else (step, args, kwargs)

@@ -22,7 +22,7 @@ from autopar.tables.kinds import is_table, materialize
 
 
 @dataclass(eq=False)
-class JoinedStep(ParallelStep):
+class GlobalBatchStep(ParallelStep):
     """A step by data parallelism whose batch is made of the minibatches of all processes: `Async(staleness=0)`.
 
     Attributes:
@@ -83,7 +83,7 @@ def _join(leaf: Any, axis: int | None, devices: Devices) -> Any:
 
 
 @dataclass(eq=False)
-class WarmedStep(ParallelStep):
+class WarmupStep(ParallelStep):
     """A step that does its first calls by another one: `Async(warmup=)`. Workers have minibatches in turn.
 
     Attributes:
