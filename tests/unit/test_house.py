@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import autopar
 from benchmarks.__main__ import chosen
 
 ROOT = Path(__file__).parents[2]
@@ -35,3 +39,37 @@ def test_benchmarks_that_pages_name_exist() -> None:
     text = "\n".join(page.read_text() for page in pages)
     names = re.findall(r"python -m\s+benchmarks\s+([\w.]*\w)", text)
     assert len(names) > 20 and len(list(chosen(names))) == len(names)
+
+
+def loaded(code: str) -> set[str]:
+    """Returns the modules of autopar that are loaded after some code."""
+    code += "; import sys; print(*[name for name in sys.modules if name.startswith('autopar.')])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(run.stdout.split())
+
+
+#: Rooms that `import autopar` leaves for later.
+LATER = ("batches", "integrations", "kvstore", "planning", "report", "retrieval", "schedules", "state", "testing")
+
+
+def test_importing_autopar_leaves_rooms_for_later() -> None:
+    found = loaded("import autopar")
+    assert "autopar.api" in found
+    assert [name for name in found if name.split(".")[1] in LATER] == ["autopar.report"]  # the empty package
+    assert not any(name.startswith("autopar.launch.start") for name in found)
+
+
+def test_public_names_are_loaded_when_they_are_used() -> None:
+    stub = ast.parse((ROOT / "autopar" / "__init__.pyi").read_text())
+    told = {a.name: node.module for node in stub.body if isinstance(node, ast.ImportFrom) for a in node.names}
+    assert sorted(told) == autopar.__all__ and set(told) <= set(dir(autopar))
+    for name, module in told.items():
+        expected = f"autopar.{name}" if module == "autopar" else name
+        found = getattr(autopar, name)
+        assert (found.__name__ if module == "autopar" else name) == expected
+        assert module == "autopar" or found is getattr(importlib.import_module(module or ""), name)
+    assert "autopar.report.page" in loaded(
+        "import autopar.report.page; import autopar; assert callable(autopar.report)"
+    )
+    with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'parallelise'"):
+        _ = autopar.parallelise  # type: ignore[attr-defined]

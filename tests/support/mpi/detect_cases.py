@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
+import autopar.calibration
 from autopar.backends.devices import Devices
 from autopar.backends.host.stages import StagedProgram
 from autopar.cost import Link
