@@ -41,7 +41,7 @@ class Link:
     source: str = ""
 
     def __post_init__(self) -> None:
-        if not self.latency_s >= 0 or not self.bytes_s > 0:
+        if not 0 <= self.latency_s < math.inf or not self.bytes_s > 0:
             raise ArgumentsError(f"a link of {self.latency_s} s and {self.bytes_s} bytes a second: 0 or more, and more")
 
     def __call__(self, size: float, messages: float = 1) -> float:

@@ -71,7 +71,7 @@ def _fields(kind: Any, value: Any, where: str) -> Any:
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
     for key in values:
         if key not in hints:
-            raise MalformedError(f"there is no {where}.{key}")
+            raise MalformedError(f"there is no {where}.{key}; there are {', '.join(hints)}")
     missing = dataclasses.MISSING
     for field in fields:
         if field.name not in values and field.default is missing and field.default_factory is missing:
@@ -84,4 +84,4 @@ def _fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def _fail(wanted: str, value: Any, where: str) -> typing.NoReturn:
-    raise MalformedError(f"{where} is {wanted}, not {json.dumps(value)[:40]}")
+    raise MalformedError(f"{where} is {wanted}, not {json.dumps(value, default=str)[:40]}")

@@ -1,6 +1,6 @@
 """`Cluster`: machines and devices, what they can do, and what exchanges between them take.
 
-As found here, known by name, or kept in a file in the sections that `launch/hardware.py` describes.
+As found here, known by name, or kept in a file in the sections that `launch/cluster_file.py` describes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from autopar.backends.devices import Devices
 from autopar.cost.collectives import Reductions, reductions
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
-from autopar.launch.cluster_file import read_cluster
+from autopar.launch.cluster_file import DEVICE_COLLECTIVES, RANK_COLLECTIVES, format_toml, read_cluster
 from autopar.launch.group import MpiGroup, everyone
-from autopar.launch.hardware import DEVICE_COLLECTIVES, RANK_COLLECTIVES
-from autopar.launch.toml_file import format_toml
 from autopar.measure.budget import Budget
 from autopar.measure.cache import cache_file, measuring, write_cache
 from autopar.measure.links import measure_links, measure_ranks

@@ -21,8 +21,8 @@ from jax.sharding import AxisType, Mesh
 from autopar.backends.devices import Devices
 from autopar.cost.collectives import fit_collective
 from autopar.ir.cluster import Link
+from autopar.launch.cluster_file import DEVICE_COLLECTIVES
 from autopar.launch.group import Group, MpiGroup
-from autopar.launch.hardware import DEVICE_COLLECTIVES
 from autopar.measure.budget import Budget
 from autopar.measure.loops import collective_points, undisturbed
 from autopar.mpi.exchange import Exchange

@@ -16,8 +16,7 @@ import autopar.calibration
 from autopar.backends.devices import Devices
 from autopar.backends.host.stages import StagedProgram
 from autopar.cost import Link
-from autopar.launch.hardware import COLLECTIVES
-from autopar.launch.toml_file import format_toml
+from autopar.launch.cluster_file import COLLECTIVES, format_toml
 from autopar.measure import cluster, links
 from autopar.measure.cache import cache_file, write_cache
 from autopar.measure.cluster import Cluster

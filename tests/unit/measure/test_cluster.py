@@ -205,15 +205,15 @@ def test_what_a_file_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("flops_s", "flops", "cluster.toml:14: there is no 'flops' in [device]; there are name, memory_bytes, "),
-        ("flops_s = 1e12\n", "", "cluster.toml:11: [device] lacks flops_s"),
-        ("flops_s = 1e12", 'flops_s = "1e12"', "cluster.toml:14: flops_s is a number larger than 0, not '1e12'"),
-        ("latency_s = 0", "latency_s = nan", "cluster.toml:22: latency_s is a number of seconds, 0 or more, not nan"),
-        ("link.inside", "link.insde", "cluster.toml:17: there is no 'insde' in [link]; there are inside, between"),
-        ("link.inside", "links.inside", "cluster.toml:17: there is no 'links' in a cluster file; there are [[host]], "),
-        ("link.inside", "measured.sum.inside", "cluster.toml:17: there is no 'sum' in [measured]; there are all_red"),
-        ("host_bytes = 256e9", "machines = 2", "cluster.toml:1: machines is for files without [[host]] tables"),
-        ("devices = [0, 1]\n\n[dev", "host_bytes = 3\n[dev", "of a host (it is written above all tables)"),
+        ("flops_s", "flops", "cluster.toml: there is no device.flops; there are name, memory_bytes, "),
+        ("flops_s = 1e12\n", "", "cluster.toml: device.flops_s is missing"),
+        ("flops_s = 1e12", 'flops_s = "1e12"', 'cluster.toml: device.flops_s is a number, not "1e12"'),
+        ("latency_s = 0", "latency_s = nan", "cluster.toml: link.between: a link of nan s and"),
+        ("link.inside", "link.insde", "cluster.toml: there is no link.insde; there are inside, between"),
+        ("link.inside", "links.inside", "cluster.toml: there is no links; there are name, machines, "),
+        ("link.inside", "measured.sum.inside", "cluster.toml: there is no measured.sum; there are all_red"),
+        ("host_bytes = 256e9", "machines = 2", "cluster.toml: machines is for files without [[host]] tables"),
+        ("devices = [0, 1]\n\n[dev", "host_bytes = 3\n[dev", "there is no host[1].host_bytes; there are name, addr"),
     ],
 )
 def test_a_wrong_file(old: str, new: str, message: str, tmp_path: Path) -> None:
