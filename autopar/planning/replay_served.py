@@ -1,29 +1,38 @@
-"""Replay and `verify` of training with servers (`autopar.sync.Async`, `Elastic`): what they did, in one process."""
+"""Replay and `verify` of clients that wait for nobody (`autopar.sync.Async`, `Elastic`, `ADPSGD`): what was done, in
+one process.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
-from autopar.backends.clients import Clients
+from autopar.backends.clients import Clients, mean_of
 from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
-from autopar.planning.replay_elastic import replay_elastic
+from autopar.ir.ring import Ring
 from autopar.planning.replay_replicas import calls_of_all, compared
-from autopar.planning.replay_ring import replay_ring
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values
+from autopar.protocols import Compute, Send
 from autopar.run.entry import Entry
+from autopar.run.exchanges import RingEnd
+from autopar.run.replicas import Weights, fragments_of
+from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
-from autopar.servers.job import Job, as_recorded
+from autopar.run.touched_rows import TouchedRows
+from autopar.servers.center import Center
+from autopar.servers.exchanges import CenterEnd, CenterParts, End, message
+from autopar.servers.job import Client, Job, Recorded, run_clients
+from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
-from autopar.sync import Async, Elastic, Replicated, Sync
+from autopar.sync import Async, Elastic, Replicated
 from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, replicas_of
@@ -115,7 +124,7 @@ def replay_timeline(
     if isinstance(sync, Async):
         leaves, done = replay_served(entry, start, calls, timeline, _programs_here(entry, step.clients))
     else:
-        leaves, done = _replay(sync)(entry, start, calls, timeline)
+        leaves, done = replay_exchanges(entry, start, calls, timeline)
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
     return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
 
@@ -127,7 +136,7 @@ def replay_served(
     timeline: Timeline,
     programs: ServedPrograms,
 ) -> tuple[list[Any], list[list[list[Any]]]]:
-    """Do what a timeline says. Arguments and results as of `replay_elastic`; results have None for the state.
+    """Do what a timeline says. Arguments and results as of `replay_exchanges`; results have None for the state.
 
     `programs`: what workers and servers run.
 
@@ -145,10 +154,114 @@ def replay_served(
     if len(programs.servers) != len(timeline.events):
         raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
     job = Job(programs, start, timeline.workers, None)
-    done = job.run(counts, lambda w, c: calls[w][c], as_recorded(timeline))
+    done = job.run(counts, lambda w, c: calls[w][c], Recorded(timeline))
     new, count = job.state(), range(len(program.outputs))
     leaves = [_like(new[k], x) if k in new else copied(x) for k, x in enumerate(start)]
     return leaves, [[[own.get(k) for k in count] for own in each] for each in done]
+
+
+def replay_exchanges(
+    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Do what a timeline says.
+
+    Args:
+      entry: The step at these shapes.
+      start: A call's flat arguments; of these the state.
+      calls: For each client its calls' flat arguments; those of the state aren't read.
+      timeline: All exchanges.
+
+    Returns:
+      The flat arguments of the end, with the centre's weights and the mean of all else; and each client's flat results.
+
+    Raises:
+      TimelineError: a message comes before its client can have sent it, or the clients have others.
+    """
+    sync, plan, program = entry.options.sync, entry.compiled.plan.sync, entry.compiled.analysed
+    assert plan is not None, "clients have replicas"
+    weights = {k: jnp.asarray(materialize(start[k])) for some in fragments_of(plan, program) for k in some}
+    count, servers = timeline.workers, len(timeline.events)
+    if isinstance(sync, Elastic):
+        parts = CenterParts(weights, servers)
+        if parts.count != servers:
+            raise TimelineError(f"{program.name} has {parts.count} servers at most, not {servers}")
+        centers = [Center(dict(enumerate(parts.of(n, weights))), sync.alpha, count) for n in range(servers)]
+        clients = _run(entry, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
+        centre = parts.joined([[*center.leaves.values()] for center in centers])
+        return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
+    passives, rows = Ring(count).passives, TouchedRows(entry.compiled, plan)
+    if len(passives) != servers or not timeline.ring:
+        raise TimelineError(f"the timeline isn't of a ring of {count} clients")
+    ends = [RingEnd([*weights], rows, count, c, equal=True) for c in range(count)]
+    neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
+    clients = _run(entry, start, calls, ends, neighbors, timeline)
+    for c, neighbor in zip(passives, neighbors, strict=True):  # what came behind its last step
+        clients[c].leaves |= dict(zip(weights, neighbor.leaves.values(), strict=True))
+    return _ended(start, clients, {})
+
+
+def _run(
+    entry: Entry,
+    start: Sequence[Any],
+    calls: Sequence[Sequence[Sequence[Any]]],
+    ends: Sequence[End],
+    servers: Sequence[Center],
+    timeline: Timeline,
+) -> list[_Client]:
+    """Returns clients that have done what a timeline says."""
+    runner, states, recorded = entry.own_runner, entry.compiled.analysed.new_states, Recorded(timeline)
+    clients = [_Client(runner, states, start, own, end) for own, end in zip(calls, ends, strict=True)]
+    run_clients([client.steps(c) for c, client in enumerate(clients)], servers, recorded)
+    recorded.check_done()
+    return clients
+
+
+class _Client:
+    """A client's steps so far.
+
+    Attributes:
+      leaves: Its state, by number of the step's input.
+      results: What its calls returned.
+    """
+
+    def __init__(
+        self, runner: Runner, states: Mapping[int, int], start: Sequence[Any], calls: Sequence[Sequence[Any]], end: End
+    ) -> None:
+        self._runner, self._states, self._calls, self._end = runner, states, calls, end
+        self.leaves = {k: copied(materialize(start[k])) for k in self._states}
+        self.results: list[list[Any]] = []
+
+    def steps(self, number: int) -> Client:
+        """Yields its messages. `number`: its own."""
+        for step, given in enumerate(self._calls):
+            call = [self.leaves.get(k, x) for k, x in enumerate(given)]
+            self._end.look_up(call, self._states)
+            weights, results, new = Weights(self.leaves), list[Any](), dict[int, Array]()
+            for want in self._end.step(step):
+                if isinstance(want, Send):
+                    sent = self._end.sent(want, weights)
+                    yield {n: message(number, want, values) for n, values in sent.items()}
+                elif isinstance(want, Compute):
+                    results = jax.block_until_ready(jax.tree.leaves(self._runner(call)))
+                    weights = Weights({k: results[out] for k, out in self._states.items()})
+                else:
+                    new = self._end.applied(weights, (yield None))
+            for k, array in new.items():
+                results[self._states[k]] = array
+            self.leaves = {k: results[out] for k, out in self._states.items()}
+            self.results.append(results)
+
+
+def _ended(
+    start: Sequence[Any], clients: Sequence[_Client], centre: Mapping[int, Array]
+) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Returns what a replay does: of leaves that aren't the centre's the clients' mean, the first one's if they aren't
+    floats."""
+    made, mean = list(start), jax.jit(mean_of)
+    for k in clients[0].leaves:
+        own = [jnp.asarray(materialize(client.leaves[k])) for client in clients]
+        made[k] = centre[k] if k in centre else mean(own) if jnp.issubdtype(own[0].dtype, jnp.floating) else own[0]
+    return made, [client.results for client in clients]
 
 
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
@@ -179,7 +292,7 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     if isinstance(runner, ServedRunner):
         made, results = replay_served(entry, first, calls, done, runner.programs)
     else:
-        made, results = _replay(sync)(entry, first, calls, done)
+        made, results = replay_exchanges(entry, first, calls, done)
     *_, expected = results[clients.own]
     pairs = [[(expected[k], x)] for k, x in enumerate(found)]
     for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
@@ -187,11 +300,6 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
         pairs[out] = [*own, (made[k], now[out])]
     mine = [_worst(some) for some in pairs]
     return compared(clients, program, mine, steps, AGAINST)
-
-
-def _replay(sync: Sync | None) -> Callable[..., tuple[list[Any], list[list[list[Any]]]]]:
-    """Returns what replays a way of replicas that wait for nobody."""
-    return replay_elastic if isinstance(sync, Elastic) else replay_ring
 
 
 def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:

@@ -34,14 +34,13 @@ from autopar.run.arguments import Call, States
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
 from autopar.run.devices import DevicesRunner
-from autopar.run.elastic import ElasticRunner
+from autopar.run.exchanges import ElasticRunner, RingRunner
 from autopar.run.hosts import HostRunner
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.means import MeansRunner
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.replicas import ReplicaRunner
-from autopar.run.ring import RingRunner
 from autopar.run.runner import Runner
 from autopar.run.served import ServedRunner
 from autopar.run.touched_rows import TouchedRows

@@ -1,22 +1,79 @@
-"""Workers and servers in one process, whose messages arrive in a chosen order: at random, or as a `Timeline` says. The
+"""Clients and servers in one process, whose messages arrive in a chosen order: at random, or as a `Timeline` says. The
 programs are those that run on several processes, and so are the numbers.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
 
 from autopar.backends.served import ServedPrograms
 from autopar.errors import TimelineError
-from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read
+from autopar.protocols import Compute, Receive, pulling_step
+from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
 Array = Any
 #: Messages that could arrive next, each with its server -> the one that does, by its place; None: none may.
 Choice = Callable[[Sequence[tuple[int, Message]]], int | None]
+#: Yields what a client sends, by server; and None where it waits: it is sent what they answer, in their order.
+Client = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None]
+
+
+class Answering(Protocol):
+    """Takes one message after the other."""
+
+    def take(self, message: Any) -> list[tuple[int, Reply]]:
+        """Returns answers that are due now, each with the client that it is for."""
+        ...
+
+
+def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose: Choice) -> None:
+    """Let clients do all of their steps.
+
+    Args:
+      clients: In their order.
+      servers: Who answers.
+      choose: The message that arrives next. Those from one client to one server stay in their order.
+
+    Raises:
+      TimelineError: no message may arrive, or none is left while a client waits.
+    """
+    sent = {(c, n): deque[Message]() for c in range(len(clients)) for n in range(len(servers))}
+    waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
+    answers: list[dict[int, Sequence[Array]]] = [{} for _ in clients]
+
+    def go_on(c: int, given: Any) -> None:
+        """Let a client do what it does until it waits."""
+        try:
+            messages = clients[c].send(given)
+            while messages is not None:
+                for n, message in messages.items():
+                    sent[c, n].append(message)
+                    if not isinstance(message, Push | Leave):
+                        waiting[c].add(n)
+                messages = next(clients[c])
+        except StopIteration:
+            busy.discard(c)
+
+    for c in range(len(clients)):
+        go_on(c, None)
+    while pending := [(key, queue) for key, queue in sent.items() if queue]:
+        chosen = choose([(n, queue[0]) for (_, n), queue in pending])
+        if chosen is None:
+            raise TimelineError(f"none of {[(n, queue[0]) for (_, n), queue in pending]} can have come next")
+        (_, n), queue = pending[chosen]
+        for c, reply in servers[n].take(queue.popleft()):
+            assert isinstance(reply, Pulled), "nobody reads"
+            answers[c][n] = reply.values
+            waiting[c].discard(n)
+            if not waiting[c]:
+                given, answers[c] = [answers[c][k] for k in sorted(answers[c])], {}
+                go_on(c, given)
+    if busy:
+        raise TimelineError(f"workers {sorted(busy)} wait for pulls that no message will bring")
 
 
 class Job:
@@ -47,80 +104,74 @@ class Job:
     def run(
         self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice
     ) -> list[list[dict[int, Array]]]:
-        """Train.
+        """Train, by `run_clients`.
 
         Args:
           steps: How many of each worker.
           minibatch: Worker, step -> the step's flat arguments; those of the state aren't read.
-          choose: The message that arrives next. Those from one worker to one server stay in their order.
+          choose: The message that arrives next.
 
         Returns:
           Each worker's results of each step, by number of the output.
-
-        Raises:
-          TimelineError: no message may arrive, or none is left while a worker waits.
         """
         results: list[list[dict[int, Array]]] = [[] for _ in steps]
-        sent = {(w, n): deque() for w in range(len(steps)) for n in range(len(self.servers))}
-        pulled: list[dict[int, Pulled]] = [{} for _ in steps]
-
-        def begin(w: int) -> None:
-            if (step := len(results[w])) == steps[w]:
-                messages: Sequence[Message] = [Leave(w)] * len(self.servers)
-            else:
-                messages = [Pull(w, step, ids) for ids in self._programs.ids(arguments(w))]
-            for n, message in enumerate(messages):
-                sent[w, n].append(message)
-
-        def arguments(w: int) -> list[Array]:
-            return [self._clocks[w].get(k, x) for k, x in enumerate(minibatch(w, len(results[w])))]
-
-        def end(w: int) -> None:
-            step = len(results[w])
-            pushed, own, self._clocks[w] = self._programs.work(
-                [pulled[w].pop(n).values for n in range(len(self.servers))], arguments(w)
-            )
-            results[w].append(own)
-            for n, values in enumerate(pushed):
-                sent[w, n].append(Push(w, step, values))
-            begin(w)
-
-        for w in range(len(steps)):
-            begin(w)
-        while pending := [(key, queue) for key, queue in sent.items() if queue]:
-            chosen = choose([(n, queue[0]) for (_, n), queue in pending])
-            if chosen is None:
-                raise TimelineError(f"none of {[(n, queue[0]) for (_, n), queue in pending]} can have come next")
-            (_, n), queue = pending[chosen]
-            for w, reply in self.servers[n].take(queue.popleft()):
-                assert isinstance(reply, Pulled), "nobody reads"
-                pulled[w][n] = reply
-                if len(pulled[w]) == len(self.servers):
-                    end(w)
-        if waiting := [w for w, done in enumerate(results) if len(done) < steps[w]]:
-            raise TimelineError(f"workers {waiting} wait for pulls that no message will bring")
+        workers = [self._worker(w, count, minibatch, results[w]) for w, count in enumerate(steps)]
+        run_clients(workers, self.servers, choose)
         return results
 
+    def _worker(
+        self, w: int, steps: int, minibatch: Callable[[int, int], Sequence[Array]], results: list[dict[int, Array]]
+    ) -> Client:
+        pulled: Sequence[Sequence[Array]] = ()
+        pushed: Sequence[Sequence[Array]] = ()
+        for step in range(steps):
+            arguments = [self._clocks[w].get(k, x) for k, x in enumerate(minibatch(w, step))]
+            for want in pulling_step(step):
+                if isinstance(want, Compute):
+                    pushed, own, self._clocks[w] = self._programs.work(pulled, arguments)
+                    results.append(own)
+                elif isinstance(want, Receive):
+                    pulled = yield None
+                elif want.kind == "pull":
+                    yield {n: Pull(w, step, ids) for n, ids in enumerate(self._programs.ids(arguments))}
+                else:
+                    yield {n: Push(w, step, values) for n, values in enumerate(pushed)}
+        yield dict.fromkeys(range(len(self.servers)), Leave(w))
 
-def as_recorded(timeline: Timeline) -> Choice:
-    """Returns the choice by which messages arrive as they did in a timeline: for a `Job` without a bound."""
-    pushes = [[tuple(event) for event in events[:, :2].tolist()] for events in timeline.pushes]
-    versions = [{(w, step): v for w, step, v in events.tolist()} for events in timeline.pushes]
-    #: Of each server and version how many pulls are still to come.
-    wanted = [Counter(each.values()) for each in versions]
-    now = [0] * len(pushes)
 
-    def choose(messages: Sequence[tuple[int, Message]]) -> int | None:
+class Recorded:
+    """Chooses messages as they came in a timeline, of servers without a bound."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._events = [[tuple(event) for event in events[:, :2].tolist()] for events in timeline.pushes]
+        self._seen = [{(w, step): v for w, step, v in events.tolist()} for events in timeline.pushes]
+        #: Of each server and version how many pulls are still to come; and the versions now.
+        self._pulls = [Counter(each.values()) for each in self._seen]
+        self._now = [0] * len(self._events)
+
+    def __call__(self, messages: Sequence[tuple[int, Message]]) -> int:
         for k, (n, message) in enumerate(messages):
-            if not isinstance(message, Pull | Push):
+            if isinstance(message, Leave):
                 return k
-            event = (message.worker, message.step)
-            if isinstance(message, Pull) and versions[n].get(event) == now[n]:
-                wanted[n][now[n]] -= 1
+            assert not isinstance(message, Return | Read), "clients train"
+            now, event = self._now[n], (message.worker, message.step)
+            if isinstance(message, Pull):
+                if self._seen[n].get(event) == now:
+                    self._pulls[n][now] -= 1
+                    return k
+            elif self._events[n][now : now + 1] == [event] and not (isinstance(message, Push) and self._pulls[n][now]):
+                self._now[n] += 1
                 return k
-            if isinstance(message, Push) and not wanted[n][now[n]] and pushes[n][now[n]] == event:
-                now[n] += 1
-                return k
-        return None
+        self.check_done()
+        clients = sorted({message.worker for _, message in messages})
+        raise TimelineError(f"clients {clients} have more minibatches than the timeline has steps, or exchanges")
 
-    return choose
+    def check_done(self) -> None:
+        """Check that everything has come.
+
+        Raises:
+          TimelineError: something hasn't.
+        """
+        left = [[*events[now]] for events, now in zip(self._events, self._now, strict=True) if now < len(events)]
+        if left:
+            raise TimelineError(f"none of {left} can have come next")

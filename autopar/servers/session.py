@@ -14,6 +14,7 @@ from autopar.backends.served import ServedPrograms, copied
 from autopar.launch.group import Group, before_waiting, everyone
 from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
+from autopar.protocols import Compute, Receive, pulling_step
 from autopar.servers.link import Link
 from autopar.servers.messages import Kept, Leave, Pull, Push, Return
 from autopar.servers.server import StateSpec, on_host, sendable, state_of
@@ -82,15 +83,22 @@ class Session:
         given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
         link.drain()
         self._is_away = False
-        for n, ids in enumerate(programs.ids(given)):
-            link.request(n, Pull(link.number, self.steps, [np.asarray(local(x)) for x in ids]))
-        pulled = [reply.values for reply in link.receive()]
-        with SLOWNESS.computing():
-            pushed, results, self.clocks = programs.work(pulled, given)
-            spoken = {n: pushed[n] for n in link.servers if link.speaks_to(n)}
-            sent = {n: [sendable(local(x)) for x in values] for n, values in spoken.items()}
-        for n, values in sent.items():
-            link.tell(n, Push(link.number, self.steps, values))
+        pulled: Sequence[Sequence[Array]] = ()
+        pushed: dict[int, Sequence[Array]] = {}
+        results: dict[int, Array] = {}
+        for want in pulling_step(self.steps):
+            if isinstance(want, Receive):
+                pulled = [reply.values for reply in link.receive()]
+            elif isinstance(want, Compute):
+                with SLOWNESS.computing():
+                    made, results, self.clocks = programs.work(pulled, given)
+                    pushed = {n: [sendable(local(x)) for x in made[n]] for n in filter(link.speaks_to, link.servers)}
+            elif want.kind == "pull":
+                for n, ids in enumerate(programs.ids(given)):
+                    link.request(n, Pull(link.number, want.number, [np.asarray(local(x)) for x in ids]))
+            else:
+                for n, values in pushed.items():
+                    link.tell(n, Push(link.number, want.number, values))
         self.steps += 1
         return results
 

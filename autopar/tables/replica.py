@@ -14,8 +14,7 @@ import numpy as np
 from autopar.backends.across import is_global
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
-from autopar.servers.elastic import CenterSession
-from autopar.servers.ring import RingSession
+from autopar.servers.exchanges import CenterSession, RingSession
 from autopar.tables.leaf import StandingLeaf, TableLeaf
 
 Array = Any

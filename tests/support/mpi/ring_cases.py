@@ -16,7 +16,7 @@ import autopar
 from autopar import jax_compat
 from autopar.launch.group import everyone
 from autopar.servers.messages import Exchange
-from autopar.servers.ring import Neighbor, NeighborSpec
+from autopar.servers.neighbor import Neighbor, NeighborSpec
 from autopar.sync import ADPSGD, DPSGD
 from tests.support.mpi.replica_task import (
     FOLDER,

@@ -18,7 +18,7 @@ import pytest
 import autopar
 from autopar.backends.across import local
 from autopar.launch.group import everyone
-from autopar.servers.elastic import CenterSession
+from autopar.servers.exchanges import CenterSession
 from autopar.servers.messages import Push
 from autopar.sync import Async, Elastic
 from tests.support.mpi.replica_task import (
@@ -333,5 +333,5 @@ def _doubled(init: Callable[..., None]) -> Callable[..., None]:
     return double
 
 
-def _moved(self: CenterSession, receive: Callable[..., Any], factor: float) -> Any:
-    return {k: np.float32(factor) * x for k, x in receive(self).items()}
+def _moved(self: CenterSession, receive: Callable[..., Any], factor: float, server: int | None) -> Any:
+    return [[np.float32(factor) * x for x in part] for part in receive(self, server)]

@@ -15,7 +15,7 @@ import autopar
 from autopar.cost.served import Served
 from autopar.ir.balance import center_shares
 from autopar.planning import simulate_clients
-from autopar.servers.elastic import CenterParts
+from autopar.servers.exchanges import CenterParts
 from autopar.sync import Elastic
 from tests.unit.planning.test_simulate_clients import CHALK, by_rows
 

@@ -20,7 +20,7 @@ from autopar.backends.served import ServedPrograms, copied
 from autopar.errors import AutoparError, TimelineError
 from autopar.ir.program import Block
 from autopar.ir.served import ServedStep, ServerPart
-from autopar.servers.job import Choice, Job, as_recorded
+from autopar.servers.job import Choice, Job, Recorded
 from autopar.servers.messages import Leave, Message, Pull, Pulled, Push, Reply
 from autopar.servers.server import Server
 from autopar.servers.timeline import Timeline
@@ -68,7 +68,7 @@ def test_what_was_done_at_random_follows_from_its_timeline(staleness: int | None
     done = job.run([5, 3, 4], _leaves, _random(staleness or 7))
     timeline = _timeline(job, staleness)
     again = _job(None)
-    same = again.run(timeline.steps, _leaves, as_recorded(timeline))
+    same = again.run(timeline.steps, _leaves, Recorded(timeline))
     assert jax.tree.all(jax.tree.map(np.array_equal, (done, _state(job)), (same, _state(again))))
 
 
@@ -265,5 +265,5 @@ def test_a_pull_that_sees_half_an_update_is_found() -> None:
     job.run([3, 3, 3], _leaves, _random(5))
     timeline = _timeline(job, None)
     again = _job(None)
-    again.run(timeline.steps, _leaves, as_recorded(timeline))
+    again.run(timeline.steps, _leaves, Recorded(timeline))
     assert not jax.tree.all(jax.tree.map(np.array_equal, _state(job), _state(again)))

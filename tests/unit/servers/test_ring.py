@@ -11,7 +11,7 @@ import pytest
 from autopar.errors import AutoparError, StabilityWarning
 from autopar.ir.ring import Ring
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Stepped
-from autopar.servers.ring import Neighbor
+from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
 from autopar.sync import ADPSGD, DPSGD, Hybrid, stable_slope
 

@@ -1,10 +1,21 @@
-"""`SharedRows`: a table of a passive client, averaged with its neighbours' by the rows that either end has changed."""
+"""`Neighbor`: a passive client's weights in a ring; its neighbours average theirs with them (`autopar.sync.ADPSGD`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+
+from autopar.mpi.service import Handler
+from autopar.servers.center import Center
+from autopar.servers.messages import Exchange, Pulled, Read, Reply, Stepped
+from autopar.servers.spec import Spec
+
+Array = Any
 
 
 class Earlier:
@@ -100,3 +111,89 @@ class SharedRows:
         self.rows[places] = new
         self._begun = Earlier(self.rows)
         return begun.places, self.rows[begun.places]
+
+
+class Neighbor(Center):
+    """Keeps a passive client's weights, so that they can be averaged with an active one's at any time: both become the
+    mean of one pair. What the client's own steps change is added in one transaction.
+
+    Messages have the values of all other leaves first, and then of each table the rows' numbers, and the rows.
+
+    Args:
+      leaves: Its weights, by any number; they are copied.
+      workers: C.
+      tables: Those of them that are exchanged by rows -> the axis of these.
+      neighbors: The active clients that exchange.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[int, Array],
+        workers: int,
+        tables: Mapping[int, int] | None = None,
+        neighbors: Sequence[int] = (),
+    ) -> None:
+        self._axes, self._order = tables or {}, tuple(leaves)
+        super().__init__({k: x for k, x in leaves.items() if k not in self._axes}, 0.5, workers)
+        self._tables = {
+            k: SharedRows(np.moveaxis(np.asarray(leaves[k]), axis, 0), neighbors) for k, axis in self._axes.items()
+        }
+        self._begun = self._leaves  # with which its step under way began
+
+    @property
+    def leaves(self) -> dict[int, Array]:
+        rows = {k: np.moveaxis(table.rows, 0, self._axes[k]) for k, table in self._tables.items()}
+        whole = {**super().leaves, **rows}
+        return {k: whole[k] for k in self._order}
+
+    def take(self, message: Exchange | Stepped | Read) -> list[tuple[int, Reply]]:
+        if isinstance(message, Read):
+            return super().take(message)
+        count = len(self._leaves)
+        message, rows = replace(message, values=message.values[:count]), message.values[count:]
+        ((worker, reply),) = self._stepped(message) if isinstance(message, Stepped) else super().take(message)
+        assert isinstance(reply, Pulled), "nobody reads"
+        made = list(reply.values)
+        for table, places, values in zip(self._tables.values(), rows[::2], rows[1::2], strict=True):
+            if isinstance(message, Stepped):
+                made += table.step(places, values)
+            else:
+                made += table.exchange(worker, places, values)
+        return [(worker, replace(reply, values=made))]
+
+    def _stepped(self, message: Stepped) -> list[tuple[int, Reply]]:
+        version = self._log.version
+        self._count(message)
+        new = [jnp.array(x) for x in message.values]
+        if self._leaves is not self._begun:
+            new = _added(self._leaves, new, self._begun)
+        self._leaves = self._begun = new
+        self._log.see(message.worker)
+        return [(message.worker, Pulled(version, [np.array(x) for x in new]))]
+
+
+@jax.jit
+def _added(now: Sequence[Array], stepped: Sequence[Array], begun: Sequence[Array]) -> list[Array]:
+    """The weights behind a step, while which they were averaged with others."""
+    return [x + (new - old) for x, new, old in zip(now, stepped, begun, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class NeighborSpec(Spec):
+    """Says what a passive client's neighbours are answered with.
+
+    Attributes:
+      leaves, workers, tables, neighbors: As of `Neighbor`.
+    """
+
+    leaves: Mapping[int, Array]
+    workers: int
+    tables: Mapping[int, int]
+    neighbors: Sequence[int]
+
+    def handler(self) -> Handler:
+        return self.made(Neighbor).take
+
+    def made(self, kind: type[Neighbor]) -> Neighbor:
+        """Returns what answers them."""
+        return kind(self.leaves, self.workers, self.tables, self.neighbors)

@@ -1,0 +1,189 @@
+"""Runs clients that exchange weights and wait for nobody (`autopar.sync.Elastic`, `ADPSGD`)."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.across import local
+from autopar.errors import CheckpointError
+from autopar.ir.ring import Ring
+from autopar.protocols import Send, Want, ring_step
+from autopar.run.replicas import ReplicaRunner, Weights
+from autopar.run.touched_rows import TouchedRows
+from autopar.servers.exchanges import CenterSession, End, ExchangeSession, RingSession, pulled
+from autopar.servers.neighbor import NeighborSpec
+from autopar.sync import Elastic
+from autopar.tables.replica import Replica, Replicas
+
+Array = Any
+
+
+class ExchangeRunner(ReplicaRunner):
+    """Calls a client's own step, beside which its weights are exchanged."""
+
+    @abc.abstractmethod
+    def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
+        """Returns what replicas share before a step, and what exchanges the weights that it begins with."""
+
+    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+        weights = Weights(dict(enumerate(own)))
+        replicas, session = self._opened(replicas, weights)
+        # Of a leaf that the user has put in place of a replica, all rows may have changed.
+        known = {k for k in self.weights if isinstance(leaves[k], Replica) or not replicas.steps}
+        session.end.look_up(own, known)
+        session.begin(weights, replicas.steps)
+        return replicas
+
+    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+        session = replicas.center or replicas.ring
+        assert session is not None, "a step has begun"
+        weights = Weights({k: results[self._new_states[k]] for k in self.weights})
+        return dataclasses.replace(replicas, steps=replicas.steps + 1), session.finish(weights)
+
+
+class ElasticRunner(ExchangeRunner):
+    """Exchanges weights with a centre."""
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        anchors = {k: saved[name] for k in self.weights if (name := f"anchors/{k}") in saved}
+        if len(anchors) < len(self.weights):
+            raise CheckpointError(
+                "the replicas were saved by a step without a centre: restore them by a step with the same sync=, or "
+                "leave step= out to have their mean"
+            )
+        return self._centered(anchors, int(saved["own_steps"][0]))
+
+    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+        return self._centered(weights, 0)
+
+    def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
+        assert replicas.center is not None, "servers keep a centre"
+        return replicas, replicas.center
+
+    def _centered(self, weights: Mapping[int, Array], steps: int) -> Replicas:
+        """Returns what replicas share, with a centre that begins with some weights. Collective."""
+        sync = self._sync
+        assert isinstance(sync, Elastic), "there is a centre"
+        first = {k: jnp.asarray(local(weights[k])) for k in self.weights}
+        center = CenterSession(first, sync.alpha, sync.interval, self.clients, self._plan.servers)
+        return Replicas(self.clients, self.mode, steps, center=center)
+
+
+class RingRunner(ExchangeRunner):
+    """Averages weights with a neighbour's."""
+
+    def resumed(self, saved: Mapping[str, Array]) -> Replicas:
+        if "own_steps" not in saved:
+            raise CheckpointError(
+                "the replicas were saved by a step whose clients form no ring: restore them by a step with the same "
+                "sync=, or leave step= out to have their mean"
+            )
+        return Replicas(self.clients, self.mode, int(saved["own_steps"][0]))
+
+    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+        return Replicas(self.clients, self.mode)
+
+    def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
+        if replicas.ring is not None:
+            return replicas, replicas.ring
+        clients = self.clients
+        end = RingEnd(self.weights, self.touched, clients.count, clients.own, equal=not replicas.steps)
+        here = {k: np.array(local(weights[k])) for k in self.weights}  # of which its processes make use
+        neighbors = [end.neighbor(here, c) for c in Ring(clients.count).passives]
+        ring = RingSession(end, self.weights, neighbors, clients)
+        return dataclasses.replace(replicas, ring=ring), ring
+
+
+class RingEnd(End):
+    """A client's end of its exchanges with neighbours.
+
+    Of a table by rows an active client sends those that it has changed since its last exchange with the same neighbour:
+    that its steps have looked up, and that its exchanges with the other one have moved.
+
+    Args:
+      weights: Numbers of the step's inputs that are averaged.
+      touched: Which of them are tables by rows.
+      clients: C.
+      own: The client's number.
+      equal: Whether all clients have the same weights.
+    """
+
+    def __init__(self, weights: Sequence[int], touched: TouchedRows, clients: int, own: int, *, equal: bool) -> None:
+        self._ring, self._own, self._rows = Ring(clients), own, touched
+        self._dense = [k for k in weights if k not in touched]
+        self._tables = [k for k in weights if k in touched]
+        self._partner, self._is_open = 0, not equal
+        #: Exchanges that are begun, and steps that are done.
+        self._turns, self._steps = 0, 0
+        self._touched: Mapping[int, np.ndarray] = {}
+        #: By passive client's number among these, and by table.
+        self._since: dict[int, dict[int, list[np.ndarray]]] = {
+            self._ring.server(c): {k: [] for k in self._tables} for c in self._neighbors(own)
+        }
+
+    def neighbor(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
+        """Returns what answers for a passive client that has some weights."""
+        axes = {k: self._rows.axis(k) for k in self._tables}
+        return NeighborSpec(weights, self._ring.clients, axes, self._neighbors(passive))
+
+    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+        found = self._rows.after(self._rows.none(known), leaves)
+        self._touched = {k: some.calls[-1] for k, some in found.items()}
+
+    def step(self, number: int) -> Iterator[Want]:
+        self._turns += 1
+        return ring_step(self._ring, self._own, self._steps, self._turns - 1)
+
+    def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
+        assert want.server is not None, "one client answers"
+        rows = self._touched if want.kind == "step" else self._changed(want.server)
+        values = [local(weights[k]) for k in self._dense]
+        for k in self._tables:
+            values += [rows[k], self._picked(k, weights[k], rows[k])]
+        return {want.server: values}
+
+    def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
+        (values,), count = answers, len(self._dense)
+        dense, is_active = dict(zip(self._dense, values[:count], strict=True)), self._ring.is_active(self._own)
+        made = pulled(weights, dense) if is_active else {k: jnp.asarray(x) for k, x in dense.items()}
+        for k, places, rows in zip(self._tables, values[count::2], values[count + 1 :: 2], strict=True):
+            if not places.size:
+                continue
+            array = weights[k]
+            if is_active:
+                with np.errstate(all="ignore"):
+                    rows = self._picked(k, array, places) - rows
+                for server, known in self._since.items():
+                    if server != self._partner:
+                        known[k] = [*known[k], places]
+            padded = self._rows.padded(places)
+            made[k] = self._rows.put(k, array, padded, np.resize(rows, (padded.size, *rows.shape[1:])), in_place=True)
+        self._is_open, self._steps = False, self._steps + 1
+        return made
+
+    def _changed(self, server: int) -> Mapping[int, np.ndarray]:
+        """Returns the rows of each table that are sent to a passive client; and remembers those of the step."""
+        if self._is_open:  # of a step that was cut short the answer is lost, which rows it moved with it
+            everything = {k: [self._rows.everything(k)] for k in self._tables}
+            self._since = {n: dict(everything) for n in self._since}
+        self._partner, self._is_open = server, True
+        since = self._since[server]
+        rows = {k: np.unique(np.concatenate([np.zeros(0, np.int64), *some])) for k, some in since.items()}
+        self._since[server] = {k: [] for k in self._tables}
+        for known in self._since.values():
+            for k in self._tables:
+                known[k] = [*known[k], self._touched[k]]
+        return rows
+
+    def _picked(self, k: int, array: Array, places: np.ndarray) -> np.ndarray:
+        """Returns rows of a table, [n, ...], by as few programs as possible."""
+        return np.asarray(local(self._rows.picked(k, array, self._rows.padded(places))))[: places.size]
+
+    def _neighbors(self, client: int) -> list[int]:
+        return sorted({self._ring.neighbor(client, turn) for turn in (0, 1)})

@@ -1,0 +1,235 @@
+"""`ExchangeSession`: a client's exchanges of weights, with a centre that servers keep or with neighbours in a ring."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.backends.across import local
+from autopar.backends.clients import Clients
+from autopar.ir.balance import Span, center_shares
+from autopar.ir.ring import Ring
+from autopar.protocols import Compute, Send, Want, elastic_step
+from autopar.servers.center import CenterSpec
+from autopar.servers.link import Link
+from autopar.servers.messages import Exchange, Read, Stepped
+from autopar.servers.neighbor import NeighborSpec
+from autopar.servers.spec import Spec
+from autopar.servers.timeline import Timeline
+
+Array = Any
+
+
+class End(abc.ABC):
+    """A client's end of its exchanges: what it sends, and what it makes of answers. Messages are others' business:
+    `ExchangeSession`'s, and in replays `planning.replay_served`'s."""
+
+    @abc.abstractmethod
+    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+        """Find what a step will change of weights.
+
+        Args:
+          leaves: The step's flat arguments.
+          known: Inputs that are as the client's last step returned them.
+        """
+
+    @abc.abstractmethod
+    def step(self, number: int) -> Iterator[Want]:
+        """Yields what the client's next step does. `number`: the steps before it."""
+
+    @abc.abstractmethod
+    def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
+        """Returns server -> what is sent it; the arrays may be those of the weights. By all of the client's
+        processes."""
+
+    @abc.abstractmethod
+    def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
+        """Returns the weights that answers make of those behind a step."""
+
+
+def message(client: int, want: Send, values: Sequence[Array]) -> Exchange | Stepped:
+    """Returns what is sent of some values: copies, as a step may update weights in place."""
+    return (Exchange if want.kind == "exchange" else Stepped)(client, want.number, [np.array(x) for x in values])
+
+
+class ExchangeSession:
+    """Does this process's part of its client's exchanges. Collective to make.
+
+    Args:
+      end: The client's.
+      servers, clients, places: As of `Link`.
+
+    Attributes:
+      end: The client's.
+    """
+
+    is_ring: ClassVar[bool] = False
+
+    def __init__(
+        self, end: End, servers: Sequence[Spec], clients: Clients, places: Sequence[int] | None = None
+    ) -> None:
+        self.end, self._link = end, Link(servers, clients, places=places)
+        #: What is left of the step under way, and the server that was asked; None: all.
+        self._wants: Iterator[Want] = iter(())
+        self._asked: int | None = None
+
+    def begin(self, weights: Mapping[int, Array], number: int) -> None:
+        """Begin a step with some weights, and what is exchanged beside it. `number`: the steps before it."""
+        self._link.drain()  # of a step that was cut short, whose exchange is done all the same
+        self._wants = self.end.step(number)
+        self._go_on(weights)
+
+    def finish(self, weights: Mapping[int, Array]) -> dict[int, Array]:
+        """Returns the weights that an exchange makes of those behind a step; none where there was no exchange."""
+        return self._go_on(weights)
+
+    def receive(self, server: int | None) -> list[Sequence[Array]]:
+        """Returns what servers answer, or one of them."""
+        replies = self._link.receive() if server is None else [self._link.answer(server)]
+        return [reply.values for reply in replies]
+
+    def timeline(self) -> Timeline:
+        """Returns all exchanges, in their order on each server. Collective."""
+        kept, _ = self._link.settled(leaves=())
+        return Timeline(self._link.workers, None, [each.events for each in kept], ring=self.is_ring)
+
+    def _go_on(self, weights: Mapping[int, Array]) -> dict[int, Array]:
+        """Follow the protocol up to the step itself, or to its end."""
+        made: dict[int, Array] = {}
+        for want in self._wants:
+            if isinstance(want, Compute):
+                break
+            if isinstance(want, Send):
+                self._asked = want.server
+                for n, values in self.end.sent(want, weights).items():
+                    if self._link.speaks_to(n):
+                        self._link.request(n, message(self._link.number, want, values))
+            else:
+                made = self.end.applied(weights, self.receive(self._asked))
+        return made
+
+
+class CenterParts:
+    """Divides weights between servers, and puts together again what these have of them.
+
+    Args:
+      weights: By number of the step's input; their shapes and types count.
+      servers: How many keep them at most.
+
+    Attributes:
+      numbers: Of the weights.
+      count: How many servers keep any.
+    """
+
+    def __init__(self, weights: Mapping[int, Array], servers: int) -> None:
+        self.numbers = list(weights)
+        self._like = [(x.shape, x.dtype) for x in weights.values()]
+        self._shares = center_shares([x.nbytes for x in weights.values()], servers)
+        self.count = len(self._shares)
+
+    def of(self, server: int, weights: Mapping[int, Array]) -> list[np.ndarray]:
+        """Returns a server's part of some weights, flat, without a copy where that is possible."""
+        return [self._flat(span, weights) for span in self._shares[server]]
+
+    def joined(self, parts: Sequence[Sequence[Array]]) -> dict[int, np.ndarray]:
+        """Returns arrays by number of the step's input, of each server's part."""
+        pieces: list[list[tuple[int, Array]]] = [[] for _ in self.numbers]
+        for share, values in zip(self._shares, parts, strict=True):
+            for span, value in zip(share, values, strict=True):
+                pieces[span.weight].append((span.start, np.asarray(value)))
+        made = {}
+        for k, (shape, _), some in zip(self.numbers, self._like, pieces, strict=True):
+            flat = [value for _, value in sorted(some, key=lambda piece: piece[0])]
+            made[k] = (flat[0] if len(flat) == 1 else np.concatenate(flat)).reshape(shape)
+        return made
+
+    def _flat(self, span: Span, weights: Mapping[int, Array]) -> np.ndarray:
+        _, dtype = self._like[span.weight]
+        flat = np.asarray(weights[self.numbers[span.weight]]).reshape(-1)
+        return flat[span.start // dtype.itemsize : span.stop // dtype.itemsize]
+
+
+def pulled(weights: Mapping[int, Array], moves: Mapping[int, Array]) -> dict[int, Array]:
+    """Returns a worker's weights behind an exchange: x - e."""
+    made = _differences([weights[k] for k in moves], [*moves.values()])
+    return dict(zip(moves, made, strict=True))
+
+
+@jax.jit
+def _differences(weights: Sequence[Array], moves: Sequence[Array]) -> list[Array]:
+    return [x - e for x, e in zip(weights, moves, strict=True)]
+
+
+class CenterEnd(End):
+    """A client's end of exchanges with a centre: all weights, every `interval` steps."""
+
+    def __init__(self, parts: CenterParts, interval: int) -> None:
+        self._parts, self._interval, self._exchanges = parts, interval, 0
+
+    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+        pass  # whatever a step changes, weights are exchanged whole
+
+    def step(self, number: int) -> Iterator[Want]:
+        return elastic_step(self._interval, number, self._exchanges)
+
+    def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
+        self._exchanges += 1
+        whole = {k: local(weights[k]) for k in self._parts.numbers}
+        return {n: self._parts.of(n, whole) for n in range(self._parts.count)}
+
+    def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
+        return pulled(weights, self._parts.joined(answers))
+
+
+class CenterSession(ExchangeSession):
+    """Exchanges with a centre of all weights, which servers keep (`autopar.sync.Elastic`).
+
+    Args:
+      weights: By number of the step's input, the same on all processes: where the centre begins.
+      alpha, interval: As of `Elastic`.
+      clients: The workers.
+      servers: How many keep the centre at most.
+    """
+
+    def __init__(
+        self, weights: Mapping[int, Array], alpha: float, interval: int, clients: Clients, servers: int
+    ) -> None:
+        self._parts = parts = CenterParts(weights, servers)
+        specs = [CenterSpec(dict(enumerate(parts.of(n, weights))), alpha, clients.count) for n in range(parts.count)]
+        super().__init__(CenterEnd(parts, interval), specs, clients)
+
+    def settled(self) -> dict[int, Array]:
+        """Returns the centre behind all exchanges. Collective."""
+        return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled()[0]])
+
+
+class RingSession(ExchangeSession):
+    """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`), of whom passive ones answer.
+
+    Args:
+      end: The client's.
+      weights: The client's, by number of the step's input.
+      neighbors: What answers for each passive client.
+      clients: All of them, an even number.
+    """
+
+    is_ring = True
+
+    def __init__(self, end: End, weights: Collection[int], neighbors: Sequence[NeighborSpec], clients: Clients) -> None:
+        ring, self._places = Ring(clients.count), list(weights)
+        self._own = None if ring.is_active(clients.own) else ring.server(clients.own)
+        super().__init__(end, neighbors, clients, [clients.leader(c) for c in ring.passives])
+
+    def settled(self) -> dict[int, Array]:
+        """Returns a passive client's weights, once all that neighbours have sent are averaged with them; of an active
+        one nothing, for they are what it has. Collective."""
+        self._link.finish()
+        if self._own is None:
+            return {}
+        kept = self._link.command(self._own, Read(jax.process_index()))
+        return {k: jnp.asarray(x) for k, x in zip(self._places, kept.leaves.values(), strict=True)}
