@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.analysis.primitives import ELEMENTWISE, PRIMITIVES, Primitive
+from autopar.analysis.primitives import CUMULATIVE, ELEMENTWISE, PRIMITIVES, Primitive
 from autopar.ir.program import Equation
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
@@ -100,7 +100,8 @@ def _kept(equation: Equation, k: int, axis: int) -> int | None:
     p, rank = equation.params, len(equation.inputs[k].shape)
     if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
         return None
-    along = next((p[name] for name in ("axis", "dimension", "dimensions", "reduction_dimension") if name in p), ())
+    name = "reduction_dimension" if equation.op == "approx_top_k" else PRIMITIVES.get(equation.op, Primitive()).along
+    along = p[name] if name else ()
     if axis in (d % rank for d in (along if isinstance(along, tuple) else (along,))):
         return None
     same = equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis]
@@ -222,8 +223,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "reduce": lambda e, k, axis: _without(e.params["dimensions"], axis),
     "triangular_solve": _solve,
     **dict.fromkeys(_OF_KEYS, lambda e, k, axis: axis if axis < len(e.outputs[0].shape) else None),
-    **{op: _kept for op in ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "rev", "split")},
-    **{op: _kept for op in ("top_k", "approx_top_k")},
+    **{op: _kept for op in (*CUMULATIVE, "rev", "split", "top_k", "approx_top_k")},
     **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},
 }
 #: Of the first two operands, pairs of axes along which they are matched.

@@ -14,10 +14,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import IDENTITIES
+from autopar.analysis.primitives import IDENTITIES, SHAPED
 from autopar.ir.program import Atom, Block, Equation, Literal
-
-_SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +99,7 @@ class Counting(Interpreter[Counted]):
             return operands[0]
         if op == "convert_element_type":
             return _held(operands[0], out)
-        if op in _SHAPED and operands[0] != _NOTHING:
+        if op in SHAPED and operands[0] != _NOTHING:
             return _shaped(equation, operands[0])
         if op == "concatenate" and equation.params["dimension"] == len(out.shape) - 1:
             return Counted(columns=tuple(c for a in equation.inputs for c in self.columns(a) or (None,) * a.shape[-1]))

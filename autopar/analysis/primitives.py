@@ -40,6 +40,8 @@ class Primitive:
       keeps_nan: Of floats, whether a NaN in any operand gives NaN (in the places that are made of it), and finite
         numbers give finite ones but at a pole.
       compares: Whether a NaN gives the same answer whatever it is compared with.
+      sizes: The parameter that has the sizes of the result's axes; "" if none has.
+      along: The parameter that has the axes of the operand along which it works, or that it drops; "" if none has.
       fold: NumPy's function of the same name; None if constants aren't folded.
     """
 
@@ -50,6 +52,8 @@ class Primitive:
     keeps_zero: bool = False
     keeps_nan: bool = False
     compares: bool = False
+    sizes: str = ""
+    along: str = ""
     fold: Callable[..., Any] | None = None
 
 
@@ -120,14 +124,28 @@ _OTHERS: Mapping[str, Primitive] = {
     "bitcast_convert_type mul_add mulhi random_bits_like": _ELEMENTWISE,
     "cholesky eig eigh hessenberg householder_product lu geqrf qr schur svd triangular_solve tridiagonal": _MATRICES,
     "tridiagonal_solve lu_pivots_to_permutation": Primitive(core=1),
-    "broadcast_in_dim reshape transpose squeeze": _SHAPED,
-    "slice dynamic_slice split unstack rev tile gather": _PLACED,
-    "concatenate stack pad": _JOINED,
+    "broadcast_in_dim": replace(_SHAPED, sizes="shape"),
+    "reshape": replace(_SHAPED, sizes="new_sizes"),
+    "transpose": _SHAPED,
+    "squeeze": replace(_SHAPED, along="dimensions"),
+    "slice": replace(_PLACED, sizes="limit_indices"),
+    "dynamic_slice": replace(_PLACED, sizes="slice_sizes"),
+    "split unstack": replace(_PLACED, along="axis"),
+    "rev": replace(_PLACED, along="dimensions"),
+    "tile gather": _PLACED,
+    "concatenate": replace(_JOINED, along="dimension"),
+    "stack pad": _JOINED,
+    "iota": Primitive(sizes="shape"),
+    "sort": Primitive(along="dimension"),
+    "top_k": Primitive(along="axis"),
     "scatter-add dynamic_update_slice": Primitive(linear=Linear.TOGETHER),
     "dot_general": replace(_REDUCES, linear=Linear.EACH),
     "conv_general_dilated": Primitive(linear=Linear.EACH),
-    "reduce_sum cumsum": replace(_REDUCES, linear=Linear.FIRST),
-    "reduce_max reduce_min reduce_prod": _REDUCES,
+    "reduce_sum": replace(_REDUCES, linear=Linear.FIRST, along="axes"),
+    "reduce_max reduce_min reduce_prod": replace(_REDUCES, along="axes"),
+    "reduce_and reduce_or argmax argmin": Primitive(along="axes"),
+    "cumsum": replace(_REDUCES, linear=Linear.FIRST, along="axis"),
+    "cumprod cummax cummin cumlogsumexp": Primitive(along="axis"),
 }
 
 
@@ -165,3 +183,6 @@ ELEMENTWISE = those_that(lambda p: p.elementwise)
 IDENTITIES = those_that(lambda p: p.elementwise and p.moves) - {"convert_element_type"}
 #: What hands on one operand's elements as they are, all of them, in whatever shape.
 MOVES = those_that(lambda p: p.moves and p.keeps_nan)
+#: Those of them that give an array another shape.
+SHAPED = MOVES - ELEMENTWISE
+CUMULATIVE = frozenset(op for op in PRIMITIVES if op.startswith("cum"))

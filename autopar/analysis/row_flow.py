@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import ELEMENTWISE, MOVES
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES, Mixes, off_of
 from autopar.analysis.unfollowed import OWN_IDS
 from autopar.analysis.values import atom_key, params_key
@@ -365,7 +365,7 @@ def _in_turns(off: Off) -> Off:
 # Sums over all rows of a table that have a remedy of their own: a full softmax, and what a mask takes of the rows.
 
 _HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
-_SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type"})
+_SPREADS = SHAPED | {"convert_element_type"}
 _ROWS_OF_MASK = (
     "look up the rows that the mask has: rows = jnp.nonzero(mask, size=..., fill_value=len(t))[0]; "
     "t.at[rows].get(mode='fill', fill_value=0)"
@@ -390,7 +390,7 @@ def why_summed(equation: Equation, reason: str, rows: int, equations: Sequence[E
     if masked is None or masked.op not in ("mul", "select_n", "and", "dot_general"):
         return None
     for atom in masked.inputs:
-        while atom in made and made[atom].op in _SHAPED:
+        while atom in made and made[atom].op in _SPREADS:
             atom = made[atom].inputs[0]
         if atom.dtype == np.dtype(bool) and atom.type.size == rows:
             return Refusal(f"{reason}, under a mask of rows", equation.source, _ROWS_OF_MASK, "sum")

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import follow_batch
-from autopar.analysis.primitives import ELEMENTWISE
+from autopar.analysis.primitives import ELEMENTWISE, SHAPED
 from autopar.analysis.rules import resized
 from autopar.analysis.values import Numbering, atom_key
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
@@ -256,7 +256,7 @@ def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation]
 # own table don't keep it dense where others are known to include them.
 
 #: Hand all elements on, in whatever shape.
-_SHAPED = frozenset({"broadcast_in_dim", "reshape", "squeeze", "transpose", "copy"})
+_SPREADS = SHAPED | {"copy"}
 
 
 def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[KnownIds]:
@@ -320,7 +320,7 @@ class _Candidates:
     def of(self, atom: Atom) -> Callable[..., Any] | None:
         """Returns the function of (the source, the scalars) that gives all values that the ids may have, flat."""
         equation = self.producers.get(atom)
-        while equation is not None and equation.op in _SHAPED and equation.inputs[0].shape != ():
+        while equation is not None and equation.op in _SPREADS and equation.inputs[0].shape != ():
             atom = equation.inputs[0]
             equation = self.producers.get(atom)
         return self._elements(atom)

@@ -361,7 +361,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
     return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
 
 
-def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
+def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
     """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
 
     `keeps`: whether the op leaves a row of equal elements as it is.
@@ -371,7 +371,7 @@ def along_other_axis(parameter: str, keeps: Callable[[Const], bool] = lambda con
         rows = [v for v in values if isinstance(v, Row)]
         if not rows:
             return [None] * len(equation.outputs)
-        along = equation.params[parameter]
+        along = equation.params[PRIMITIVES[equation.op].along]
         along = along if isinstance(along, tuple) else (along,)
         if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
             raise Mixes(f"{equation.op} along the rows", kind="lost")
@@ -425,15 +425,15 @@ RULES |= {
     "concatenate": concatenate,
     "optimization_barrier": lambda equation, values, analysis: list(values),
     "dot_general": dot_general,
-    "cumsum": along_other_axis("axis", lambda constant: constant.is_zero),
-    "cumprod": along_other_axis("axis", lambda constant: constant.is_zero or constant.is_one),
-    "cummax": along_other_axis("axis"),
-    "cummin": along_other_axis("axis"),
-    "cumlogsumexp": along_other_axis("axis", lambda constant: False),
-    "sort": along_other_axis("dimension"),
-    "top_k": along_other_axis("axis", lambda constant: False),
+    "cumsum": along_other_axis(lambda constant: constant.is_zero),
+    "cumprod": along_other_axis(lambda constant: constant.is_zero or constant.is_one),
+    "cummax": along_other_axis(),
+    "cummin": along_other_axis(),
+    "cumlogsumexp": along_other_axis(lambda constant: False),
+    "sort": along_other_axis(),
+    "top_k": along_other_axis(lambda constant: False),
     "stack": stack,
-    "rev": along_other_axis("dimensions"),
+    "rev": along_other_axis(),
 }
 ALIGNED |= {"concatenate", "sort"}
 
@@ -456,11 +456,7 @@ def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str
 
 RESIZE |= {
     "conv_general_dilated": _resize_convolution,
-    "broadcast_in_dim": _resize_shape("shape"),
-    "reshape": _resize_shape("new_sizes"),
-    "iota": _resize_shape("shape"),
-    "slice": _resize_shape("limit_indices"),
-    "dynamic_slice": _resize_shape("slice_sizes"),
+    **{op: _resize_shape(primitive.sizes) for op, primitive in PRIMITIVES.items() if primitive.sizes},
 }
 
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.primitives import IDENTITIES, those_that
+from autopar.analysis.primitives import IDENTITIES, SHAPED, those_that
 from autopar.ir.deferred import ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 
@@ -355,7 +355,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
     "rsqrt": _rsqrt,
     "abs": _abs,
     "max": _max,
-    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze", "transpose"), _moved),
+    **dict.fromkeys(SHAPED, _moved),
     "convert_element_type": _convert,
     "reduce_sum": _sum,
     "select_n": _select,

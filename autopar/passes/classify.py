@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import PRIMITIVES
+from autopar.analysis.primitives import PRIMITIVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES
 from autopar.analysis.unfollowed import why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
@@ -289,5 +289,4 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
     return to
 
 
-_MOVES = _SLICED | {"broadcast_in_dim", "reshape", "transpose", "squeeze", "dot_general"}
-_MOVES |= {"split", "stack", "unstack", "rev"}
+_MOVES = _SLICED | SHAPED | {"dot_general", "split", "stack", "unstack", "rev"}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.analysis.primitives import ELEMENTWISE
+from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.primitives import CUMULATIVE, ELEMENTWISE, PRIMITIVES, SHAPED, Linear
 from autopar.ir.program import Atom, Equation
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
@@ -59,10 +60,12 @@ class Place:
         return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
 
 
-def _of_axes(axes: Sequence[int]) -> Place | None:
-    """These axes; None if they aren't neighbours in order."""
+def _of_axes(axes: Sequence[int | None]) -> Place | None:
+    """Returns the place that these axes are; None if one is missing, or they aren't neighbours in order."""
+    if axes[0] is None or axes[0] == SUMMED:
+        return None
     place = Place(axes[0], len(axes))
-    return place if tuple(axes) == tuple(place.axes) else None
+    return place if list(axes) == list(place.axes) else None
 
 
 def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
@@ -73,21 +76,48 @@ def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
 
 # --- equations of one operand ---
 
+_FOLLOWED = SHAPED | CUMULATIVE | REDUCTION_PRIMITIVES.keys() | {"slice", "argmax", "argmin"}
 #: Those that are linear.
-LINEAR = frozenset({"reshape", "transpose", "squeeze", "broadcast_in_dim", "reduce_sum", "slice", "cumsum"})
+LINEAR = frozenset(op for op in _FOLLOWED if PRIMITIVES[op].linear is Linear.FIRST)
 
 
 def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    """Where an equation of one operand puts its ids, and its parameters by entries; None of any other equation."""
-    rule = _RULES.get(equation.op)
-    if rule is None or len(equation.inputs) != 1:
+    """Returns where an equation of one operand puts its ids, and its parameters by entries; None of any other one."""
+    if equation.op not in _FOLLOWED or len(equation.inputs) != 1:
         return None
-    place_and_params = rule(equation, place, entries)
-    return None if place_and_params is None else (place_and_params[0], {**equation.params, **place_and_params[1]})
+    old, shape = equation.inputs[0].shape, equation.outputs[0].shape
+    if equation.op == "reshape":
+        before = _size(old[: place.at])
+        places = lookup_places(_size(place.of(old)), shape)
+        new = next((one for one in places if _size(shape[: one.at]) == before), None)
+    else:
+        new = _of_axes([place_axes(equation, 0, axis) for axis in place.axes])
+        new = None if new is None or new.of(shape) != place.of(old) else new
+    if new is None:
+        return None
+    by_entries = (_by_entries(equation, name, place, new, entries) for name in equation.params)
+    return new, dict(zip(equation.params, by_entries, strict=True))
+
+
+def _by_entries(equation: Equation, name: str, old: Place, new: Place, entries: int) -> Any:
+    """Returns a parameter with one axis, of the entries, in place of the ids' axes."""
+    value, primitive = equation.params[name], PRIMITIVES[equation.op]
+    if name == primitive.sizes:
+        return new.by_entries(value, entries)
+    if value is not None and name in ("start_indices", "strides"):
+        return new.by_entries(value, 0 if name == "start_indices" else 1)
+    if name == "broadcast_dimensions":
+        return tuple(dict.fromkeys(map(new.moved, value)))
+    if name == "permutation" or name == primitive.along:
+        rank = len(equation.inputs[0].shape)
+        axes = value if isinstance(value, tuple) else (value,)
+        axes = tuple(dict.fromkeys(old.moved(axis % rank) for axis in axes))
+        return axes if isinstance(value, tuple) else axes[0]
+    return value
 
 
 def before(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    """The same the other way round: where the operand has the ids that the result has at `place`."""
+    """Returns where the operand has the ids that the result has at `place`, and the parameters: undoes `moved`."""
     for inner in lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape):
         after = moved(equation, inner, entries)
         if after is not None and after[0] == place:
@@ -95,73 +125,8 @@ def before(equation: Equation, place: Place, entries: int) -> tuple[Place, Place
     return None
 
 
-def _broadcast(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    dims, shape = equation.params["broadcast_dimensions"], equation.params["shape"]
-    new = _of_axes(place.of(dims))
-    if new is None or new.of(shape) != place.of(equation.inputs[0].shape):
-        return None
-    kept = (d for k, d in enumerate(dims) if not (place.has(k) and k > place.at))
-    return new, {
-        "shape": new.by_entries(shape, entries),
-        "broadcast_dimensions": tuple(new.moved(d) for d in kept),
-    }
-
-
-def _reshape(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    old, shape = equation.inputs[0].shape, equation.outputs[0].shape
-    before, count = _size(old[: place.at]), _size(place.of(old))
-    for new in lookup_places(count, shape):
-        if _size(shape[: new.at]) == before:
-            return new, {"new_sizes": new.by_entries(shape, entries)}
-    return None
-
-
-def _transpose(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    order = equation.params["permutation"]
-    new = Place(order.index(place.at), place.rank)
-    if new.of(order) != tuple(place.axes):
-        return None
-    return new, {"permutation": tuple(dict.fromkeys(map(place.moved, order)))}
-
-
-def _without_some(name: str, equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    """An equation without the axes that a parameter names."""
-    gone = [d % len(equation.inputs[0].shape) for d in equation.params[name]]
-    if any(map(place.has, gone)):
-        return None
-    new = Place(place.at - sum(d < place.at for d in gone), place.rank)
-    return new, {name: tuple(map(place.moved, gone))}
-
-
-def _cumulative(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    axis = equation.params["axis"]
-    return None if place.has(axis) else (place, {"axis": place.moved(axis)})
-
-
-def _slice(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceParams] | None:
-    p, shape = equation.params, equation.inputs[0].shape
-    starts, ends, steps = p["start_indices"], p["limit_indices"], p["strides"]
-    if place.of(equation.outputs[0].shape) != place.of(shape):
-        return None
-    if steps is not None:
-        steps = (*steps[: place.at], 1, *steps[place.at + place.rank :])
-    starts = (*starts[: place.at], 0, *starts[place.at + place.rank :])
-    return place, {"start_indices": starts, "limit_indices": place.by_entries(ends, entries), "strides": steps}
-
-
 def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-_RULES: Mapping[str, Callable[[Equation, Place, int], tuple[Place, PlaceParams] | None]] = {
-    "broadcast_in_dim": _broadcast,
-    "reshape": _reshape,
-    "squeeze": functools.partial(_without_some, "dimensions"),
-    "transpose": _transpose,
-    "slice": _slice,
-    **dict.fromkeys((*REDUCTION_PRIMITIVES, "argmax", "argmin"), functools.partial(_without_some, "axes")),
-    **dict.fromkeys(("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"), _cumulative),
-}
 
 
 def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
@@ -206,44 +171,34 @@ def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def in_product(equation: Equation, k: int, place: Place) -> Place | None:
-    """Where ids of operand k are in a product that neither adds up over them nor pairs them with the other's."""
+    """Returns where ids of operand k are in a product; None if it adds up over them, or pairs them with the other's."""
     contract, batch = equation.params["dimension_numbers"]
     if any(place.has(d) for d in (*contract[k], *batch[k])):
         return None
-    before = len(batch[k]) + (len(_free(equation, 0)) if k == 1 else 0)
-    return Place(before + _free(equation, k).index(place.at), place.rank)
+    return _of_axes([place_axes(equation, k, axis) for axis in place.axes])
 
 
 def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None:
-    """The operand of a product that the ids come from, and where they are in it: the inverse of `in_product`."""
-    _, batch = equation.params["dimension_numbers"]
-    start = len(batch[0])
+    """Returns the operand of a product that the ids come from, and where they are in it: undoes `in_product`."""
     for k in (0, 1):
-        free = _free(equation, k)
-        axes = free[place.at - start :][: place.rank] if place.at >= start else []
-        places = _of_axes(axes) if len(axes) == place.rank else None
-        if places is not None:
-            return k, places
-        start += len(free)
+        for at in range(len(equation.inputs[k].shape) - place.rank + 1):
+            inner = Place(at, place.rank)
+            if in_product(equation, k, inner) == place:
+                return k, inner
     return None
 
 
 def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
-    """Where the other operand of a product has the ids that it adds up over; None where it doesn't."""
+    """Returns where the other operand of a product has the ids that it adds up over; None where it doesn't."""
     contract, _ = equation.params["dimension_numbers"]
     pairs = dict(zip(contract[k], contract[1 - k], strict=True))
-    return _of_axes([pairs[d] for d in place.axes]) if place.within(contract[k]) else None
+    return _of_axes([pairs.get(axis) for axis in place.axes])
 
 
 def product_params(equation: Equation, places: Mapping[int, Place]) -> PlaceParams:
-    """A product's parameters where some operands are by entries."""
-    contract, batch = equation.params["dimension_numbers"]
-    renumber = lambda dims: tuple(  # noqa: E731
-        tuple(dict.fromkeys(places[k].moved(d) for d in dims[k])) if k in places else tuple(dims[k]) for k in (0, 1)
+    """Returns a product's parameters where some operands are by entries."""
+    renumbered = tuple(
+        tuple(tuple(dict.fromkeys(map(places[k].moved, dims[k]))) if k in places else tuple(dims[k]) for k in (0, 1))
+        for dims in equation.params["dimension_numbers"]
     )
-    return {**equation.params, "dimension_numbers": (renumber(contract), renumber(batch))}
-
-
-def _free(equation: Equation, k: int) -> list[int]:
-    contract, batch = equation.params["dimension_numbers"]
-    return [d for d in range(len(equation.inputs[k].shape)) if d not in contract[k] and d not in batch[k]]
+    return {**equation.params, "dimension_numbers": renumbered}

@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from autopar.analysis.batch_rules import place_axes
+from autopar.analysis.primitives import SHAPED
 from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
@@ -369,19 +371,10 @@ class Scope(Writer):
 
 
 def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
-    """The axis of an operand that becomes `axis` of the result; None where the operand has none."""
-    if atom.shape == ():
-        return None
-    if equation.op == "broadcast_in_dim":
-        dims = equation.params["broadcast_dimensions"]
-        inner = dims.index(axis) if axis in dims else None
-        return inner if inner is not None and atom.shape[inner] == equation.outputs[0].shape[axis] else None
-    if equation.op == "transpose":
-        return equation.params["permutation"][axis]
-    if equation.op == "squeeze":
-        gone = {d % len(atom.shape) for d in equation.params["dimensions"]}
-        return [d for d in range(len(atom.shape)) if d not in gone][axis]
-    return axis
+    """Returns the axis of an operand that becomes `axis` of the result; None where the operand has none."""
+    if equation.op not in SHAPED:
+        return axis if atom.shape else None
+    return next((d for d in range(len(atom.shape)) if place_axes(equation, 0, d) == axis), None)
 
 
 # --- what an equation that needs all rows is told of those that the step doesn't touch ---

@@ -21,15 +21,16 @@ import jax
 import jax.numpy as jnp
 
 from autopar.analysis.counting import Counting
-from autopar.analysis.primitives import IDENTITIES
+from autopar.analysis.primitives import IDENTITIES, SHAPED
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.writer import expand
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
 #: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.
-_KEEPS = IDENTITIES | frozenset(
-    "convert_element_type mul div neg add sub transpose optimization_barrier reduce_precision "
-    "select_n broadcast_in_dim reshape squeeze".split()
+_KEEPS = (
+    IDENTITIES
+    | SHAPED
+    | frozenset("convert_element_type mul div neg add sub optimization_barrier reduce_precision select_n".split())
 )
 
 
