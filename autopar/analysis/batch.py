@@ -166,8 +166,7 @@ class _Batch(Interpreter[_Found]):
         del self.guesses.refuted[mark:]  # what was found with carries that aren't kept
 
     def loop_ended(self, equation: Equation, operands: Sequence[_Found]) -> None:
-        p = equation.params
-        taken_apart = equation.inputs[p["num_consts"] + p["num_carry"] :] if equation.op == "scan" else ()
+        taken_apart = equation.inputs[equation.border.fixed :] if equation.op == "scan" else ()
         for axis, base in map(self.value, taken_apart):
             if axis == 0:
                 self.guesses.refute(base)

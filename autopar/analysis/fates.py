@@ -160,7 +160,7 @@ class Fates(Interpreter[Fate]):
         return _chosen(Fate(), values)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[Fate]) -> list[Fate]:
-        varies = equation.params["num_consts"] if equation.op == "scan" else len(operands)
+        varies = equation.border.consts
         pairs = enumerate(zip(block.inputs, operands, strict=True))
         return super().body(equation, block, [self._input(v, fate, k >= varies) for k, (v, fate) in pairs])
 
@@ -173,7 +173,7 @@ class Fates(Interpreter[Fate]):
     def loop(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
         """Carries are taken to be all NaN if anything has happened, or even, until a turn shows that they aren't."""
         inputs = equation.bodies[-1].inputs
-        first, count = equation.params["num_consts"], equation.params["num_carry"]
+        first, count = equation.border.consts, equation.border.carries
         carries = (_carried(v, 2, True, frozenset()) for v in inputs[first : first + count])
         results = super().loop(equation, [*operands[:first], *carries, *operands[first + count :]])
         pairs = enumerate(zip(equation.outputs, results, strict=True))
@@ -181,7 +181,7 @@ class Fates(Interpreter[Fate]):
 
     def widen(self, equation: Equation, k: int, carry: Fate, result: Fate) -> Fate:
         """What can still be claimed of a carry, after a turn and before the first."""
-        at = equation.params["num_consts"] + k
+        at = equation.border.consts + k
         var = equation.bodies[-1].inputs[at]
         kind = self._kind(var)
         if not isinstance(kind, Row):
@@ -195,7 +195,7 @@ class Fates(Interpreter[Fate]):
         body, kind = equation.bodies[-1], self._kind(out)
         if not isinstance(kind, Row):
             return self.unknown(out)
-        first, count = equation.params["num_consts"], equation.params["num_carry"]
+        first, count = equation.border.consts, equation.border.carries
         ends = [self._operand(body.outputs[k], kind.axis - (k >= count))]
         if k < count:
             ends.append(self._operand(equation.inputs[first + k], kind.axis))

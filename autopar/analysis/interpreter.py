@@ -48,8 +48,8 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def widen(self, equation: Equation, k: int, carry: V, result: V) -> V:
         """Carry `k` of a loop, which a turn returns as this."""
-        start = len(equation.inputs) - len(equation.bodies[-1].inputs) + _first_carry(equation) + k
-        return self.join([carry, result], [equation.inputs[start], equation.bodies[-1].outputs[k]])
+        start = equation.inputs[equation.border.head + equation.border.consts + k]
+        return self.join([carry, result], [start, equation.bodies[-1].outputs[k]])
 
     def end(self, carry: V, result: V) -> V:
         """A loop's result, of what it carries and what a turn returns of it."""
@@ -74,7 +74,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def followed(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of a while loop of which both bodies are run."""
-        consts = equation.params["cond_nconsts"]
+        consts = equation.border.head
         carries = self.loop(equation, operands[consts:])
         self.body(equation, equation.bodies[0], [*operands[:consts], *carries])
         return carries
@@ -100,11 +100,10 @@ class Interpreter(abc.ABC, Generic[V]):
     def nested(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The results of a loop, a branch or a checkpoint."""
         if equation.op == "scan":
-            consts = equation.params["num_consts"]
-            xs = [self.inside(v) for v in operands[consts + equation.params["num_carry"] :]]
-            return self.loop(equation, [*operands[: len(operands) - len(xs)], *xs])
+            fixed = equation.border.fixed
+            return self.loop(equation, [*operands[:fixed], *map(self.inside, operands[fixed:])])
         if equation.op in ("remat", "cond"):
-            return self.branches(equation, operands[len(operands) - len(equation.bodies[0].inputs) :])
+            return self.branches(equation, operands[equation.border.head :])
         return self.while_loop(equation, operands)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[V]) -> list[V]:
@@ -122,8 +121,7 @@ class Interpreter(abc.ABC, Generic[V]):
     def loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
         """The last body is run over and over, on these as its inputs."""
         body = equation.bodies[-1]
-        first = _first_carry(equation)
-        count = equation.params["num_carry"] if equation.op == "scan" else len(equation.outputs)
+        first, count = equation.border.consts, equation.border.carries
         carries = list(operands[first : first + count])
         for _ in range(2 * count + 4):
             mark = self.mark()
@@ -139,11 +137,6 @@ class Interpreter(abc.ABC, Generic[V]):
             self.restore(mark)
             carries = widened
         return self.unconverged(equation)
-
-
-def _first_carry(equation: Equation) -> int:
-    """Where the carries are in a loop's body."""
-    return equation.params["num_consts" if equation.op == "scan" else "body_nconsts"]
 
 
 def union(sets: Iterable[int]) -> int:

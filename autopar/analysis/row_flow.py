@@ -264,8 +264,7 @@ class RowFlow(Interpreter[Value]):
 
     def body(self, equation: Equation, block: Block, operands: Sequence[Value]) -> list[Value]:
         outer, self.path = self.path, (*self.path, equation)
-        fixed = equation.params["num_consts"] if equation.op == "scan" else len(block.inputs)
-        atoms = equation.inputs[len(equation.inputs) - len(block.inputs) :]  # without a cond's index
+        fixed, atoms = equation.border.consts, equation.inputs[equation.border.head :]
         for k, (var, operand) in enumerate(zip(block.inputs, atoms, strict=True)):
             if k < fixed and self.whole.get(operand) == frozenset():
                 self.whole[var] = frozenset()

@@ -231,7 +231,7 @@ def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[l
         return [], value
     k = scan.outputs.index(value)
     inner, outside, varies = hoist([scan], scan.bodies[0].outputs[k])
-    return (inner, outside) if k >= scan.params["num_carry"] and varies == (True,) else ([], value)
+    return (inner, outside) if k >= scan.border.carries and varies == (True,) else ([], value)
 
 
 def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:

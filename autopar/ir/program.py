@@ -138,6 +138,26 @@ class Source:
         return f"{self.file}:{self.line}"
 
 
+@dataclass(frozen=True, slots=True)
+class Border:
+    """How an equation hands its operands to its last body (each of its bodies, but of a while).
+
+    Attributes:
+      head: Leading operands that it doesn't take: a cond's index, what a while's condition alone reads.
+      consts: Operands that are the same in each turn of a loop.
+      carries: Operands that a loop carries from turn to turn, and returns. A scan takes the others apart.
+    """
+
+    head: int
+    consts: int
+    carries: int
+
+    @property
+    def fixed(self) -> int:
+        """Number of the body's inputs that aren't a turn's part of an operand."""
+        return self.consts + self.carries
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
     """One operation.
@@ -178,11 +198,42 @@ class Equation:
         source = self.source
         return str(source) if source else "an unknown line"
 
+    @property
+    def border(self) -> Border:
+        """How operands reach the body of a loop, branch or checkpoint."""
+        if self.op == "scan":
+            return Border(0, self.params["num_consts"], self.params["num_carry"])
+        if self.op == "while":
+            return Border(self.params["cond_nconsts"], self.params["body_nconsts"], len(self.outputs))
+        count = len(self.bodies[0].inputs)
+        return Border(len(self.inputs) - count, count, 0)
+
     def with_bodies(self, bodies: Sequence[Block]) -> Equation:
         """The equation with other bodies; itself if they are the same."""
         if all(new is old for new, old in zip(bodies, self.bodies, strict=True)):
             return self
         return dataclasses.replace(self, bodies=tuple(bodies), original=None)
+
+    def across(
+        self,
+        bodies: Sequence[Block],
+        outputs: Sequence[Var],
+        *,
+        head: Sequence[Atom] = (),
+        consts: Sequence[Atom] = (),
+        carries: Sequence[Atom] = (),
+        xs: Sequence[Atom] = (),
+    ) -> Equation:
+        """The loop, branch or checkpoint with other bodies, and what crosses its `border`."""
+        params = self.params
+        if self.op == "scan":
+            params = {**params, "num_consts": len(consts), "num_carry": len(carries)}
+        elif self.op == "while":
+            params = {**params, "cond_nconsts": len(head), "body_nconsts": len(consts)}
+        inputs = (*head, *consts, *carries, *xs)
+        return dataclasses.replace(
+            self, inputs=inputs, outputs=tuple(outputs), bodies=tuple(bodies), params=params, original=None
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -62,7 +62,7 @@ def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) 
     used = [any(uses) for uses in zip(*(used for _, used in reduced), strict=True)]
     if all(used) and all(new is old for (new, _), old in zip(reduced, equation.bodies, strict=True)):
         return equation
-    skipped = len(equation.inputs) - len(used)  # a cond's index
+    skipped = equation.border.head
     return dataclasses.replace(
         equation,
         inputs=(*equation.inputs[:skipped], *_select(equation.inputs[skipped:], used)),
@@ -78,7 +78,7 @@ def _has_effects(body: Block) -> bool:
 
 
 def _reduce_scan(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
-    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry = equation.border.consts, equation.border.carries
     live = list(wanted)
     while True:
         body, used = eliminate_dead(equation.bodies[0], live, effects=effects)
@@ -150,8 +150,8 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, t
         return [], value, (False, *varies)
     body = Block(body.inputs, body.equations + tuple(inner), body.outputs)
     if equation.op in ("remat", "cond"):  # of a cond: whether or not the branch is taken
-        skipped = len(equation.inputs) - len(body.inputs)
-        return *_inline(Block(body.inputs, body.equations, (value,)), equation.inputs[skipped:]), (False, *varies)
+        operands = equation.inputs[equation.border.head :]
+        return *_inline(Block(body.inputs, body.equations, (value,)), operands), (False, *varies)
     assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
     hoisted, outside, stacked = _hoist_from_scan(equation, body, value)
     return hoisted, outside, (stacked, *varies)
@@ -166,14 +166,14 @@ def _body_with(path: Sequence[Equation], atom: Var) -> Block:
 
 
 def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[Equation], Atom, bool]:
-    consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+    carry = equation.border.carries
     body = Block(body.inputs, body.equations, (*body.outputs[:carry], value))
     stacked = Var(ArrayType((equation.params["length"], *value.shape), value.dtype))
     outputs = (*(Var(v.type) for v in equation.outputs[:carry]), stacked)
     scan = dataclasses.replace(equation, outputs=outputs, bodies=(body,), original=None)
     scan = _reduce_scan(scan, [False] * carry + [True], effects=False)
     reduced = scan.bodies[0]
-    consts, carry = scan.params["num_consts"], scan.params["num_carry"]
+    consts, carry = scan.border.consts, scan.border.carries
     if len(scan.inputs) == consts:  # the same in every iteration
         return *_inline(reduced, scan.inputs), False
     if not reduced.equations and carry == 0:  # a sequence as it is

@@ -125,7 +125,7 @@ def _same(a: Atom, b: Atom, where: str | _Place) -> None:
 def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
     """Operands against the inputs of bodies, results of bodies against outputs."""
     if equation.op == "scan":
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies
         assert len(body.inputs) == len(equation.inputs), f"{where}: {len(body.inputs)} inputs"
         assert len(body.outputs) == len(equation.outputs), f"{where}: {len(body.outputs)} outputs"

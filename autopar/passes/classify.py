@@ -147,9 +147,10 @@ class _Lookups(Interpreter[_Rows]):
         return super().body(equation, block, [replace(v, constant=False) for v in operands])
 
     def while_loop(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
-        n, m = equation.params["cond_nconsts"], equation.params["body_nconsts"]
-        self.body(equation, equation.bodies[0], [*operands[:n], *operands[n + m :]])
-        return self.loop(equation, operands[n:])
+        border = equation.border
+        carried = operands[border.head + border.consts :]
+        self.body(equation, equation.bodies[0], [*operands[: border.head], *carried])
+        return self.loop(equation, operands[border.head :])
 
     def equation(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         if equation.op == "concatenate":

@@ -352,7 +352,7 @@ class Localizer(Forms):
             self.copy(self.wholly(equation, range(len(equation.inputs))))
 
     def _scan(self, equation: Equation) -> None:
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies
         states, constants = [self.state(a) for a in equation.inputs], [self.read(a) for a in equation.inputs[:consts]]
         sequences, xs = [], []
@@ -366,7 +366,6 @@ class Localizer(Forms):
         hoisted = self._hoisted(equation, inner, dict(zip(inputs, equation.inputs[:consts], strict=False)))
         names = [*inputs[:consts], *hoisted]
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[consts:], carries, strict=False)]
-        operands = (*constants, *hoisted.values(), *outer, *sequences)
         outputs = []
         for k, var in enumerate(equation.outputs):
             state = results[k]
@@ -374,12 +373,8 @@ class Localizer(Forms):
                 state = state.moved(state.axis + 1)
             outputs.append(self.define(var, state))
         block = Block((*names, *inputs[consts:]), tuple(inner.equations), atoms)
-        params = {**equation.params, "num_consts": len(names)}
-        self.append(
-            dataclasses.replace(
-                equation, inputs=operands, outputs=tuple(outputs), bodies=(block,), params=params, original=None
-            )
-        )
+        constants += hoisted.values()
+        self.append(equation.across([block], outputs, consts=constants, carries=outer, xs=sequences))
         if inner.reduced:
             self.reduced.update(equation.outputs)
 
@@ -409,10 +404,9 @@ class Localizer(Forms):
           start: What a device has of constants and carries before the first turn.
           xs: And of what a turn takes of sequences.
         """
-        body, count = equation.bodies[-1], len(equation.bodies[-1].inputs)
-        carry = equation.params["num_carry"] if equation.op == "scan" else len(equation.outputs)
-        consts = len(start) - carry
-        carries, operands = list(start[consts:]), equation.inputs[len(equation.inputs) - count :]
+        body, border = equation.bodies[-1], equation.border
+        consts, carry = border.consts, border.carries
+        carries, operands = list(start[consts:]), equation.inputs[border.head :]
         while True:
             mark = self._mark()
             inner, inputs = self.body(body, operands, [*start[:consts], *carries, *xs])
@@ -466,7 +460,7 @@ class Localizer(Forms):
         A condition by example, as `vmap` makes it, stops each by itself: a device's loop ends with its own last one.
         """
         condition, body = equation.bodies
-        n, first = equation.params["cond_nconsts"], equation.params["cond_nconsts"] + equation.params["body_nconsts"]
+        n, first = equation.border.head, equation.border.head + equation.border.consts
         states, mark = [self.state(a) for a in equation.inputs], self._mark()
         if any(isinstance(s, Spread) and s.examples for s in states):
             return False  # what is padded might go on for ever
@@ -490,13 +484,10 @@ class Localizer(Forms):
             Block(tuple(given), tuple(ends.equations), (ends.read(condition.outputs[0]),)),
             Block((*names, *inputs[first - n :]), tuple(turn.equations), atoms),
         )
-        outer = (self.as_state(a, s, equation) for a, s in zip(equation.inputs[first:], carries, strict=True))
-        operands = (*constants, *hoisted.values(), *outer)
+        outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[first:], carries, strict=True)]
+        consts = [*constants[n:], *hoisted.values()]
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, carries, strict=True))
-        params = {**equation.params, "body_nconsts": len(names)}
-        self.append(
-            dataclasses.replace(equation, inputs=operands, outputs=outputs, bodies=blocks, params=params, original=None)
-        )
+        self.append(equation.across(blocks, outputs, head=constants[:n], consts=consts, carries=outer))
         if turn.reduced:
             self.reduced.update(equation.outputs)
         return True
@@ -576,7 +567,7 @@ class Localizer(Forms):
         self.append(dataclasses.replace(equation, inputs=(part,), outputs=outputs))
 
     def _branches(self, equation: Equation) -> None:
-        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
+        skipped = equation.border.head
         is_update = equation.op == "cond" and not self.nested
         is_update = is_update and not any(isinstance(self.state(a), Spread) for a in equation.inputs)
         for atom in equation.inputs if is_update else equation.inputs[:skipped]:
@@ -593,7 +584,7 @@ class Localizer(Forms):
             bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
         inputs = tuple(self.read(a) for a in equation.inputs)
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=tuple(bodies), original=None))
+        self.append(equation.across(bodies, outputs, consts=inputs))
         if any(inner.reduced for inner, _ in walked):
             self.reduced.update(equation.outputs)
 

@@ -74,12 +74,9 @@ class _Merge:
     # --- bodies ---
 
     def _nested(self, editor: _Editor, equation: Equation) -> None:
-        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
-        operands = equation.inputs[skipped:]
-        constant = equation.params["num_consts"] if equation.op == "scan" else len(operands)
-        bodies = []
+        border, bodies = equation.border, []
         for body in equation.bodies:
-            pairs = zip(body.inputs[:constant], operands, strict=False)
+            pairs = zip(body.inputs[: border.consts], equation.inputs[border.head :], strict=False)
             bodies.append(self.run(body, frozenset(v for v, a in pairs if editor.is_zero(a))))
         equation = equation.with_bodies(bodies)
         if equation.op == "scan":
@@ -92,7 +89,7 @@ class _Merge:
     def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
         """A scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
         (body,) = equation.bodies
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carry = equation.border.consts, equation.border.carries
         inputs, outputs = list(equation.inputs), list(equation.outputs)
         after = []
         for k in range(carry):

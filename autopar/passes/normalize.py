@@ -23,6 +23,7 @@ from autopar.passes.normalizing.follow_joins import follow_joins
 from autopar.passes.normalizing.follow_reshapes import follow_reshapes
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
 from autopar.passes.normalizing.sink_sums import sink_sums
+from autopar.passes.rewriting import Rewriter
 
 
 def normalize(program: Program) -> tuple[Program, str]:
@@ -55,22 +56,25 @@ def normalize(program: Program) -> tuple[Program, str]:
 
 def merge_equal(block: Block) -> Block:
     """Value numbering of one block and, separately, of the blocks in it."""
-    numbering = Numbering()
-    env: dict[Atom, Atom] = {}
-    equations: list[Equation] = []
-    for equation in block.equations:
-        inputs = tuple(env.get(a, a) for a in equation.inputs)
-        equation = equation.with_bodies([merge_equal(b) for b in equation.bodies])
-        if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
-            equation = dataclasses.replace(equation, inputs=inputs)
-        earlier = numbering.find(equation)
-        if earlier is None:
-            equations.append(equation)
-        else:
-            env.update(zip(equation.outputs, earlier, strict=True))
-    if not env:
-        return block.with_equations(equations)
-    return Block(block.inputs, tuple(equations), tuple(env.get(a, a) for a in block.outputs))
+    return _MergeEqual().block(block)
+
+
+class _MergeEqual(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._numbering = Numbering()
+
+    def rule(self, equation: Equation) -> list[Equation]:
+        earlier = self._numbering.find(equation)
+        if earlier is not None:
+            self.env.update(zip(equation.outputs, earlier, strict=True))
+        return [equation] if earlier is None else []
+
+    def nested(self, equation: Equation) -> list[Equation]:
+        return self.rule(*super().nested(equation))
+
+    def body(self, equation: Equation, body: Block) -> Block:
+        return merge_equal(body)
 
 
 # Write down the broadcasts that JAX leaves unsaid: `t - rate * g` with `rate[1, D]` multiplies [1, D] by [V, D].
@@ -81,32 +85,33 @@ def merge_equal(block: Block) -> Block:
 
 
 def expand_broadcasts(block: Block) -> Block:
-    """The block, and those nested in it, with operands of elementwise equations in the shape of their results."""
-    equations: list[Equation] = []
-    made: dict[tuple[Atom, tuple[int, ...]], Var] = {}
-    for equation in block.equations:
-        equation = equation.with_bodies([expand_broadcasts(b) for b in equation.bodies])
-        if equation.op in ELEMENTWISE:
-            equation = _expanded(equation, equations, made)
-        equations.append(equation)
-    return block.with_equations(equations)
+    """Returns the block with operands of elementwise equations in the shape of their results."""
+    return _ExpandBroadcasts().block(block)
 
 
-def _expanded(equation: Equation, equations: list[Equation], made: dict[tuple[Atom, tuple[int, ...]], Var]) -> Equation:
-    """The equation on broadcast operands; `equations` grows by their broadcasts."""
-    shape = equation.outputs[0].shape
-    inputs = []
-    for atom in equation.inputs:
-        if atom.shape == shape or len(atom.shape) != len(shape):  # scalars go with any shape
-            inputs.append(atom)
-            continue
-        if (atom, shape) not in made:
-            made[atom, shape] = Var(dataclasses.replace(atom.type, shape=shape))
-            equations.append(_broadcast(atom, made[atom, shape], equation))
-        inputs.append(made[atom, shape])
-    if all(a is b for a, b in zip(inputs, equation.inputs, strict=True)):
-        return equation
-    return dataclasses.replace(equation, inputs=tuple(inputs))
+class _ExpandBroadcasts(Rewriter):
+    def __init__(self) -> None:
+        super().__init__()
+        self._spread: dict[tuple[Atom, tuple[int, ...]], Var] = {}
+
+    def rule(self, equation: Equation) -> list[Equation]:
+        if equation.op not in ELEMENTWISE:
+            return [equation]
+        shape, written, inputs = equation.outputs[0].shape, list[Equation](), list[Atom]()
+        for atom in equation.inputs:
+            if atom.shape == shape or len(atom.shape) != len(shape):  # scalars go with any shape
+                inputs.append(atom)
+                continue
+            if (atom, shape) not in self._spread:
+                self._spread[atom, shape] = Var(dataclasses.replace(atom.type, shape=shape))
+                written.append(_broadcast(atom, self._spread[atom, shape], equation))
+            inputs.append(self._spread[atom, shape])
+        if all(a is b for a, b in zip(inputs, equation.inputs, strict=True)):
+            return [equation]
+        return [*written, dataclasses.replace(equation, inputs=tuple(inputs))]
+
+    def body(self, equation: Equation, body: Block) -> Block:
+        return expand_broadcasts(body)
 
 
 def _broadcast(atom: Atom, out: Var, like: Equation) -> Equation:

@@ -101,7 +101,8 @@ def moved(equation: Equation, place: Place, entries: int) -> tuple[Place, PlaceP
 
 def _by_entries(equation: Equation, name: str, old: Place, new: Place, entries: int) -> Any:
     """Returns a parameter with one axis, of the entries, in place of the ids' axes."""
-    value, primitive = equation.params[name], PRIMITIVES[equation.op]
+    value: Any = equation.params[name]
+    primitive = PRIMITIVES[equation.op]
     if name == primitive.sizes:
         return new.by_entries(value, entries)
     if value is not None and name in ("start_indices", "strides"):

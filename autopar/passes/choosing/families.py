@@ -429,10 +429,10 @@ def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
     for depth in range(len(path) - 1, -1, -1):
         equation = path[depth]
         body = next((b for b in equation.bodies if atom in b.inputs), None)
-        constant = 0 if body is None else equation.params.get("num_consts", len(body.inputs))
+        constant = 0 if body is None else equation.border.consts
         if body is None or not isinstance(atom, Var) or body.inputs.index(atom) >= constant:
             return atom, _turns(path[: depth + 1])
-        atom = equation.inputs[len(equation.inputs) - len(body.inputs) + body.inputs.index(atom)]
+        atom = equation.inputs[equation.border.head + body.inputs.index(atom)]
     return atom, 1
 
 
@@ -457,7 +457,7 @@ def _total(block: Block, access: Access) -> tuple[Var, int]:
 
 def _is_handed_on(equation: Equation, k: int) -> bool:
     """Whether a body's result is one around it as it is: of a loop what it carries."""
-    return equation.op != "scan" or k < equation.params["num_carry"]
+    return equation.op != "scan" or k < equation.border.carries
 
 
 def _adds(equation: Equation, term: Var) -> bool:

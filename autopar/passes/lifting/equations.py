@@ -319,8 +319,7 @@ class OffScope(Scope):
         elif equation.op == "cond":
             inputs = (self.get(equation.inputs[0]), *outer, *stacked)
             results = tuple(Var(a.type) for a in template.bodies[0].outputs)
-            copies = tuple(clone(b)[0] for b in template.bodies)
-            self.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=copies, original=None))
+            self.append(equation.across([clone(b)[0] for b in template.bodies], results, consts=inputs))
         else:
             starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
             sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
@@ -363,11 +362,7 @@ def emit_scan(
     carry, length = len(starts), like.params["length"]
     outputs = [Var(a.type) for a in body.outputs[:carry]]
     outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
-    params = {**like.params, "num_consts": len(consts), "num_carry": carry}
-    inputs = (*consts, *starts, *xs)
-    scope.append(
-        dataclasses.replace(like, inputs=inputs, outputs=tuple(outputs), params=params, bodies=(body,), original=None)
-    )
+    scope.append(like.across([body], outputs, consts=consts, carries=starts, xs=xs))
     return tuple(outputs)
 
 
@@ -399,7 +394,7 @@ class _Loop:
 
     def lift(self) -> None:
         scope, equation, lifting = self.scope, self.equation, self.scope.lifting
-        consts, carry = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carry = equation.border.consts, equation.border.carries
         body = equation.bodies[0]
         child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
         starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
@@ -455,7 +450,7 @@ class _Loop:
     def _off_forms(self, child: Scope, carry: int) -> list[Template]:
         """The body once more for each family that comes out of the loop."""
         equation, lifting = self.equation, self.scope.lifting
-        consts, body = equation.params["num_consts"], equation.bodies[0]
+        consts, body = equation.border.consts, equation.bodies[0]
         made = []
         for family in _families(lifting, equation.outputs):
             off = OffScope(lifting, body, None, dict(child.operands), primary=child)
@@ -522,8 +517,7 @@ def _template(
 def _lift_branches(scope: Scope, equation: Equation) -> None:
     """A remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
     lifting = scope.lifting
-    head = equation.inputs[: len(equation.inputs) - len(equation.bodies[0].inputs)]  # a cond's index
-    operands = equation.inputs[len(head) :]
+    head, operands = equation.inputs[: equation.border.head], equation.inputs[equation.border.head :]
     children = [Scope(lifting, b, scope, dict(zip(b.inputs, operands, strict=True))) for b in equation.bodies]
     returned = []
     for child in children:
@@ -544,8 +538,8 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
         for child, outputs in zip(children, returned, strict=True)
     )
     results = tuple(Var(a.type) for a in blocks[0].outputs)
-    inputs = (*(scope.get(a) for a in head), *(scope.resolve(key) for key in types))
-    scope.append(dataclasses.replace(equation, inputs=inputs, outputs=results, bodies=blocks, original=None))
+    inputs = [*(scope.get(a) for a in head), *(scope.resolve(key) for key in types)]
+    scope.append(equation.across(blocks, results, consts=inputs))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
     for family, offs in pending.items():

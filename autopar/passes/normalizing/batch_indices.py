@@ -17,8 +17,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.counting import Counting
-from autopar.ir.program import Block, Equation, Program
+from autopar.ir.program import Equation, Program
 from autopar.ir.writer import expand
+from autopar.passes.rewriting import Rewriter
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,21 +37,19 @@ _SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatt
 
 def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
     """The program with such gathers and scatters batched, and how many there were; `counting`: what counts in it."""
-    block, count = _batched(program.block, counting)
-    return dataclasses.replace(program, block=block), count
+    return _Batch(counting).run(program)
 
 
-def _batched(block: Block, counting: Counting) -> tuple[Block, int]:
-    equations: list[Equation] = []
-    total = 0
-    for equation in block.equations:
-        made = [_batched(body, counting) for body in equation.bodies]
-        equation = equation.with_bodies([body for body, _ in made])
+class _Batch(Rewriter):
+    def __init__(self, counting: Counting) -> None:
+        super().__init__()
+        self._counting = counting
+
+    def rule(self, equation: Equation) -> list[Equation]:
         is_access = equation.op == "gather" or equation.op.startswith("scatter")
-        pairs = _counting_pairs(equation, counting) if is_access else {}
-        equations += _without(equation, pairs) if pairs else [equation]
-        total += bool(pairs) + sum(count for _, count in made)
-    return block.with_equations(equations), total
+        pairs = _counting_pairs(equation, self._counting) if is_access else {}
+        self.count += bool(pairs)
+        return _without(equation, pairs) if pairs else [equation]
 
 
 def _names(equation: Equation) -> _Names:

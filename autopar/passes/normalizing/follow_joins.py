@@ -20,7 +20,7 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Equation, Program
 from autopar.ir.writer import expand
-from autopar.passes.normalizing.rewriter import INTEGERS, UNORDERED, Rewriter
+from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
 _SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "scatter-min", "scatter-max"})
@@ -52,7 +52,7 @@ class _Layout:
         return [_with(index, place, own) for own in rows]
 
 
-class _Walk(Rewriter):
+class _Walk(LookupRewriter):
     """Rewrites blocks.
 
     Attributes:
@@ -65,15 +65,7 @@ class _Walk(Rewriter):
         self.joined: dict[Atom, tuple[_Layout, tuple[Atom, ...]]] = {}
         self.layouts: dict[tuple[int, ...], _Layout] = {}
 
-    def nested(self, equation: Equation) -> list[Equation]:
-        skipped = len(equation.inputs) - len(equation.bodies[0].inputs)
-        if equation.op in ("scan", "remat", "cond"):
-            known = equation.params["num_consts"] + equation.params["num_carry"] if equation.op == "scan" else None
-            pure = [k for k, a in enumerate(equation.inputs[skipped:][:known]) if a in self.pure]
-            self.pure.update(body.inputs[k] for body in equation.bodies for k in pure)
-        return [equation.with_bodies([self.block(body) for body in equation.bodies])]
-
-    def rewritten(self, equation: Equation) -> list[Equation]:
+    def rule(self, equation: Equation) -> list[Equation]:
         op, (operand, *_) = equation.op, (*equation.inputs, None)
         if op in ELEMENTWISE:
             return [equation, *self._elementwise(equation)]

@@ -27,7 +27,7 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.writer import expand
-from autopar.passes.normalizing.rewriter import INTEGERS, UNORDERED, Rewriter
+from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 
 def follow_reshapes(program: Program) -> tuple[Program, int]:
@@ -35,7 +35,7 @@ def follow_reshapes(program: Program) -> tuple[Program, int]:
     return _Walk(program).run(program)
 
 
-class _Walk(Rewriter):
+class _Walk(LookupRewriter):
     """Rewrites blocks.
 
     Attributes:
@@ -71,9 +71,8 @@ class _Walk(Rewriter):
           equation: A scan, remat or cond.
           apart: Carries that stay as they are.
         """
-        is_scan, inner = equation.op == "scan", len(equation.bodies[0].inputs)
-        skipped = len(equation.inputs) - inner  # a cond's index
-        consts, carry = (equation.params["num_consts"], equation.params["num_carry"]) if is_scan else (inner, 0)
+        is_scan, border = equation.op == "scan", equation.border
+        skipped, consts, carry = border.head, border.consts, border.carries
         operands, outputs = list(equation.inputs), list(equation.outputs)
         views, ahead, behind = dict[int, Atom](), list[Equation](), list[Equation]()
         for k, atom in enumerate(equation.inputs[skipped:][: consts + carry]):
@@ -112,7 +111,7 @@ class _Walk(Rewriter):
           known: How many of its inputs aren't parts of sequences.
         """
         inputs, start = list(body.inputs), list[Equation]()
-        operands = equation.inputs[len(equation.inputs) - len(inputs) :]
+        operands = equation.inputs[equation.border.head :]
         self.pure.update(v for v, a in zip(inputs[:known], operands, strict=False) if a in self.pure)
         for k, view in views.items():
             inputs[k] = Var(dataclasses.replace(body.inputs[k].type, shape=view.shape))
@@ -121,7 +120,7 @@ class _Walk(Rewriter):
             self.pure.add(inputs[k])
         return self.block(Block(tuple(inputs), (*start, *body.equations), body.outputs) if views else body)
 
-    def rewritten(self, equation: Equation) -> list[Equation]:
+    def rule(self, equation: Equation) -> list[Equation]:
         op = equation.op
         if op in ELEMENTWISE:
             return [equation, *self._elementwise(equation)]
@@ -207,7 +206,7 @@ class _Walk(Rewriter):
             numbers = jax.lax.ScatterDimensionNumbers(windows, places, places)
             return jax.lax.scatter(operand, index, rest[0].reshape(sizes), numbers, mode="clip")
 
-        made = [e for one in expand(access, equation, equation.inputs, out) for e in self.rewritten(one)]
+        made = [e for one in expand(access, equation, equation.inputs, out) for e in self.rule(one)]
         if self.count == before and not is_element:
             return [equation]
         self.count = max(self.count, before + 1)

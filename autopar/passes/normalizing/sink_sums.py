@@ -13,7 +13,6 @@ axis, `pmax` and `pmin` likewise; they become the reductions that they are.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -23,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.program import Atom, Equation, Literal, Program, Var
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.writer import expand
+from autopar.passes.rewriting import Rewriter
 
 #: Collectives that a step for one device calls -> which reduction.
 _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
@@ -33,27 +33,17 @@ _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax"
 
 def sink_sums(program: Program) -> tuple[Program, int]:
     """The program with its sums over shards where they are made, and how many there were."""
-    block, count = _sink(program.block)
-    return dataclasses.replace(program, block=block), count
+    return _Sink().run(program)
 
 
-def _sink(block: Block) -> tuple[Block, int]:
-    equations: list[Equation] = []
-    producers: dict[Atom, Equation] = {}
-    total = 0
-    for equation in block.equations:
-        if equation.bodies:
-            bodies, counts = zip(*map(_sink, equation.bodies), strict=True)
-            equation = equation.with_bodies(bodies)
-            total += sum(counts)
-        new: list[Equation] = []
+class _Sink(Rewriter):
+    def rule(self, equation: Equation) -> list[Equation]:
+        written: list[Equation] = []
         for e in _reduction(equation):
-            sunk = _Sinking(producers).sum(e)
-            total += sunk is not None
-            new += [e] if sunk is None else sunk
-        equations += new
-        producers.update((v, e) for e in new for v in e.outputs)
-    return block.with_equations(equations), total
+            sunk = _Sinking(self.made).sum(e)
+            self.count += sunk is not None
+            written += [e] if sunk is None else sunk
+        return written
 
 
 def _reduction(equation: Equation) -> list[Equation]:

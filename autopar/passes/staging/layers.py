@@ -288,23 +288,23 @@ class _Cutter:
     def _scan(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
         """A scan whose iterations are cut where its operands are; whether it is one."""
         params = equation.params
-        first = params["num_consts"] + params["num_carry"]
+        border, first = equation.border, equation.border.fixed
         layered = [value for k, value in cut.items() if k >= first and value.axis == 0]
         if not layered:
             return False
         ends = layered[0].ends
         self._spoil(equation, (v for k, v in cut.items() if k < first or (v.axis, v.ends) != (0, ends)))
         leaves = frozenset[Var]().union(*(value.leaves for value in layered))
-        consts = tuple(self.whole(a) for a in equation.inputs[: params["num_consts"]])
-        carry = tuple(self.whole(a) for a in equation.inputs[params["num_consts"] : first])
+        consts = tuple(self.whole(a) for a in equation.inputs[: border.consts])
+        carry = tuple(self.whole(a) for a in equation.inputs[border.consts : first])
         xs = [self.pieces(a, 0, ends).atoms for a in equation.inputs[first:]]
         made: dict[int, tuple[Var, ...]] = {}
         order, sizes = range(len(ends)), _sizes(ends)
         last = 0 if params["reverse"] else len(ends) - 1
         for k in reversed(order) if params["reverse"] else order:
-            carries = equation.outputs[: params["num_carry"]]
+            carries = equation.outputs[: border.carries]
             carries = carries if k == last else tuple(Var(v.type) for v in carries)
-            ys = tuple(Var(v.type.resized(0, sizes[k])) for v in equation.outputs[params["num_carry"] :])
+            ys = tuple(Var(v.type.resized(0, sizes[k])) for v in equation.outputs[border.carries :])
             self.equations.append(
                 dataclasses.replace(
                     equation,
@@ -316,7 +316,7 @@ class _Cutter:
                 )
             )
             carry, made[k] = carries, ys
-        for n, var in enumerate(equation.outputs[params["num_carry"] :]):
+        for n, var in enumerate(equation.outputs[border.carries :]):
             self._env[var] = _Pieces(0, ends, tuple(made[k][n] for k in order), leaves)
         self.scans.append(leaves)
         return True

@@ -1,0 +1,105 @@
+"""The walk of passes that put equations in other equations' places, through loops, branches and checkpoints.
+
+A pass is a `Rewriter`: `rule` says what takes the place of an equation, `look` notes what is to be known of its
+results, `body` says what a nested block knows of its inputs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Set
+
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.ir.program import Atom, Block, Equation, Program, Var
+
+#: Of ids: others don't hold a table's numbers of rows, or wrap around.
+INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
+#: Parameters of a gather or scatter by ids of which nothing is known.
+UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
+
+
+class Rewriter:
+    """Rewrites a block, and those nested in it.
+
+    Attributes:
+      env: Value -> what takes its place.
+      made: Value -> the equation that makes it, as it is written.
+      count: How many equations were rewritten, for the pass's note.
+    """
+
+    def __init__(self) -> None:
+        self.env: dict[Atom, Atom] = {}
+        self.made: dict[Atom, Equation] = {}
+        self.count = 0
+
+    def run(self, program: Program) -> tuple[Program, int]:
+        """Returns the program, rewritten, and the count."""
+        return dataclasses.replace(program, block=self.block(program.block)), self.count
+
+    def block(self, block: Block) -> Block:
+        """Returns a block, rewritten; itself if nothing in it changes."""
+        equations: list[Equation] = []
+        for equation in block.equations:
+            inputs = tuple(self.env.get(a, a) for a in equation.inputs)
+            if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
+                equation = dataclasses.replace(equation, inputs=inputs)
+            self.look(equation)
+            written = self.nested(equation) if equation.bodies else self.rule(equation)
+            self.made.update((v, e) for e in written for v in e.outputs)
+            equations += written
+        outputs = tuple(self.env.get(a, a) for a in block.outputs)
+        same = all(a is b for a, b in zip(outputs, block.outputs, strict=True))
+        return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
+
+    def look(self, equation: Equation) -> None:
+        """Notes what is to be known of an equation's results, whatever takes its place."""
+
+    def rule(self, equation: Equation) -> list[Equation]:
+        """Returns what takes the place of an equation without bodies."""
+        return [equation]
+
+    def nested(self, equation: Equation) -> list[Equation]:
+        """Returns what takes the place of a loop, branch or checkpoint."""
+        return [equation.with_bodies([self.body(equation, body) for body in equation.bodies])]
+
+    def body(self, equation: Equation, body: Block) -> Block:
+        """Returns a nested block, rewritten."""
+        return self.block(body)
+
+
+class LookupRewriter(Rewriter):
+    """Rewrites lookups, knowing which values are made of the state alone.
+
+    Attributes:
+      keeps: Operations that make such values of such values.
+      pure: These values.
+      uniform: Value -> the scalar that all its elements are.
+    """
+
+    keeps: Set[str] = ELEMENTWISE
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        pairs = zip(program.block.inputs, program.inputs, strict=True)
+        self.pure: set[Atom] = {var for var, input_ in pairs if input_.role in ("state", "table")}
+        self.uniform: dict[Atom, Atom] = {}
+
+    def run(self, program: Program) -> tuple[Program, int]:
+        rewritten, count = super().run(program)
+        return (rewritten, count) if count else (program, 0)
+
+    def look(self, equation: Equation) -> None:
+        inputs = equation.inputs
+        variables = [a for a in inputs if isinstance(a, Var)]
+        if equation.op in self.keeps and variables and all(a in self.pure for a in variables):
+            self.pure.update(equation.outputs)
+        if equation.op == "broadcast_in_dim" and (inputs[0].shape == () or inputs[0] in self.uniform):
+            self.uniform[equation.outputs[0]] = self.uniform.get(inputs[0], inputs[0])
+
+    def body(self, equation: Equation, body: Block) -> Block:
+        """Returns a nested block, rewritten: operands that all turns read are pure in it, too."""
+        if equation.op in ("scan", "remat", "cond"):
+            border = equation.border
+            operands = zip(body.inputs[: border.fixed], equation.inputs[border.head :], strict=False)
+            self.pure.update(v for v, a in operands if a in self.pure)
+        return super().body(equation, body)
