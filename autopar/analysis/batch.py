@@ -113,7 +113,7 @@ class _Batch(Interpreter[_Found]):
         places: Mapping[int, int | None],
         bases: Mapping[int, int],
     ) -> bool:
-        """Whether operands whose axes are guesses go together with the others; refutes the guesses if not."""
+        """Returns whether operands whose axes are guesses go together with the others; refutes the guesses if not."""
         before = len(self.guesses.refuted)
         for k, axis in axes_of_operands.items():
             if bases[k] and places[k] is None:
@@ -148,7 +148,7 @@ class _Batch(Interpreter[_Found]):
         return None if axis is None else axis + 1, base
 
     def widen(self, equation: Equation, k: int, carry: _Found, result: _Found) -> _Found:
-        """A carry keeps its axis if each turn returns it there."""
+        """Keeps a carry's axis if each turn returns it there."""
         (axis, base), (returned, other) = carry, result
         if axis == returned:
             return axis, base | other
@@ -183,8 +183,8 @@ _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice"
 
 
 def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
-    """Whether a value is constant along an axis. One that the step closes over is a constant, and says nothing of its
-    axes."""
+    """Returns whether a value is constant along an axis. One that the step closes over is a constant, and says nothing
+    of its axes."""
     return isinstance(atom, Literal) or atom.shape[axis] == 1 or bool(uniform.get(atom, 0) >> axis & 1)
 
 
@@ -219,7 +219,7 @@ def _all(atom: Atom) -> int:
 
 
 def _axes(equation: Equation, operands: Sequence[int]) -> int:
-    """Those of the results, from those of the operands."""
+    """Maps the constant axes of the operands to those of the results."""
     if not equation.outputs:
         return 0
     out, op = equation.outputs[0], equation.op
@@ -245,7 +245,6 @@ def _axes(equation: Equation, operands: Sequence[int]) -> int:
 
 
 def _placed(equation: Equation, operands: Sequence[int], k: int) -> int:
-    """Where an operand's axes go that keep their size."""
     operand, out = equation.inputs[k], equation.outputs[0]
     axes = [axis for axis in range(len(operand.shape)) if operands[k] >> axis & 1]
     places = [(place_axes(equation, k, axis), operand.shape[axis]) for axis in axes]

@@ -24,7 +24,7 @@ _ALONGSIDE = _BY_ELEMENT | _WORKS_ALONG | {"dynamic_update_slice", "select_and_g
 
 
 def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
-    """Where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
+    """Returns where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
 
     `devices`: over how many of them it is to be spread.
     """
@@ -52,7 +52,6 @@ def partners(equation: Equation, k: int, axis: int) -> Sequence[tuple[int, int]]
 
 
 def _is_stack(equation: Equation, axis: int) -> bool:
-    """Whether an axis of all operands is one of a stack of arrays, with each of which the same is done."""
     core = PRIMITIVES.get(equation.op, Primitive()).core
     return core is not None and axis < len(equation.inputs[0].shape) - core
 
@@ -62,7 +61,6 @@ def _stacked(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _solve(equation: Equation, k: int, axis: int) -> int | None:
-    """Solutions of a triangular matrix are those of as many right-hand sides."""
     side = len(equation.inputs[k].shape) - (1 if equation.params["left_side"] else 2)
     return axis if (k == 1 and axis == side) else _stacked(equation, k, axis)
 
@@ -125,12 +123,12 @@ def _gather(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _lookup(equation: Equation, k: int, axis: int) -> int | None:
-    """Of rows: along with the ids by which it is spread."""
     return equation.params["spread"] if k == 2 and axis == equation.params["batch"] else None
 
 
 def _scattered(equation: Equation, k: int, axis: int) -> tuple[int, Mapping[int, int]] | None:
-    """Where an axis of a scatter's operand, indices or updates goes, and which axis of each of them runs along it.
+    """Returns where an axis of a scatter's operand, indices or updates goes, and which axis of each of them runs along
+    it.
 
     That is a batching dimension, or one that a window of updates has whole; or what is added up at examples' indices.
     """
@@ -177,7 +175,6 @@ def _dot_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
 
 
 def _convolve(equation: Equation, k: int, axis: int) -> int | None:
-    """Along with the left operand's batch, or with the groups (those of a convolution with a kernel by example)."""
     numbers = equation.params["dimension_numbers"]
     if any(dims[k] == axis for dims in _group_pairs(equation)):
         return numbers.out_spec[1]
@@ -185,7 +182,6 @@ def _convolve(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _group_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
-    """Axes of both operands that are taken apart into a convolution's groups; shards hold whole groups or none."""
     p, numbers = equation.params, equation.params["dimension_numbers"]
     by_feature, by_batch = (p[f"{kind}_group_count"] > 1 for kind in ("feature", "batch"))
     return [(numbers.lhs_spec[0 if by_batch else 1], numbers.rhs_spec[0])] if by_feature or by_batch else []
@@ -198,7 +194,6 @@ _WINDOWED = frozenset(
 
 
 def _windowed(equation: Equation, k: int, axis: int) -> int | None:
-    """Windows of one element, each in its place."""
     p, names = equation.params, ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
     sizes = (p[name][axis] for name in names if name in p)
     return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None

@@ -50,11 +50,11 @@ class Counting(Interpreter[Counted]):
         self.run(block.equations)
 
     def axis(self, atom: Atom) -> int | None:
-        """The axis along which a value counts from 0, being the same along all others."""
+        """Returns the axis along which a value counts from 0, being the same along all others."""
         return self.value(atom).axis
 
     def columns(self, atom: Atom) -> tuple[int | None, ...]:
-        """The axis along which each component of index vectors counts."""
+        """Returns the axis along which each component of index vectors counts."""
         known, last = self.value(atom), len(atom.shape) - 1
         if known.columns or known.axis in (None, last):
             return known.columns
@@ -109,7 +109,6 @@ class Counting(Interpreter[Counted]):
 
 
 def _held(value: Counted, out: Atom) -> Counted:
-    """A value as it is in a dtype that holds all its numbers; in another they begin anew."""
     if jax_compat.is_key(out.dtype) or not jnp.issubdtype(out.dtype, jnp.integer):
         return replace(_NOTHING, is_false=value.is_false)
     axes = [d for d in (value.axis, *value.columns) if d is not None]
@@ -117,7 +116,6 @@ def _held(value: Counted, out: Atom) -> Counted:
 
 
 def _is_negative(limit: Atom) -> bool:
-    """Whether nothing that counts is less than a number."""
     return isinstance(limit, Literal) and bool(np.all(np.asarray(limit.value) <= 0))
 
 

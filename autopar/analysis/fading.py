@@ -52,7 +52,7 @@ class Near:
 
     @property
     def steady(self) -> bool:
-        """Whether it is what it would be."""
+        """Returns whether it is what it would be."""
         return self.reach is not None and not self.reach
 
 
@@ -104,7 +104,7 @@ def _least_of(walk: FadingWalk, near: Near) -> Any:
 
 
 def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Any:
-    """The least of a result that isn't negative, or zero where that isn't known."""
+    """Returns the least of a result that isn't negative, or zero where that isn't known."""
     xp, op = walk.xp, equation.op
     least = [_least_of(walk, v) for v in values]
     numbers = [v for v in values if isinstance(v.value, Number)]
@@ -191,7 +191,7 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
 
 
 def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> Fading | None:
-    """What is to be written down so that replaying can stop early; None if it can't."""
+    """Returns what is to be written down so that replaying can stop early; None if it can't."""
     if not scale_only.zero:
         return None
     elements = [tuple(d for d in v.shape if d != 1) for v in body.inputs[:changed]]
@@ -213,7 +213,7 @@ def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> 
 def fading_numbers(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Any], xp: Any
 ) -> list[Any]:
-    """Of a step: what each leaf that fades is multiplied by (NaN: not known); and each pair's reaches, [F]."""
+    """Returns a step's factor of each leaf that fades (NaN: not known), and each pair's reaches, [F]."""
     own = _own(body, changed, read, scale_only, values, xp)
     assert own is not None, "as it was when it was planned"
     near = _near(body, changed, read, scale_only, fading.floors, values, xp)
@@ -225,7 +225,7 @@ def fading_numbers(
 def _near(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, floors: Sequence[int], values: Sequence[Any], xp: Any
 ) -> list[Any]:
-    """The new rows of changed leaves, nearly."""
+    """Returns the new rows of changed leaves, nearly."""
     leaves = [
         Near(Zero(), {k: np.ones((), v.dtype)})
         if k in scale_only.zero
@@ -239,7 +239,7 @@ def _near(
 def _own(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any
 ) -> list[Any] | None:
-    """What leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
+    """Returns what leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
     alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
     walk = ScaleOnlyWalk(xp)
     outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])

@@ -30,7 +30,7 @@ _NOTHING: frozenset[Event] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """Of a value at untouched rows.
+    """The fate of a value at untouched rows.
 
     Attributes:
       own: Whether rows may differ from each other at all.
@@ -55,14 +55,14 @@ class Fate:
 
     @property
     def may_differ(self) -> bool:
-        """Whether an event may make some untouched rows something else than others."""
+        """Returns whether an event may make some untouched rows something else than others."""
         return self.own and not (self.constant and self.events <= self.alike)
 
     def is_even(self, event: Event) -> bool:
         return event not in self.events or event in self.even
 
     def is_alike(self, event: Event) -> bool:
-        """Whether rows are like each other after an event."""
+        """Returns whether rows are like each other after an event."""
         return not self.own or event in self.alike or (self.constant and event not in self.events)
 
 
@@ -81,7 +81,8 @@ class Fates(Interpreter[Fate]):
         return fates[0] if product is None else replace(_computed(product, fates), constant=True, zero=True)
 
     def keeps_zero(self, sources: Sequence[tuple[Atom, int]]) -> bool:
-        """Whether a product of two row values, one of which is zero, is 0 or NaN in all rows whatever happens."""
+        """Returns whether a product of two row values, one of which is zero, is 0 or NaN in all rows whatever
+        happens."""
         fates = [self._operand(atom, axis) for atom, axis in sources]
         pairs = ((one, other) for one, other in (fates, fates[::-1]) if one.zero)
         return any(one.events <= one.nan and other.events <= one.nan | other.even for one, other in pairs)
@@ -89,7 +90,7 @@ class Fates(Interpreter[Fate]):
     # --- values ---
 
     def unknown(self, atom: Atom) -> Fate:
-        """Of a number of the step, and of a leaf's rows."""
+        """Returns the fate of a number of the step, or of a leaf's rows."""
         own = atom.shape != ()
         if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jnp.issubdtype(atom.dtype, np.inexact):
             return Fate(own)
@@ -99,7 +100,6 @@ class Fates(Interpreter[Fate]):
         return self._rows.get(atom) if isinstance(atom, Var) and atom.shape != () else None
 
     def _operand(self, atom: Atom, axis: int | None) -> Fate:
-        """The fate of an operand whose rows lie along `axis`, if it has rows."""
         fate, kind = self.value(atom), self._kind(atom)
         if isinstance(kind, Row):
             return fate
@@ -108,7 +108,7 @@ class Fates(Interpreter[Fate]):
         return replace(fate, own=axis is not None and atom.shape != ())
 
     def _kept(self, var: Var, fate: Fate) -> Fate:
-        """A fate, with what analysis knows of the variable that has it."""
+        """Returns a fate, with what analysis knows of the variable that has it."""
         kind = self._kind(var)
         if kind is None:
             return fate if var.shape == () and not fate.events else self.unknown(var)
@@ -125,7 +125,6 @@ class Fates(Interpreter[Fate]):
         super().run([e for e in equations if e.bodies or any(map(self._is_followed, e.outputs))])
 
     def _is_followed(self, var: Var) -> bool:
-        """Whether a value is rows, or may be met by rows as a number that is made of literals."""
         return var in self._rows and (var.shape == () or isinstance(self._rows[var], (Row, Free)))
 
     def equation(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
@@ -156,7 +155,7 @@ class Fates(Interpreter[Fate]):
     # --- loops and branches ---
 
     def join(self, values: Sequence[Fate], atoms: Sequence[Atom]) -> Fate:
-        """Which branch is taken is the same for all rows."""
+        """Joins branches: which one is taken is the same for all rows."""
         return _chosen(Fate(), values)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[Fate]) -> list[Fate]:
@@ -165,7 +164,6 @@ class Fates(Interpreter[Fate]):
         return super().body(equation, block, [self._input(v, fate, k >= varies) for k, (v, fate) in pairs])
 
     def _input(self, var: Var, fate: Fate, varies: bool) -> Fate:
-        """Of an input of a nested block, which varies from turn to turn of a loop or doesn't."""
         if varies and isinstance(self._kind(var), Row):
             return self._kept(var, replace(fate, turns=fate.turns | {var}))
         return self._kept(var, self.unknown(var) if varies else fate)
@@ -180,7 +178,7 @@ class Fates(Interpreter[Fate]):
         return [self._after(equation, k, out, fate) for k, (out, fate) in pairs]
 
     def widen(self, equation: Equation, k: int, carry: Fate, result: Fate) -> Fate:
-        """What can still be claimed of a carry, after a turn and before the first."""
+        """Returns what can still be claimed of a carry, after a turn and before the first."""
         at = equation.border.consts + k
         var = equation.bodies[-1].inputs[at]
         kind = self._kind(var)
@@ -191,7 +189,7 @@ class Fates(Interpreter[Fate]):
         return _carried(var, claim, True, frozenset())
 
     def _after(self, equation: Equation, k: int, out: Var, fate: Fate) -> Fate:
-        """A result of a loop: a carry, or what was stacked, which is NaN at some turns at most."""
+        """Returns a result of a loop: a carry, or what was stacked, which is NaN at some turns at most."""
         body, kind = equation.bodies[-1], self._kind(out)
         if not isinstance(kind, Row):
             return self.unknown(out)
@@ -204,12 +202,10 @@ class Fates(Interpreter[Fate]):
 
 
 def _claim(fate: Fate) -> int:
-    """What can be said of a value after its events: all NaN (2), even (1), or nothing."""
     return 2 if fate.events <= fate.nan else int(fate.events <= fate.even)
 
 
 def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Fate:
-    """What has come about in some turns, of which this can be claimed."""
     event = frozenset({(var, _CARRIED)})
     nan, even = event if claim > 1 else _NOTHING, event if claim else _NOTHING
     return Fate(own, events=event, nan=nan, even=even, alike=nan, turns=turns)
@@ -262,13 +258,12 @@ def _times_zero(op: str, zero: Fate, other: Fate) -> tuple[frozenset[Event], fro
 
 
 def _is_of_all(event: Event) -> bool:
-    """Whether an event concerns all places of a row."""
     var, what = event
     return var.shape == () or what in (_NAN, _CARRIED)
 
 
 def _chosen(which: Fate, cases: Sequence[Fate]) -> Fate:
-    """One of some cases, for each row."""
+    """Returns one of some cases, for each row."""
     events = which.events | _all(c.events for c in cases)
     nan = frozenset(e for e in events if all(e in c.nan for c in cases))
     alike = frozenset(e for e in events if which.is_alike(e) and all(c.is_alike(e) for c in cases))

@@ -29,7 +29,7 @@ Scaled = Literal["never", "little", "ever"]
 def dependent(
     equations: Iterable[Equation], starts: Iterable[Var], begins: Callable[[Equation], bool] = lambda equation: False
 ) -> set[Var]:
-    """Values that depend on any of `starts`, these included, or on an equation that `begins` holds of."""
+    """Returns values that depend on any of `starts`, these included, or on an equation that `begins` holds of."""
     reached = set(starts)
     for equation in equations:
         if begins(equation) or not reached.isdisjoint(equation.inputs):
@@ -52,8 +52,8 @@ def carried(block: Block, *, scaled: Scaled) -> list[int]:
 
 
 def updated(block: Block) -> int:
-    """The inputs, as bits, of which the block makes a new value of their own type, returned or not: one that carries
-    the input on in a sum, scaled little."""
+    """Returns the inputs, as bits, of which the block makes a new value of their own type, returned or not: one that
+    carries the input on in a sum, scaled little."""
     walk = _Carried("little")
     walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
     walk.run(block.equations)

@@ -28,22 +28,22 @@ class Interpreter(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def plain(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The results of an equation without bodies."""
+        """Returns the results of an equation without bodies."""
 
     @abc.abstractmethod
     def unknown(self, atom: Atom) -> V:
-        """What is said of a value of which nothing is known, such as a literal."""
+        """Returns what is said of a value of which nothing is known, such as a literal."""
 
     @abc.abstractmethod
     def join(self, values: Sequence[V], atoms: Sequence[Atom]) -> V:
-        """What a value is that is one of these; `atoms` are they, each in its own block."""
+        """Returns what a value is that is one of these; `atoms` are they, each in its own block."""
 
     def inside(self, value: V) -> V:
-        """One turn's part of a value that a loop takes apart along its first axis."""
+        """Returns one turn's part of a value that a loop takes apart along its first axis."""
         return value
 
     def outside(self, value: V) -> V:
-        """What a loop stacks of a value of each turn."""
+        """Returns what a loop stacks of a value of each turn."""
         return value
 
     def widen(self, equation: Equation, k: int, carry: V, result: V) -> V:
@@ -52,11 +52,11 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.join([carry, result], [start, equation.bodies[-1].outputs[k]])
 
     def end(self, carry: V, result: V) -> V:
-        """A loop's result, of what it carries and what a turn returns of it."""
+        """Returns a loop's result, of what it carries and what a turn returns of it."""
         return carry
 
     def mark(self) -> Any:
-        """What has been noted so far: a body is run again after `restore`."""
+        """Returns what has been noted so far: a body is run again after `restore`."""
 
     def restore(self, mark: Any) -> None:
         """Forget what was noted since."""
@@ -65,15 +65,15 @@ class Interpreter(abc.ABC, Generic[V]):
         """A loop's carries have converged."""
 
     def unconverged(self, equation: Equation) -> Sequence[V]:
-        """The results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
+        """Returns the results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
         return [self.unknown(v) for v in equation.outputs]
 
     def while_loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The results of a while loop."""
+        """Returns the results of a while loop."""
         return self.unconverged(equation)
 
     def followed(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The results of a while loop of which both bodies are run."""
+        """Returns the results of a while loop of which both bodies are run."""
         consts = equation.border.head
         carries = self.loop(equation, operands[consts:])
         self.body(equation, equation.bodies[0], [*operands[:consts], *carries])
@@ -94,11 +94,11 @@ class Interpreter(abc.ABC, Generic[V]):
             values.update(zip(equation.outputs, self.equation(equation, operands), strict=True))
 
     def equation(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The results of any equation."""
+        """Returns the results of any equation."""
         return self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
 
     def nested(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The results of a loop, a branch or a checkpoint."""
+        """Returns the results of a loop, a branch or a checkpoint."""
         if equation.op == "scan":
             fixed = equation.border.fixed
             return self.loop(equation, [*operands[:fixed], *map(self.inside, operands[fixed:])])
@@ -107,19 +107,19 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.while_loop(equation, operands)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[V]) -> list[V]:
-        """What a nested block returns."""
+        """Returns what a nested block returns."""
         self.values.update(zip(block.inputs, operands, strict=True))
         self.run(block.equations)
         return [self.value(a) for a in block.outputs]
 
     def branches(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """One of the bodies is run."""
+        """Runs the bodies, of which one counts."""
         returned = [self.body(equation, body, operands) for body in equation.bodies]
         atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
         return [self.join(values, outputs) for values, outputs in zip(zip(*returned, strict=True), atoms, strict=True)]
 
     def loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """The last body is run over and over, on these as its inputs."""
+        """Runs the last body over and over, on these as its inputs."""
         body = equation.bodies[-1]
         first, count = equation.border.consts, equation.border.carries
         carries = list(operands[first : first + count])
@@ -140,5 +140,5 @@ class Interpreter(abc.ABC, Generic[V]):
 
 
 def union(sets: Iterable[int]) -> int:
-    """Of sets that are the bits of integers."""
+    """Returns the union of sets that are the bits of integers."""
     return functools.reduce(operator.or_, sets, 0)

@@ -34,14 +34,14 @@ Words = tuple[int, ...]
 
 
 def may_be_words(type_: ArrayType, axis: int | None) -> bool:
-    """Whether an axis of an array could be that of a key's words."""
+    """Returns whether an axis of an array could be that of a key's words."""
     if axis is None or type_.dtype != np.dtype(np.uint32):
         return False
     return axis == len(type_.shape) - 1 and type_.shape[axis] in _WORDS
 
 
 def use_as_key(block: Block, var: Var) -> Named["never", "key", "unclear"]:
-    """Whether the last axis of an input is that of a key's words.
+    """Returns whether the last axis of an input is that of a key's words.
 
     Returns:
       "unclear" if what is made of the input becomes part of a key, but not so that each of its words can be told.
@@ -102,7 +102,7 @@ class _Keys(Interpreter[Words]):
 
 
 def _through(equation: Equation, output: int, operands: Sequence[Words]) -> Words:
-    """What a result depends on."""
+    """Returns what a result depends on."""
     op, shape = equation.op, equation.outputs[output].shape
     start, stop = (output, output + 1) if op == "optimization_barrier" else _DATA.get(op, (0, None))
     operands = [*operands[:1], *operands[2:]] if op.startswith("scatter") else operands[start:stop]
@@ -154,7 +154,6 @@ def _sliced_at(equation: Equation, output: int, operands: Sequence[Words]) -> Wo
 
 
 def _gathered(equation: Equation, output: int, operands: Sequence[Words]) -> Words | None:
-    """Whole rows."""
     numbers, shape = equation.params["dimension_numbers"], equation.outputs[output].shape
     whole = equation.params["slice_sizes"][-1] == len(operands[0]) == _positions(shape)
     return operands[0] if whole and len(shape) - 1 in numbers.offset_dims else None
@@ -217,13 +216,11 @@ def _positions(shape: Sequence[int]) -> int:
 
 
 def _joined(words: Sequence[Words]) -> Words:
-    """Position by position; those of arrays without that many positions in each."""
     size = max(map(len, words), default=0)
     fitted = [g if len(g) == size else (union(g),) * size for g in words]
     return tuple(union(bits) for bits in zip(*fitted, strict=True))
 
 
 def _fitted(words: Words, shape: Sequence[int]) -> Words:
-    """The same for an array of another shape: position by position if it has as many, else each depends on all."""
     size = _positions(shape)
     return words if len(words) == size else (union(words),) * size

@@ -125,7 +125,7 @@ class Gathered:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalFacts:
-    """What `localize` found.
+    """The findings of `localize`.
 
     Attributes:
       outputs: What each device has of the block's outputs.
@@ -148,7 +148,7 @@ class LocalFacts:
 
 @dataclass(frozen=True, slots=True)
 class OncePerRow:
-    """What `once_per_row` did.
+    """The work of `once_per_row`.
 
     Attributes:
       counts: (rows, lookups) of the ids by which something is computed for distinct rows.
@@ -165,7 +165,7 @@ class OncePerRow:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """What an equation makes of spread operands.
+    """The place of an equation's results, of spread operands.
 
     Attributes:
       axis: Where the shards are in the results; SUMMED if they are reduced or contracted.
@@ -179,7 +179,7 @@ class Placed:
 def place_spread(
     equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False, examples: int = 0
 ) -> Placed:
-    """Where equal shards of some operands end up, in an equation without bodies.
+    """Returns where equal shards of some operands end up, in an equation without bodies.
 
     Args:
       equation: The equation.
@@ -225,8 +225,8 @@ def place_spread(
 
 
 def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
-    """The parameters of an equation that is run on a part of its operands (operand -> the axis of which it is one),
-    where `axis` of its results has `size`."""
+    """Returns the parameters of an equation that is run on a part of its operands (operand -> the axis of which it is
+    one), where `axis` of its results has `size`."""
     if equation.op not in RESIZE:
         return equation.params
     if equation.op == "gather":
@@ -243,13 +243,11 @@ def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, 
 
 
 def _equal_shards(equation: Equation, axis: int, to: int) -> bool:
-    """Whether a reshape leaves what is ahead of an axis, so that equal shards stay equal shards."""
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
     return math.prod(old[:axis]) == math.prod(new[:to])
 
 
 def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
-    """The axes of both operands over which a convolution sums; None of one whose features are in groups."""
     p = equation.params
     if p["feature_group_count"] != 1:
         return None
@@ -258,7 +256,6 @@ def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
 
 
 def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], parts: int) -> bool:
-    """Whether shards along the groups of a convolution aren't whole groups."""
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
     return groups % parts != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
@@ -272,7 +269,7 @@ _TOGETHER = those_that(lambda p: p.linear is Linear.TOGETHER) | {"ap.plus"}
 
 
 def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
-    """Whether the results of partial sums add up to the result, every other operand being whole.
+    """Returns whether the results of partial sums add up to the result, every other operand being whole.
 
     Returns:
       None if they don't; else the operands that are no partial sums, and of which one device only may take part.
@@ -306,7 +303,6 @@ def _is_float(equation: Equation) -> bool:
 
 
 def _fills_with_zeros(equation: Equation) -> bool:
-    """Whether what is out of range is as good as zero: the sum of all devices' NaN is NaN."""
     p = equation.params
     if p["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP:
         return True
@@ -315,7 +311,6 @@ def _fills_with_zeros(equation: Equation) -> bool:
 
 
 def _widens(equation: Equation) -> bool:
-    """Rounding each partial sum is not rounding their sum; an integer may wrap around in one and not in the sum."""
     old, new = np.dtype(equation.inputs[0].dtype), np.dtype(equation.outputs[0].dtype)
     if jax_compat.is_float(old) and jax_compat.is_float(new):
         return jax_compat.holds_floats(new, old)

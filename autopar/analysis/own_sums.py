@@ -109,8 +109,8 @@ class _Kinds(Interpreter[SumKind]):
 
 
 def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) -> list[str]:
-    """What differs from a step for one device, in words, with the user's lines. `axes`: those of the examples in the
-    block's inputs; `axis`: the name by which it reduces over `count` devices."""
+    """Returns what differs from a step for one device, in words, with the user's lines. `axes`: those of the examples
+    in the block's inputs; `axis`: the name by which it reduces over `count` devices."""
     known = {var: along for var, along in zip(block.inputs, axes, strict=True) if along is not None}
     followed = dict(known)
     follow_batch(block.equations, followed, devices=1)

@@ -28,7 +28,7 @@ class Linear(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """What a primitive is.
+    """The description of a primitive.
 
     Attributes:
       elementwise: Whether each element of the result is made of the operands' elements in the same place.
@@ -150,7 +150,7 @@ _OTHERS: Mapping[str, Primitive] = {
 
 
 def described_once(entries: Iterable[tuple[str, Primitive]]) -> Mapping[str, Primitive]:
-    """The table of (name, primitive).
+    """Returns the table of (name, primitive).
 
     Raises:
       ValueError: a name comes twice.
@@ -174,7 +174,7 @@ PRIMITIVES = described_once(
 
 
 def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:
-    """The names of the primitives of which something holds."""
+    """Returns the names of the primitives of which something holds."""
     return frozenset(op for op, primitive in PRIMITIVES.items() if says(primitive))
 
 

@@ -26,7 +26,7 @@ from autopar.ir.slicing import hoist, needed_equations
 
 @dataclass(frozen=True, eq=False)
 class Families:
-    """What an interpretation of the program means for its families."""
+    """The meaning of an interpretation of the program for its families."""
 
     program: Program
     flow: RowFlow
@@ -37,24 +37,21 @@ class Families:
     slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
 
     def _row(self, atom: Atom, space: RowSpace) -> Row | None:
-        """The value as rows of this family, if it is that."""
         value = self.flow.value(atom)
         return value if isinstance(value, Row) and self.flow.find(value.family) == space.family else None
 
     def _reads(self, family: int) -> list[Refusal]:
-        """What reads all of its rows."""
         return [refusal for f, refusal in self.flow.dense_reads if self.flow.find(f) == family]
 
     def _members(self) -> dict[int, list[int]]:
-        """Family -> its leaves."""
         members: dict[int, list[int]] = {}
         for k in self.flow.candidates:
             members.setdefault(self.flow.family_of(k), []).append(k)
         return members
 
     def strangers(self) -> tuple[set[int], set[Equation]]:
-        """What has as many rows as a table by chance, belongs to none, and stands in the way of something: state
-        leaves, and equations that put something into zeros."""
+        """Returns what has as many rows as a table by chance, belongs to none, and stands in the way of something:
+        state leaves, and equations that put something into zeros."""
         troubled = self.flow.troubled()
         looked_up = {k for k, _ in self.program.tables}
         members = self._members()
@@ -64,8 +61,8 @@ class Families:
         return leaves, entries
 
     def suspects(self, spaces: Sequence[RowSpace]) -> list[RowSpace]:
-        """Those of which all rows are needed somewhere, whatever other families do; if there are none, those of which
-        all rows are needed where they meet others'."""
+        """Returns the families of which all rows are needed whatever others do; if there are none, those of which all
+        rows are needed where they meet others'."""
         meetings: dict[int, set[int]] = {}
         for family, refusal in (*self.flow.refusals, *self.flow.dense_reads):  # one refusal for all that meet
             meetings.setdefault(id(refusal), set()).add(self.flow.find(family))
@@ -73,7 +70,7 @@ class Families:
         return by_themselves or [s for s in spaces if any(s.family in met for met in meetings.values())]
 
     def spaces(self) -> list[RowSpace]:
-        """The families that hold a table, with everything in them."""
+        """Returns the families that hold a table, with everything in them."""
         looked_up = {k for k, _ in self.program.tables}
         spaces = []
         for family, leaves in self._members().items():
@@ -91,8 +88,8 @@ class Families:
         return _closed(spaces)
 
     def _known(self, family: int, access: Access) -> Access:
-        """The access; if its ids depend on rows of its own family, with ids that don't, where some include them (under
-        `lazy`: where these are the very rows, for all others that are touched would move)."""
+        """Returns the access; if its ids depend on rows of its own family, with ids that don't, where some include them
+        (under `lazy`: where these are the very rows, for all others that are touched would move)."""
         family = self.flow.find(family)
         if family not in self._families_of_ids(access):
             return access
@@ -105,18 +102,15 @@ class Families:
 
     @functools.cached_property
     def _made(self) -> Mapping[Atom, Equation]:
-        """Maps each value at the top of the program to the equation that makes it."""
         return _producers(self.program.block)
 
     def _producers(self, access: Access) -> Mapping[Atom, Equation]:
-        """Maps each value of the block that an access stands in to the equation that makes it."""
         if not access.path:
             return self._made
         bodies = access.path[-1].bodies
         return _producers(next(b for b in bodies if any(e is access.equation for e in b.equations)))
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
-        """Whether there is an update to save, or the rows are spread and would be brought together."""
         block, new = self.program.block, self.program.new_states
         if any(block.inputs[k] in self.program.pulled for k in leaves):
             return True
@@ -133,7 +127,7 @@ class Families:
         return tuple(dict.fromkeys([*reads, *(f"to change that: {remedy}" for remedy in remedies)]))
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
-        """Leaves that keep the family from being lifted, with the reason."""
+        """Returns leaves that keep the family from being lifted, with the reason."""
         refusal = self._met(space)
         changed = {} if refusal else {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
@@ -142,12 +136,11 @@ class Families:
         return {} if refusal is None else dict.fromkeys(space.leaves, refusal)
 
     def _met(self, space: RowSpace) -> Refusal | None:
-        """What needs all of its rows."""
         refusal = next((r for f, r in self.flow.refusals if self.flow.find(f) == space.family), None)
         return refusal if refusal or self.lazy else self._carried(space)
 
     def _unliftable(self, space: RowSpace) -> Refusal | None:
-        """What keeps the family dense although its new rows are known."""
+        """Returns what keeps the family dense although its new rows are known."""
         if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
             return Refusal("it meets rows of a table that is stored in another layout", None, APART)
         repeated = self._repeated_effect(space)
@@ -163,8 +156,8 @@ class Families:
         return None
 
     def _carried(self, space: RowSpace) -> Refusal | None:
-        """A reduction over all rows of what a loop carries, where an untouched row may hide what a number that isn't
-        finite does to others: nothing has all rows as they are at a turn."""
+        """Returns a reduction over all rows of what a loop carries, where an untouched row may hide what a number that
+        isn't finite does to others: nothing has all rows as they are at a turn."""
         fates = None
         for equation in self.flow.reduced_in_loops:
             rows = [(a, row.axis) for a in equation.inputs if (row := self._row(a, space)) is not None]
@@ -178,7 +171,7 @@ class Families:
         return None
 
     def _changes(self, space: RowSpace, leaf: int) -> Refusal | None:
-        """Why a leaf's new value isn't known off the touched rows."""
+        """Returns why a leaf's new value isn't known off the touched rows."""
         new = self.program.new_states
         path = self.program.inputs[leaf].path
         if leaf not in new:
@@ -214,7 +207,7 @@ class Families:
         )
 
     def _undeferred(self, space: RowSpace) -> Refusal | None:
-        """Why rows that a step doesn't touch can't be brought up to date later."""
+        """Returns why rows that a step doesn't touch can't be brought up to date later."""
         known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
         if known is not None:
             return known
@@ -226,14 +219,14 @@ class Families:
         return None if written is None else Refusal(f"all of its rows move in every step, and {written}", None, APART)
 
     def moves(self, space: RowSpace) -> bool:
-        """Whether a step moves rows that it doesn't touch."""
+        """Returns whether a step moves rows that it doesn't touch."""
         new, block = self.program.new_states, self.program.block
         values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
         return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
 
     def _product(self, space: RowSpace) -> Refusal | None:
-        """What makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what comes of
-        it."""
+        """Returns what makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what
+        comes of it."""
         telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
         return next((r for kind in telling for r in self._reads(space.family) if r.kind == kind), None)
 
@@ -244,11 +237,10 @@ class Families:
         return None
 
     def _families_of_ids(self, access: Access) -> set[int]:
-        """Families whose rows the ids of an access depend on."""
         return {f for equations in self._slices(access) for part in equations for f in self._families_in(part)}
 
     def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
-        """What computes the ids of an access. Many accesses share theirs."""
+        """Returns what computes the ids of an access. Many accesses share theirs."""
         slices = []
         for atom in index_atoms(access):
             key = access.path, atom
@@ -274,7 +266,6 @@ class Families:
         return space.family in self._families_of_ids(access)
 
     def _repeated_effect(self, space: RowSpace) -> Equation | None:
-        """An equation with effects that the ids of the family would need a second time, outside of its loop."""
         slices = (effects for access in space.accesses for effects in self._slices(access))
         for equation in (e for inner, needed in slices for e in (*inner, *needed)):
             effects = [e for b in equation.bodies for e in b.walk() if e.effects and not e.bodies]
@@ -283,7 +274,7 @@ class Families:
         return None
 
     def _families_in(self, equations: Sequence[Equation]) -> set[int]:
-        """Families whose routed rows the equations need (a read of the whole old leaf needs none)."""
+        """Returns families whose routed rows the equations need (a read of the whole old leaf needs none)."""
         families: set[int] = set()
         for equation in equations:
             if self.flow.roles.get(equation) == "dense" and not any(self.flow.whole.get(a) for a in equation.inputs):
@@ -302,7 +293,6 @@ def _producers(block: Block) -> Mapping[Atom, Equation]:
 
 
 def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
-    """`depends_on` through any number of families."""
     direct = {s.family: set(s.depends_on) for s in spaces}
     for _ in spaces:
         for reached in direct.values():
@@ -321,7 +311,7 @@ def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ties:
-    """What belongs to tables: leaves (the tables among them) with their row axes, and equations that make rows of
+    """The belongings of tables: leaves (the tables among them) with their row axes, and equations that make rows of
     their families (gradients)."""
 
     axes: Mapping[int, int]
@@ -329,7 +319,7 @@ class Ties:
 
 
 def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterable[Equation] = ()) -> Ties:
-    """What belongs to the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
+    """Returns what belongs to the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
     axes = dict(tables)
     barred: set[Equation] = set()
     while True:
@@ -349,7 +339,6 @@ def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterab
 
 
 def _unlike_tables(flow: RowFlow, entries: Mapping[int, Equation], tables: Mapping[int, int]) -> set[Equation]:
-    """Those of the equations whose results don't have a table's shape and row axis, as its gradient has."""
     like = {(flow.program.block.inputs[k].shape, axis) for k, axis in tables.items()}
     made = ((e, flow.value(e.outputs[0])) for e in entries.values())
     return {e for e, row in made if not isinstance(row, Row) or (e.outputs[0].shape, row.axis) not in like}

@@ -101,13 +101,13 @@ class RowFlow(Interpreter[Value]):
         return first
 
     def new_family(self, extent: int) -> int:
-        """A family by itself."""
+        """Returns a family by itself."""
         self.parents.append(len(self.parents))
         self.extents.append(extent)
         return len(self.parents) - 1
 
     def enter(self, equation: Equation, axis: int) -> int | None:
-        """A family for what an equation puts into zeros; None where it can't be a table's gradient."""
+        """Returns a family for what an equation puts into zeros; None where it can't be a table's gradient."""
         extent = equation.outputs[0].shape[axis]
         if equation in self.barred or extent not in self.table_extents:
             return None
@@ -142,13 +142,13 @@ class RowFlow(Interpreter[Value]):
         self.run(block.equations)
 
     def family_of(self, leaf: int) -> int:
-        """The family of a candidate leaf."""
+        """Returns the family of a candidate leaf."""
         value = self.values[self.program.block.inputs[leaf]]
         assert isinstance(value, Row), "a candidate starts as rows"
         return self.find(value.family)
 
     def troubled(self) -> set[int]:
-        """Families whose rows met something that needs all of them."""
+        """Returns families whose rows met something that needs all of them."""
         return {self.find(family) for family, _ in (*self.refusals, *self.dense_reads)}
 
     def run(self, equations: Sequence[Equation]) -> None:
@@ -181,7 +181,6 @@ class RowFlow(Interpreter[Value]):
         return results
 
     def _pulled(self, var: Var, value: Value) -> Value:
-        """The value; zero off the touched rows where these are all there are."""
         if not isinstance(value, Row):
             return value
         if var in self.program.pulled:
@@ -189,7 +188,7 @@ class RowFlow(Interpreter[Value]):
         return dataclasses.replace(value, off=Const(0)) if self.is_pulled(value.family) else value
 
     def is_pulled(self, family: int) -> bool:
-        """Whether every step touches all rows of a family."""
+        """Returns whether every step touches all rows of a family."""
         return self.find(family) in map(self.find, self.pulled)
 
     def plain(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
@@ -201,7 +200,8 @@ class RowFlow(Interpreter[Value]):
         return [None] * len(equation.outputs)
 
     def _named(self, equation: Equation, operands: Sequence[Value], results: Sequence[Value]) -> Sequence[Value]:
-        """The results; those of which no more is known off the touched rows are named by what they are made of."""
+        """Returns the results; those of which no more is known off the touched rows are named by what they are made
+        of."""
         if not any(isinstance(v, Row) and v.off == UNKNOWN for v in results):
             return results
         sources = tuple((a.type, _source(a, v)) for a, v in zip(equation.inputs, operands, strict=True))
@@ -221,7 +221,7 @@ class RowFlow(Interpreter[Value]):
         return None
 
     def join(self, values: Sequence[Value], atoms: Sequence[Atom]) -> Value:
-        """Rows if one of them is: the others can be restricted to them."""
+        """Returns rows if one of them is rows: the others can be restricted to them."""
         rows = [v for v in values if isinstance(v, Row)]
         if not rows:
             return values[0] if all(v == values[0] for v in values) else None
@@ -308,7 +308,6 @@ class RowFlow(Interpreter[Value]):
         return summed or Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
 
     def _after(self, equation: Equation) -> None:
-        """Which committed leaves the results depend on (top level only)."""
         if self.path:
             return
         known = [self.after, self.whole] if self.roles.get(equation) == "dense" else [self.after]
@@ -349,7 +348,6 @@ class RowFlow(Interpreter[Value]):
 
 
 def _source(atom: Atom, value: Value) -> Hashable:
-    """What an operand is off the touched rows: equal sources are equal there."""
     off = value.off if isinstance(value, (Row, Free)) else UNKNOWN
     if isinstance(off, Const):
         return np.asarray(off.value).tobytes()
@@ -357,7 +355,6 @@ def _source(atom: Atom, value: Value) -> Hashable:
 
 
 def _in_turns(off: Off) -> Off:
-    """Forgets a function's name where a loop takes apart or stacks the value: it holds in one turn, or for all."""
     return UNKNOWN if isinstance(off, Unknown) else off
 
 
@@ -403,8 +400,8 @@ def _origin(atom: Atom, made: dict[Atom, Equation]) -> Atom:
 
 
 def _softmaxes(equations: Sequence[Equation], made: dict[Atom, Equation]) -> frozenset[Equation]:
-    """The sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the normalizer
-    alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
+    """Returns the sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the
+    normalizer alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
     softmaxes: set[Equation] = set()
     maxima = [e for e in equations if e.op == "reduce_max"]
     for equation in equations:

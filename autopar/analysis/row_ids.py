@@ -66,12 +66,12 @@ class RowIds:
         return sum(v.shape[0] for v in self.results)
 
     def count_on(self, devices: int) -> int:
-        """Number of ids that each device has, if the batch is spread over so many."""
+        """Returns number of ids that each device has, if the batch is spread over so many."""
         return sum(v.shape[0] // (devices if b else 1) for v, b in zip(self.results, self.batched, strict=True))
 
 
 def index_atoms(access: Access) -> tuple[Atom, ...]:
-    """The operands of an access that say which rows it means (none for a static slice or pad)."""
+    """Returns the operands of an access that say which rows it means (none for a static slice or pad)."""
     equation = access.equation
     if access.known is not None:
         return (access.known.atom,)
@@ -118,7 +118,7 @@ def _mode(equation: Equation) -> str:
 
 
 def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
-    """The operation that makes flat ids of an access's index operand."""
+    """Returns the operation that makes flat ids of an access's index operand."""
     if index is None:
         size = len(range(params["start"], params["stop"], params["stride"]))
         return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
@@ -135,7 +135,7 @@ def collect_ids(
     devices: int = 1,
     undivided: int = 0,
 ) -> RowIds:
-    """The ids of all accesses of a family, each distinct set once.
+    """Returns the ids of all accesses of a family, each distinct set once.
 
     Args:
       block: The program's.
@@ -188,14 +188,13 @@ def collect_ids(
 
 
 def _padding(size: int, devices: int, undivided: int) -> int:
-    """How many elements are put behind an axis of examples, so that the devices divide it."""
     if undivided and size % undivided == 0:
         return size // undivided * (-undivided % devices)
     return -size % devices
 
 
 def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:
-    """The batch axis of an access's index operand, if each device can do its own examples' part of the access.
+    """Returns the batch axis of an access's index operand, if each device can do its own examples' part of the access.
 
     The same axis must be found where the ids are computed, outside of loops: a device asks for rows by the one and
     looks them up by the other.
@@ -215,8 +214,9 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
 def _known_axes(
     access: Access, index: Atom, turns: int, axes: Mapping[Var, int], devices: int
 ) -> tuple[int | None, int | None]:
-    """The batch axis of an access's own index operand, and that of the known ids in its place, whose leading axes are
-    the turns of loops, and which has the same examples; None: every device has all of them, whatever it looks up."""
+    """Returns the batch axis of an access's own index operand, and that of the known ids in its place, whose leading
+    axes are the turns of loops, and which has the same examples; None: every device has all of them, whatever it looks
+    up."""
     own = access.equation.inputs[1]
     axis = _spread_axis(access, own, own, axes, devices)
     if axis is None or not isinstance(index, Var) or index.shape[turns:-1] != own.shape[:-1]:
@@ -225,7 +225,6 @@ def _known_axes(
 
 
 def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[list[Equation], Atom]:
-    """What a scan returns stacked, computed outside of it: a backward loop's ids are then the forward one's."""
     scan = producers.get(value) if isinstance(value, Var) else None
     if scan is None or isinstance(value, Literal):
         return [], value
@@ -380,7 +379,6 @@ class _Candidates:
 
 
 def _filled(equation: Equation) -> Any:
-    """Returns what a gather of integers gives where an index is out of range; None if that is an element."""
     if "FILL" not in str(equation.params["mode"]):
         return None
     fill, dtype = equation.params["fill_value"], np.dtype(equation.outputs[0].dtype)

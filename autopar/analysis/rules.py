@@ -35,7 +35,7 @@ class Mixes(Exception):
 
 
 class Analysis(Protocol):
-    """What a rule may ask of the running analysis."""
+    """The questions that a rule may ask the running analysis."""
 
     def unite(self, rows: Sequence[Row]) -> int: ...
     def enter(self, equation: Equation, axis: int) -> int | None: ...
@@ -53,12 +53,12 @@ ALIGNED: set[str] = set()
 
 
 def row_operand(values: Sequence[Value]) -> tuple[int, Row]:
-    """The first operand that is in row space; the caller knows there is one."""
+    """Returns the first operand that is in row space; the caller knows there is one."""
     return next((k, v) for k, v in enumerate(values) if isinstance(v, Row))
 
 
 def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    """The shape with another size along one axis."""
+    """Returns the shape with another size along one axis."""
     return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
@@ -73,7 +73,7 @@ _IDENTITIES = ELEMENTWISE & MOVES
 
 
 def fold(equation: Equation, offs: Sequence[Off]) -> Off:
-    """What the result is off the touched rows, from what the operands are there."""
+    """Returns what the result is off the touched rows, from what the operands are there."""
     op = equation.op
     if op in _INEXACT and not jnp.issubdtype(equation.outputs[0].dtype, np.inexact):
         return UNKNOWN  # integers divide and overflow in XLA's own way
@@ -91,7 +91,7 @@ def _as(equation: Equation, value: Any) -> Any:
 
 
 def is_zero(off: Off) -> bool:
-    """Whether it is the constant zero."""
+    """Returns whether it is the constant zero."""
     return isinstance(off, Const) and off.is_zero
 
 
@@ -117,7 +117,7 @@ _ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, in
 
 
 def _combined(equation: Equation, offs: Sequence[Off]) -> Off:
-    """Where one of two operands is a constant."""
+    """Returns where one of two operands is a constant."""
     absorbing, neutral = _ALGEBRA[equation.op]
     for off, number in zip(offs, absorbing, strict=True):
         if number is not None and _is_all(off, number):
@@ -171,7 +171,6 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
 
 
 def _holds(wide: Any, narrow: Any) -> bool:
-    """Whether every value of one float dtype is a value of another."""
     both_float = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
     return both_float and jax_compat.holds_floats(wide, narrow)
 
@@ -218,7 +217,7 @@ def off_of(atom: Any, value: Value, axis: int) -> Off:
 
 
 def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Rows meet rows along one axis; everything else is restricted to them."""
+    """Joins rows along one axis; everything else is restricted to them."""
     rows = [v for v in values if isinstance(v, Row)]
     if not rows:
         return [_free(equation, values)]
@@ -230,7 +229,7 @@ def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis)
 
 
 def _free(equation: Equation, values: Sequence[Value]) -> Value:
-    """The result of operands that belong to no family."""
+    """Returns the result of operands that belong to no family."""
     axes = set(range(len(equation.outputs[0].shape)))
     index_axis: int | None = None
     offs: list[Off] = []
@@ -262,7 +261,7 @@ for _op in ELEMENTWISE:
 
 
 def constant_or_unknown(off: Off) -> Off:
-    """What is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
+    """Returns what is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
     return off if isinstance(off, Const) else UNKNOWN
 
 
@@ -314,7 +313,7 @@ _REFUSED = {
 
 
 def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """One operand's axes go where they go."""
+    """Moves rows along with their axis."""
     value, count = values[0], len(equation.outputs)
     if isinstance(value, Row):
         axis = place_axes(equation, 0, value.axis)
@@ -362,7 +361,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
 
 
 def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
-    """A rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
+    """Returns a rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
 
     `keeps`: whether the op leaves a row of equal elements as it is.
     """
@@ -384,8 +383,8 @@ def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> 
 
 
 def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Rows times a dense matrix stay rows: `table @ w`. A contraction over the rows mixes them, unless one side is
-    zero on the untouched ones (the gradient of w)."""
+    """Keeps rows times a dense matrix rows: `table @ w`. A contraction over the rows mixes them, unless one side
+    is zero on the untouched ones (the gradient of w)."""
     contract, batch = equation.params["dimension_numbers"]
     rows = [v for v in values if isinstance(v, Row)]
     if not rows:
@@ -408,7 +407,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
 
 
 def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
-    """A pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
+    """Returns a pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
     _, row = row_operand(values)
     if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
         raise Mixes(*LOST["pad"], kind="lost")
@@ -446,7 +445,6 @@ def _resize_shape(name: str) -> Any:
 
 
 def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str, Any]:
-    """Of fewer output features there are fewer groups; fewer examples change nothing."""
     p, numbers, features = equation.params, equation.params["dimension_numbers"], equation.outputs[0].shape
     if axis != numbers.out_spec[1]:
         return p
@@ -557,7 +555,6 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
 
 
 def _pushed(equation: Equation, axis: int, family: int | None, off: Off, analysis: Analysis) -> Sequence[Value]:
-    """What rows become into which some are written; nothing if they are no table's."""
     if family is None:
         return [None]
     analysis.access(family, equation, axis)
@@ -566,13 +563,12 @@ def _pushed(equation: Equation, axis: int, family: int | None, off: Off, analysi
 
 
 def _window(equation: Equation, gone: Sequence[int]) -> list[int]:
-    """Operand dimensions that are in the window of a gather or scatter, in order."""
     gone = (*gone, *equation.params["dimension_numbers"].operand_batching_dims)
     return [d for d in range(len(equation.inputs[0].shape)) if d not in gone]
 
 
 def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """A scatter of whole columns: each row is added to itself (the transpose of a gather of columns)."""
+    """Returns a scatter of whole columns: each row is added to itself (the transpose of a gather of columns)."""
     numbers, (operand, _, update) = equation.params["dimension_numbers"], values
     assert isinstance(update, Row), "the caller has looked"
     if update.axis not in numbers.update_window_dims:
@@ -589,7 +585,6 @@ def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Anal
 
 
 def _single_rows(equation: Equation) -> set[int]:
-    """Operand dimensions along which each update is one row."""
     numbers, update = equation.params["dimension_numbers"], equation.inputs[2]
     window = _window(equation, numbers.inserted_window_dims)
     single = {d for d, at in zip(window, numbers.update_window_dims, strict=True) if update.shape[at] == 1}
@@ -597,7 +592,7 @@ def _single_rows(equation: Equation) -> set[int]:
 
 
 def is_known_scatter(equation: Equation) -> bool:
-    """A plain 'scatter' may carry any function (`scatter_apply`); only the one that replaces is known."""
+    """Returns whether what a scatter does is known: a plain 'scatter' may carry any function (`scatter_apply`)."""
     if equation.op != "scatter":
         return True
     update = equation.params.get("update_jaxpr")
@@ -608,7 +603,7 @@ def is_known_scatter(equation: Equation) -> bool:
 
 
 def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Of some rows, or of all of them."""
+    """Rules for a slice of some rows, or of all of them."""
     row = values[0]
     if any(isinstance(v, Row) for v in values[1:]):
         raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
@@ -664,7 +659,6 @@ for _op in ("scatter", *(f"scatter-{f}" for f in ("add", "sub", "mul", "min", "m
 
 
 def _resize_gather(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
-    """A gather of columns: its window holds all rows."""
     numbers = equation.params["dimension_numbers"]
     operand_axis = _window(equation, numbers.collapsed_slice_dims)[numbers.offset_dims.index(axis)]
     return {**equation.params, "slice_sizes": resized(equation.params["slice_sizes"], operand_axis, rows)}

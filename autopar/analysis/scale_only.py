@@ -44,7 +44,7 @@ class ScaledLeaf:
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """The same in all rows."""
+    """A number that is the same in all rows."""
 
     value: Any
     literal: bool = False
@@ -66,7 +66,7 @@ ScaleValue = Zero | ScaledLeaf | Number | Sign | None
 
 @dataclass(eq=False)
 class Granted:
-    """What rules take for granted. `xp`: NumPy or jax.numpy.
+    """Collects what rules take for granted. `xp`: NumPy or jax.numpy.
 
     Attributes:
       assumed: Conditions on the step's numbers.
@@ -78,11 +78,11 @@ class Granted:
     not_negative: set[int] = field(default_factory=set)
 
     def assume(self, condition: Any) -> None:
-        """What must hold of the step's numbers."""
+        """Note what must hold of the step's numbers."""
         self.assumed.append(self.xp.all(condition))
 
     def holds(self) -> Any:
-        """Whether all of that holds, bool[]."""
+        """Returns whether all of that holds, bool[]."""
         xp = self.xp
         return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
 
@@ -140,13 +140,11 @@ def _plus_number(walk: Granted, value: ScaleValue, number: Number) -> ScaleValue
 
 
 def _tiny(number: Number) -> Any:
-    """The smallest number whose reciprocal is finite, also where subnormal ones are taken for zero."""
     dtype = number.value.dtype
     return jax.numpy.finfo(dtype).tiny if jax_compat.is_float(dtype) else 1
 
 
 def _is_positive(number: Number) -> bool:
-    """Whether it is written in the program, and more than zero."""
     return number.literal and bool(np.all(number.value >= _tiny(number)))
 
 
@@ -232,7 +230,6 @@ def _sqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sc
 
 
 def _root(walk: Granted, scaled: ScaledLeaf) -> Sign:
-    """A leaf that is to be nowhere negative, or its root."""
     walk.not_negative.add(scaled.leaf)
     walk.assume(scaled.unit + scaled.rest >= 0)
     return Sign(positive=False)
@@ -267,7 +264,6 @@ def _max(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
 
 
 def _moved(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
-    """The same elements in another shape; a leaf's must stay where they are."""
     a = values[0]
     if isinstance(a, Number):
         return _full(walk, equation, values) if is_scalar(a) else None
@@ -275,7 +271,7 @@ def _moved(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> S
 
 
 def keeps_order(equation: Equation) -> bool:
-    """Whether an equation that moves axes has the same elements in the same order."""
+    """Returns whether an equation that moves axes has the same elements in the same order."""
     old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
     dims = equation.params.get("broadcast_dimensions", ())
     return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
@@ -310,7 +306,7 @@ def _select(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> 
 
 
 def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
-    """One of several, which a number of the step chooses."""
+    """Returns one of several, which a number of the step chooses."""
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
     if all(isinstance(c, Sign) for c in cases):
@@ -386,26 +382,26 @@ class ScaleOnlyWalk(Granted):
         return [read(a) for a in body.outputs]
 
     def of(self, value: ScaleValue) -> Any:
-        """What is kept of a value that no leaf entered."""
+        """Returns what is kept of a value that no leaf entered."""
         return value
 
     def unknown(self) -> Any:
-        """What is kept of a value that may be anything."""
+        """Returns what is kept of a value that may be anything."""
         return None
 
     def known(self, kept: Any) -> ScaleValue:
-        """The value in what is kept."""
+        """Returns the value in what is kept."""
         return kept
 
     def apply(self, equation: Equation, values: Sequence[Any]) -> Any:
-        """The result of an equation."""
+        """Returns the result of an equation."""
         rule = SCALE_RULES.get(equation.op)
         if rule is None or len(equation.outputs) != 1 or equation.bodies:
             return None
         return rule(self, equation, values)
 
     def choose(self, index: Any, cases: Sequence[Any]) -> Any:
-        """One of several, which a number of the step chooses."""
+        """Returns one of several, which a number of the step chooses."""
         return one_of(self, index, cases)
 
     def _cond(self, equation: Equation, values: Sequence[Any]) -> list[Any]:
@@ -424,7 +420,7 @@ class ScaleOnlyWalk(Granted):
 
 
 def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
-    """The fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
+    """Returns the fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
     dtypes = [v.dtype for v in body.inputs[:changed]]
     if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
         return None  # a product of the factors would miss what short floats round away in each step
@@ -452,7 +448,8 @@ def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> 
 
 
 def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any) -> list[Any]:
-    """A step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they hold."""
+    """Returns a step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they
+    hold."""
     walk = ScaleOnlyWalk(xp)
     numbers: list[ScaleValue] = [Number(v) for v in values]
     outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
@@ -469,7 +466,7 @@ def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values:
 
 
 def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[ScaleValue]:
-    """Leaves that are only read may hold anything: nobody looks whether they are finite."""
+    """Returns leaves that are only read may hold anything: nobody looks whether they are finite."""
     types = [v.dtype for v in body.inputs[:changed]]
     mine = [Zero() if k in zero else ScaledLeaf(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
     return [*mine, *[None] * read]

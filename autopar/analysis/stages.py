@@ -31,7 +31,7 @@ class Label:
 def label_equations(
     block: Block, weights: Mapping[Var, int], gradients: Mapping[Atom, int], stages: int
 ) -> dict[Equation, Label]:
-    """The label of each equation of a gradient program.
+    """Returns the label of each equation of a gradient program.
 
     Args:
       block: The program of one microbatch.
@@ -66,7 +66,8 @@ def label_equations(
 
 
 def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, Label]:
-    """What only moves a value of a backward is done where that is made: so a transposed gradient is that stage's."""
+    """Returns what only moves a value of a backward is done where that is made: so a transposed gradient is that
+    stage's."""
     made: dict[Var, Label] = {}
     for equation in block.equations:
         label, sources = labels[equation], [a for a in equation.inputs if isinstance(a, Var)]
@@ -80,7 +81,8 @@ def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, L
 
 
 def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equation, Label]:
-    """The labels with "W" in place of "B" for what no other stage waits for: gradients of a stage's own weights."""
+    """Returns the labels with "W" in place of "B" for what no other stage waits for: gradients of a stage's own
+    weights."""
     split: dict[Equation, Label] = {}
     read: dict[Var, set[Label]] = {}
     for equation in reversed(block.equations):
@@ -97,7 +99,6 @@ def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equat
 
 
 def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
-    """Value -> the deepest stage whose weights it depends on; missing if on none."""
     depths = dict(weights)
     for equation in block.equations:
         deepest = max((depths.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)

@@ -43,7 +43,7 @@ class Exchange:
     source: Source | None
 
     def sent(self, devices: int) -> float:
-        """Bytes that each device sends."""
+        """Returns bytes that each device sends."""
         rounds = 2 if self.collective == "all-reduce" else 1
         return rounds * self.times * self.nbytes * (devices - 1) / devices
 
@@ -66,7 +66,7 @@ class TensorGroup:
 
 
 def divide_products(program: Program, leaves: Collection[int], devices: int, examples: int) -> list[TensorGroup]:
-    """The groups in which weights can be divided over so many devices, in the order of their first products.
+    """Returns the groups in which weights can be divided over so many devices, in the order of their first products.
 
     Args:
       program: An analysed program.
@@ -145,7 +145,7 @@ class Divider:
 
     @property
     def division(self) -> Division:
-        """What was found."""
+        """Returns what was found."""
         places = {v: value.axis for v, value in self._walk.values.items()}
         axes = {v: axis for v, axis in places.items() if axis is not None and axis != PARTIAL}
         return Division(self._devices, axes, self._flops, self._exchanges)
@@ -153,7 +153,7 @@ class Divider:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What a device has of a value.
+    """A device's part of a value.
 
     Attributes:
       axis: Of which it has an equal part; `PARTIAL`; None: all of it.
@@ -172,7 +172,7 @@ _WHOLE = _Value()
 
 @dataclass(eq=False)
 class _Notes:
-    """What is found in a walk, by the weight that it is for."""
+    """The findings of a walk, by the weight that they are for."""
 
     exchanges: dict[tuple[int, Atom, str], Exchange] = field(default_factory=dict)
     flops: dict[tuple[int, Equation], float] = field(default_factory=dict)
@@ -212,7 +212,7 @@ class _Walk(Interpreter[_Value]):
         return [result] * len(equation.outputs)
 
     def join(self, values: Sequence[_Value], atoms: Sequence[Atom]) -> _Value:
-        """One that is divided, if any is: what is whole is divided without an exchange."""
+        """Returns one that is divided, if any is: what is whole is divided without an exchange."""
         values = [self.located(v) for v in values]
         first = next((v for v in values if v.axis is not None and v.axis != PARTIAL), _WHOLE)
         for value, atom in zip(values, atoms, strict=True):
@@ -258,7 +258,7 @@ class _Walk(Interpreter[_Value]):
     # --- what is found ---
 
     def located(self, value: _Value) -> _Value:
-        """Where a value is; of a leaf's elements where they are, once that is decided."""
+        """Returns where a value is; of a leaf's elements where they are, once that is decided."""
         if value.leaf is None:
             return value
         axis = self._decided.get(value.leaf)
@@ -270,7 +270,7 @@ class _Walk(Interpreter[_Value]):
             self._whole(atom, value)
 
     def groups(self, followed: Mapping[int, _Value]) -> list[TensorGroup]:
-        """The weights that are divided together; `followed`: leaves that are where their new values are."""
+        """Returns the weights that are divided together; `followed`: leaves that are where their new values are."""
         axes: dict[int, dict[int, int]] = {}
         for leaf, axis in self._decided.items():
             axes.setdefault(self._root(leaf), {})[leaf] = axis
@@ -291,13 +291,11 @@ class _Walk(Interpreter[_Value]):
         return weight
 
     def _join_groups(self, values: Sequence[_Value]) -> int | None:
-        """The weight for which all these are divided."""
         roots = list(dict.fromkeys(self._root(v.weight) for v in values if v.weight is not None))
         self._joined.update(dict.fromkeys(roots[1:], roots[0]) if roots else {})
         return roots[0] if roots else None
 
     def _whole(self, atom: Atom, value: _Value) -> None:
-        """A value is wanted on every device."""
         if value.axis is not None and value.weight is not None:
             self._exchange("all-reduce" if value.axis == PARTIAL else "all-gather", atom, value.weight, None)
 
@@ -308,7 +306,7 @@ class _Walk(Interpreter[_Value]):
             self._notes.exchanges[key] = Exchange(collective, size, self._trips, source)
 
     def _moved(self, equation: Equation, operands: Sequence[_Value]) -> _Value | None:
-        """A leaf's elements as they are, cast or in another shape."""
+        """Returns a leaf's elements as they are, cast or in another shape."""
         if equation.op not in MOVES or len(operands) != 1 or operands[0].leaf is None:
             return None
         (atom,), (out,) = equation.inputs, equation.outputs
@@ -320,7 +318,7 @@ class _Walk(Interpreter[_Value]):
         return _Value(leaf=operands[0].leaf, axes=tuple(axes))
 
     def _decide(self, equation: Equation, operands: Sequence[_Value]) -> None:
-        """Of a product with a weight that isn't decided: by rows if its other operand's features are divided and summed
+        """Decide how a product's weight is divided: by rows if its other operand's features are divided and summed
         over, else by columns."""
         if equation.op != "dot_general":
             return
@@ -340,7 +338,7 @@ class _Walk(Interpreter[_Value]):
                 self.decided_more = True
 
     def _place(self, equation: Equation, operands: Sequence[_Value]) -> _Value:
-        """What becomes of operands that are divided."""
+        """Returns what becomes of operands that are divided."""
         operands = list(operands)
         for k, value in enumerate(operands):
             if value.axis == PARTIAL:
@@ -370,7 +368,7 @@ class _Walk(Interpreter[_Value]):
         return _WHOLE
 
     def _without_some(self, equation: Equation, operands: Sequence[_Value], spread: Mapping[int, int]) -> _Value:
-        """Operands that aren't all had in parts: of a product the larger one is, else none."""
+        """Returns operands that aren't all had in parts: of a product the larger one is, else none."""
         kept = max(spread, key=lambda k: equation.inputs[k].type.size)
         if equation.op != "dot_general" or len(spread) == 1:
             kept = None
@@ -382,13 +380,11 @@ class _Walk(Interpreter[_Value]):
 
 
 def _gathered(equation: Equation, spread: Mapping[int, int]) -> int | None:
-    """Elements that indices select along the divided axis: a device has those of its part, and zeros."""
     numbers = equation.params["dimension_numbers"]
     return SUMMED if set(spread) == {0} and spread[0] in numbers.collapsed_slice_dims else None
 
 
 def _scattered(equation: Equation, spread: Mapping[int, int]) -> int | None:
-    """Elements that are added along the divided axis: a device adds those of its part."""
     numbers = equation.params["dimension_numbers"]
     return spread[0] if set(spread) == {0} and spread[0] in numbers.inserted_window_dims else None
 

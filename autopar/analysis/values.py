@@ -23,7 +23,7 @@ class Numbering:
         self._seen: dict[Hashable, tuple[Var, ...]] = {}
 
     def find(self, equation: Equation) -> tuple[Var, ...] | None:
-        """Outputs of an equal earlier equation, or None (and the equation is remembered)."""
+        """Returns outputs of an equal earlier equation, or None (and the equation is remembered)."""
         if equation.effects or equation.op in _NEVER:
             return None
         try:

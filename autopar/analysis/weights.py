@@ -13,8 +13,8 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 
 
 def weights(program: Program, batch: Mapping[Var, int]) -> list[int]:
-    """The inputs, by number, that are weights: floating-point leaves of the state which the step changes, and which
-    values that run over the batch follow from, in order.
+    """Returns the inputs, by number, that are weights: floating-point leaves of the state which the step changes, and
+    which values that run over the batch follow from, in order.
 
     What follows from a gradient is no weight any more: a slot that it is added to may meet examples later, in the next
     update of the same step, or in a loss that is logged. (Of gradients that JAX didn't make nobody knows.)
@@ -52,7 +52,6 @@ def _met(block: Block, starts: Mapping[Var, set[int]], batch: Mapping[Var, int])
 
 
 def _met_in_scan(equation: Equation, reached: Mapping[Var, set[int]], batch: Mapping[Var, int]) -> set[int]:
-    """Finds them in a loop, in whose iterations weights and their slots are carried along."""
     body = equation.bodies[0]
     pairs = zip(body.inputs, equation.inputs, strict=True)
     starts = {inner: reached[a] for inner, a in pairs if isinstance(a, Var) and a in reached}
@@ -60,7 +59,7 @@ def _met_in_scan(equation: Equation, reached: Mapping[Var, set[int]], batch: Map
 
 
 def goes_on(program: Program, batch: Mapping[Var, int], k: int) -> bool:
-    """Whether a leaf's new value follows from the old one, otherwise than by what examples make of it.
+    """Returns whether a leaf's new value follows from the old one, otherwise than by what examples make of it.
 
     Arguments as of `weights`; `k`: the leaf's input.
     """

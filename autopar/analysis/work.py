@@ -22,7 +22,7 @@ _PASSED = MOVES | {"optimization_barrier"}
 
 
 def count_work(program: Program) -> Work:
-    """Of an analysed program.
+    """Counts the work of an analysed program.
 
     Loops count by their trips, a `while` once (nobody knows its trips), of a branch the one with the most work.
     """
@@ -67,7 +67,6 @@ def _of(block: Block, spread: Mapping[Var, int]) -> Work:
 
 
 def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
-    """Bytes of the batch's values that an operation reads and writes."""
     if equation.op in _PASSED or equation.bodies:
         return 0.0
     atoms = (*equation.inputs, *equation.outputs) if equation.op in PRODUCTS else equation.outputs

@@ -189,12 +189,10 @@ class MinibatchLister:
         return tuple((device, self.leaf(v, version)) for v in leaves)
 
     def _is_stashed(self, stage: int, device: int, version: int) -> bool:
-        """Whether a backward on a device sees a version that was updated before."""
         last, call = self._last_backward(stage, device, version), version + self._calls.updates[stage]
         return self._calls.stashes and last + self._calls.backward(stage) > call
 
     def _last_backward(self, stage: int, device: int, version: int) -> int:
-        """The last minibatch of a device whose forward sees a version; negative without one."""
         replicas, last = self._calls.places[stage], version + self._calls.missed(stage)[0]
         back = (last - replicas.index(device)) % len(replicas)
         return last - back if version == 0 or back == 0 else -1 - last - self._calls.backward(stage)
@@ -221,7 +219,7 @@ def last_updates(step: StagedStep) -> dict[StageProgram, tuple[Var, ...]]:
 
 
 def asynchronous_timeline(step: StagedStep, minibatches: int, everywhere: Iterable[int] = ()) -> Timeline:
-    """The verified timeline of a run from the first minibatch to the end of the last one.
+    """Returns the verified timeline of a run from the first minibatch to the end of the last one.
 
     Args:
       step: A step without a flush.

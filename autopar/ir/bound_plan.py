@@ -43,7 +43,7 @@ class FamilyPlan:
 
     @property
     def on_hosts(self) -> bool:
-        """Whether the rows are in the memory of the hosts."""
+        """Returns whether the rows are in the memory of the hosts."""
         return self.table.where == "hosts"
 
     @property
@@ -59,7 +59,7 @@ class FamilyPlan:
 
 @dataclass(frozen=True, slots=True)
 class BoundPlan:
-    """What follows from a plan for one traced program.
+    """The consequences of a plan for one traced program.
 
     Attributes:
       plan: The plan.
@@ -94,22 +94,22 @@ class BoundPlan:
 
     @property
     def on_hosts(self) -> bool:
-        """Whether any table is in the memory of the hosts."""
+        """Returns whether any table is in the memory of the hosts."""
         return any(f.on_hosts for f in self.families)
 
     def place(self, k: int) -> tuple[int | None, int | None]:
-        """The axes of an input that are spread over the data axis, and over the tensor axis."""
+        """Returns the axes of an input that are spread over the data axis, and over the tensor axis."""
         return self.placements[k], self.tensors.get(k)
 
     @property
     def rewrites(self) -> bool:
-        """Whether the step is run otherwise than as JAX traced it."""
+        """Returns whether the step is run otherwise than as JAX traced it."""
         kept = not (self.families or self.shards)
         return not kept or self.devices > 1 or bool(self.tensors) or self.plan.microbatches > 1
 
     @property
     def decisions(self) -> tuple[Any, ...]:
-        """What the program depends on: plans of one step whose decisions are equal are compiled to the same."""
+        """Returns what the program depends on: plans of one step whose decisions are equal are compiled to the same."""
         families = [
             (f.family, f.table.taken, f.table.log_steps, dataclasses.replace(f.bounds, imbalance=None))
             for f in (*self.families, *self.fallback)
@@ -128,7 +128,7 @@ class BoundPlan:
         )
 
     def family(self, family: int) -> FamilyPlan | None:
-        """The plan of a family, None if it stays dense."""
+        """Returns the plan of a family, None if it stays dense."""
         return next((f for f in self.families if f.family == family), None)
 
     def noting(self, **fields: Any) -> BoundPlan:
@@ -136,7 +136,8 @@ class BoundPlan:
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> BoundPlan:
-        """The plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks for)."""
+        """Returns the plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks
+        for)."""
         families = []
         for family in self.families:
             if family.family in sizes:
@@ -149,5 +150,5 @@ class BoundPlan:
         return dataclasses.replace(self, families=tuple(families))
 
     def without_limits(self) -> BoundPlan:
-        """The fallback's plan."""
+        """Returns the fallback's plan."""
         return dataclasses.replace(self, families=self.fallback, fallback=())

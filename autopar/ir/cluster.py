@@ -18,7 +18,7 @@ STATE_SHARE = 0.7
 
 
 def state_budget(memory: float) -> int:
-    """Bytes that the state may take of a device's memory."""
+    """Returns bytes that the state may take of a device's memory."""
     return int(STATE_SHARE * memory)
 
 
@@ -28,7 +28,7 @@ Level = Literal["inside", "between"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects devices.
+    """A connection of devices.
 
     Attributes:
       latency_s: Seconds before the first byte arrives.
@@ -45,7 +45,7 @@ class Link:
             raise ArgumentsError(f"a link of {self.latency_s} s and {self.bytes_s} bytes a second: 0 or more, and more")
 
     def __call__(self, size: float, messages: float = 1) -> float:
-        """Seconds for so many bytes in so many messages, one after the other."""
+        """Returns seconds for so many bytes in so many messages, one after the other."""
         return messages * self.latency_s + size / self.bytes_s
 
 
@@ -55,7 +55,7 @@ PCIE = Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assum
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What computes.
+    """A device that computes.
 
     Attributes:
       name: For people.
@@ -113,7 +113,8 @@ class ClusterSpec:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Whether it has the same machines, whatever it was made from: a plan's file has no `autopar.Cluster`."""
+        """Returns whether it has the same machines, whatever it was made from: a plan's file has no
+        `autopar.Cluster`."""
         return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
@@ -126,11 +127,11 @@ class ClusterSpec:
 
     @property
     def devices_are_hosts(self) -> bool:
-        """Whether devices have their memory from the host: CPUs, which share it out."""
+        """Returns whether devices have their memory from the host: CPUs, which share it out."""
         return math.isclose(self.devices * self.device.memory_bytes, self.host_bytes, rel_tol=0.01)
 
     def link(self, level: Level, collective: str) -> Link:
-        """What a collective has on a level of links: what was measured of it, else what all have."""
+        """Returns what a collective has on a level of links: what was measured of it, else what all have."""
         general = self.inside if level == "inside" else self.between
         return self.measured.get(collective, {}).get(level, general)
 

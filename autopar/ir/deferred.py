@@ -70,7 +70,7 @@ class Fading:
     dtypes: tuple[Any, ...]
 
     def moving(self, leaf: int) -> int:
-        """How many leaves move a scaled one."""
+        """Returns how many leaves move a scaled one."""
         return sum(moved == leaf for moved, _ in self.pairs)
 
 
@@ -160,13 +160,13 @@ class Replay:
 
 
 def flushes(block: Block) -> list[Equation]:
-    """The equations that flush a block's update logs, in the order of their stamps among its outputs."""
+    """Returns the equations that flush a block's update logs, in the order of their stamps among its outputs."""
     flushes_ = [e for e in block.equations if e.op == "ap.flush"]
     return sorted(flushes_, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))
 
 
 def update_logs(block: Block) -> list[list[Equation]]:
-    """The flushes of a block; together those of families that share an update log (`passes.share_logs`)."""
+    """Returns the flushes of a block; together those of families that share an update log (`passes.share_logs`)."""
     logs: dict[int, list[Equation]] = {}
     for flush in flushes(block):
         logs.setdefault(flush.params.get("log", flush.params["family"]), []).append(flush)

@@ -25,7 +25,7 @@ def check_batch_axis(batch_axis: Any) -> None:
 
 
 def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
-    """The axis of each leaf that runs over the examples, None where there is none.
+    """Returns the axis of each leaf that runs over the examples, None where there is none.
 
     Args:
       batch_axis: The user's choice. A leaf that no pattern matches has axis 0.
@@ -61,7 +61,6 @@ def _matched(patterns: Mapping[str, int | None], path: str, shape: tuple[int, ..
 
 
 def _axis(axis: int, shape: tuple[int, ...]) -> int | None:
-    """Counted from the front; None if there is no such axis."""
     return axis % len(shape) if -len(shape) <= axis < len(shape) else None
 
 

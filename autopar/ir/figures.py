@@ -55,7 +55,7 @@ class Growth:
         return min(drawn, distinct(self.extent, self.k * drawn**self.beta))
 
     def with_ids(self, ids: float) -> Growth:
-        """The same of workers that look up so many ids each."""
+        """Returns the same of workers that look up so many ids each."""
         scale = self.ids / ids
         return replace(self, ids=ids, points=tuple((n * scale, rows) for n, rows in self.points))
 
@@ -109,5 +109,5 @@ class Work:
         return sum(size * count for size, count in self.sums)
 
     def on(self, devices: int) -> float:
-        """Of each of so many devices."""
+        """Returns the figures of each of so many devices."""
         return self.examples / devices + self.parameters

@@ -16,7 +16,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where each of `extent` rows (V) is among the shards of `devices` (N) devices. Numbers may be arrays."""
+    """The place of each of `extent` rows (V) among the shards of `devices` (N) devices. Numbers may be arrays."""
 
     extent: int
     devices: int
@@ -34,25 +34,26 @@ class RowLayout:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the stored table is the table as it is."""
+        """Returns whether the stored table is the table as it is."""
         return self.stored == self.extent and (not self.cyclic or self.devices == 1)
 
     def place(self, row: Array) -> Array:
-        """Where a row is stored."""
+        """Returns where a row is stored."""
         return row % self.devices * self.shard_rows + row // self.devices if self.cyclic else row
 
     def row(self, place: Array) -> Array:
-        """Which row is stored there; a number from `extent` on for a spare one."""
+        """Returns which row is stored there; a number from `extent` on for a spare one."""
         return place % self.shard_rows * self.devices + place // self.shard_rows if self.cyclic else place
 
     def rows_on(self, device: Array) -> Array:
-        """How many rows of a device's shard aren't spare; `device` is an array of integers."""
+        """Returns how many rows of a device's shard aren't spare; `device` is an array of integers."""
         if self.cyclic:
             return (self.extent - device + self.devices - 1) // self.devices
         return (self.extent - device * self.shard_rows).clip(0, self.shard_rows)
 
 
 def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:
-    """The axis along which an ordinary array is spread: its rows if possible, else the first that `count` divides."""
+    """Returns the axis along which an ordinary array is spread: its rows if possible, else the first that `count`
+    divides."""
     order = (axis, *(d for d in range(len(shape)) if d != axis)) if shape else ()
     return next((d for d in order if shape[d] and shape[d] % count == 0), None)

@@ -40,7 +40,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What may be written of an operation.
+    """The specification of an operation.
 
     Attributes:
       since: The pass that writes it first.
@@ -55,7 +55,7 @@ class Operation:
     takes_padding: bool = False
 
     def split(self, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
-        """Operands (of any kind: atoms, arrays) by group."""
+        """Returns operands (of any kind: atoms, arrays) by group."""
         parts, start = {}, 0
         for name, count in self.groups.items():
             size = count(params) if callable(count) else len(operands) - start if count == REST else count
@@ -67,7 +67,6 @@ class Operation:
 
 
 def _length(name: str, each: int = 1) -> Count:
-    """As many as a parameter is long, or `each` times that."""
     return lambda params: each * len(params[name])
 
 
@@ -76,17 +75,14 @@ def _number(name: str) -> Count:
 
 
 def _if(name: str) -> Count:
-    """One if a parameter says so."""
     return lambda params: int(bool(params.get(name)))
 
 
 def _replayed(name: str) -> Count:
-    """As many as something of a replay, for each of its tables."""
     return lambda params: len(params.get("families", (0,))) * len(getattr(params["replay"], name))
 
 
 def _named(names: str) -> Mapping[str, int | Count]:
-    """One operand for each name; any number for one with a star."""
     return {name.removesuffix("*"): REST if name.endswith("*") else 1 for name in names.split()}
 
 
@@ -184,10 +180,10 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def split(op: str, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
-    """The operands of one of our operations, by group."""
+    """Returns the operands of one of our operations, by group."""
     return OPERATIONS[op].split(params, operands)
 
 
 def plain_name(op: str) -> str:
-    """The name without the prefix, for people."""
+    """Returns the name without the prefix, for people."""
     return op.removeprefix(PREFIX)

@@ -11,7 +11,7 @@ import jax
 
 
 def path_name(path: Sequence[Any]) -> str:
-    """A pytree path as text."""
+    """Returns a pytree path as text."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
@@ -24,17 +24,17 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern covers a path: `matches("params/item*", "params/item_emb/embedding")`."""
+    """Returns whether a pattern covers a path: `matches("params/item*", "params/item_emb/embedding")`."""
     return _compiled(pattern).fullmatch(path) is not None
 
 
 def layers_path(path: str, ends: Sequence[int]) -> list[str]:
-    """The paths of a stacked leaf's parts, each with the layers that it has: `params/layers/w[0:3]`."""
+    """Returns the paths of a stacked leaf's parts, each with the layers that it has: `params/layers/w[0:3]`."""
     return [f"{path}[{start}:{end}]" for start, end in zip((0, *ends), ends, strict=False)]
 
 
 def split_layers(path: str) -> tuple[str, range | None]:
-    """A path or pattern without the layers that it ends in, and these; None: all."""
+    """Returns a path or pattern without the layers that it ends in, and these; None: all."""
     match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path)
     return (match[1], range(int(match[2]), int(match[3]))) if match else (path, None)
 

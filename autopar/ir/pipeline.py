@@ -124,7 +124,7 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Whether anything is to be chosen."""
+        """Returns whether anything is to be chosen."""
         return AUTO in (self.stages, self.schedule, self.microbatches, self.remat)
 
     @property
@@ -143,7 +143,7 @@ class Pipeline:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether minibatches follow one another without a flush."""
+        """Returns whether minibatches follow one another without a flush."""
         return isinstance(self.rule, AsynchronousRule)
 
     @property
@@ -179,7 +179,7 @@ class Pipeline:
         return f"{stages} of {', '.join(map(str, counts))} device{'s' * (max(counts) > 1 or self.count > 1)}"
 
     def scheduled(self, microbatches: int) -> Schedule:
-        """The schedule of so many microbatches."""
+        """Returns the schedule of so many microbatches."""
         return self.rule.make(self.places, microbatches)
 
 
@@ -250,6 +250,6 @@ class StagedStep:
 
     @property
     def results(self) -> tuple[Var, ...]:
-        """What the step returns and stages have made."""
+        """Returns what the step returns and stages have made."""
         atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
         return tuple(a for a in atoms if isinstance(a, Var))

@@ -182,22 +182,22 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """What a step is predicted to take; 0 where nothing is known of the devices."""
+        """Returns what a step is predicted to take; 0 where nothing is known of the devices."""
         return sum(term.seconds for terms in self.parts.values() for term in terms)
 
     @property
     def lifts(self) -> bool:
-        """Whether any table's step runs on its touched rows."""
+        """Returns whether any table's step runs on its touched rows."""
         return any(table.lifted for table in self.tables)
 
     @property
     def on_hosts(self) -> bool:
-        """Whether any table is in the memory of the hosts."""
+        """Returns whether any table is in the memory of the hosts."""
         return any(table.where == "hosts" for table in self.tables)
 
     @property
     def defers(self) -> bool:
-        """Whether rows of any table wait for later steps."""
+        """Returns whether rows of any table wait for later steps."""
         return any(table.log_steps for table in self.tables)
 
     @property
@@ -231,7 +231,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """The same for equal decisions, on every process."""
+        """Returns the same for equal decisions, on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
         ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
         about = (self.devices, self.microbatches, self.strategy, limits, *ways)
@@ -243,7 +243,7 @@ class Plan:
         return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
 
     def table(self, path: str) -> TablePlan:
-        """The table of a path.
+        """Returns the table of a path.
 
         Raises:
           ArgumentsError: there is none.
@@ -255,7 +255,7 @@ class Plan:
         return table
 
     def with_reason(self, paths: Iterable[str], reason: str) -> Plan:
-        """The plan with one more reason for some tables."""
+        """Returns the plan with one more reason for some tables."""
         among = set(paths)
         tables = tuple(
             dataclasses.replace(t, reason=f"{t.reason}; {reason}") if t.path in among else t for t in self.tables
@@ -263,7 +263,8 @@ class Plan:
         return dataclasses.replace(self, tables=tables)
 
     def diff(self, new: Plan) -> PlanDifference:
-        """What is other in a plan made later, for people: facts, decisions, predictions; not the words about them.
+        """Returns what is other in a plan made later, for people: facts, decisions, predictions; not the words about
+        them.
 
         Raises:
           ArgumentsError: what was given isn't a plan.
@@ -282,7 +283,7 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """The plan in a file; equal to the one that was saved.
+        """Returns the plan in a file; equal to the one that was saved.
 
         Raises:
           PlanError: the file can't be read, or is no plan, of another version, or damaged.
@@ -295,7 +296,7 @@ class Plan:
 
 
 def require_plan(plan: object, what: str) -> Plan:
-    """What was given as a plan; `what` names the function that wants one.
+    """Returns what was given as a plan; `what` names the function that wants one.
 
     Raises:
       ArgumentsError: it isn't one.
@@ -307,7 +308,7 @@ def require_plan(plan: object, what: str) -> Plan:
 
 
 def _impossible(plan: Plan) -> str:
-    """What no plan says; empty if there is nothing."""
+    """Returns what no plan says; empty if there is nothing."""
     if plan.devices < 1:
         return f"devices is {plan.devices}"
     for table in plan.tables:
@@ -339,7 +340,6 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
 
 
 def _stages_of(plan: Plan) -> str:
-    """The decisions about a pipeline, in words; empty without one."""
     if plan.pipeline is None:
         return ""
     stages = (f"{', '.join(s.weights)} on {', '.join(map(str, s.devices))}" for s in plan.pipeline.stages)
@@ -348,7 +348,6 @@ def _stages_of(plan: Plan) -> str:
 
 
 def _tensor_of(plan: Plan) -> str:
-    """What is divided over the devices of a tensor axis, in words; empty if nothing is."""
     if plan.tensor is None or not plan.tensor.axes:
         return ""
     axes = ", ".join(f"{path} axis {axis}" for path, axis in plan.tensor.axes.items())
@@ -356,7 +355,7 @@ def _tensor_of(plan: Plan) -> str:
 
 
 def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
-    """What is said of a parameter, in words that are the same where the difference doesn't matter."""
+    """Returns what is said of a parameter, in words that are the same where the difference doesn't matter."""
     shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
     if isinstance(entry, DensePlan):
         return {"kind": "dense", **shape, "kept": "in shards" if entry.sharded else "whole"}
@@ -402,7 +401,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """What `Plan.diff` returns; `str()` has one line for each change, and it is false where there is none."""
+    """The result of `Plan.diff`; `str()` has one line for each change, and it is false where there is none."""
 
     changes: tuple[Change, ...]
 
@@ -414,7 +413,7 @@ class PlanDifference:
 
 
 def difference(old: Facts, new: Facts) -> PlanDifference:
-    """What both say, and say otherwise; of what one of them doesn't have, that it has none."""
+    """Returns what both say, and say otherwise; of what one of them doesn't have, that it has none."""
     changes = []
     for path in {**old, **new}:
         before, after = old.get(path, _GONE), new.get(path, _GONE)

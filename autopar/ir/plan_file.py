@@ -48,7 +48,7 @@ def write_plan(path: str | Path, made: Any) -> None:
 
 
 def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
-    """The dataclass in a file.
+    """Returns the dataclass in a file.
 
     Raises:
       PlanError: the file can't be read, or is no plan, of another version, or damaged.

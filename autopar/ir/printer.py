@@ -19,7 +19,7 @@ _HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "w
 
 
 def format_program(program: Program) -> str:
-    """The whole program, nested blocks indented; inputs and outputs with their paths."""
+    """Returns the whole program, nested blocks indented; inputs and outputs with their paths."""
     names: dict[Var, str] = {}
     lines = [f"program {program.name}"]
     for var, leaf in zip(program.block.inputs, program.inputs, strict=True):
@@ -32,7 +32,7 @@ def format_program(program: Program) -> str:
 
 
 def format_block(block: Block, names: dict[Var, str] | None = None, indent: str = "") -> list[str]:
-    """The block's equations, a line each."""
+    """Returns the block's equations, a line each."""
     names = {} if names is None else names
     lines = []
     for equation in block.equations:
@@ -50,7 +50,7 @@ def format_block(block: Block, names: dict[Var, str] | None = None, indent: str 
 
 @jax_compat.outside_traces()
 def digest_of(value: Any) -> str:
-    """A digest of an array's elements, those that this process has."""
+    """Returns a digest of an array's elements, those that this process has."""
     if jax_compat.is_key(value.dtype):
         value = jax.random.key_data(value)
     is_apart = isinstance(value, jax.Array) and not value.is_fully_addressable
@@ -62,7 +62,8 @@ def digest_of(value: Any) -> str:
 
 
 def block_text(block: Block, digest: Callable[[Any], str | None] = digest_of) -> list[str]:
-    """A text that blocks have in common only if they compute the same of their inputs, whenever they were traced.
+    """Returns a text that blocks have in common only if they compute the same of their inputs, whenever they were
+    traced.
 
     Args:
       block: It may close over arrays.
@@ -80,7 +81,7 @@ def block_text(block: Block, digest: Callable[[Any], str | None] = digest_of) ->
 
 
 def format_atom(atom: Atom, names: dict[Var, str]) -> str:
-    """A variable's name, or a constant's value (an array's type)."""
+    """Returns a variable's name, or a constant's value (an array's type)."""
     if isinstance(atom, Literal):
         return _literal(atom)
     return _name(atom, names)
@@ -95,7 +96,6 @@ def _literal(atom: Literal) -> str:
 
 
 def _is_shown(atom: Literal) -> bool:
-    """Whether its value is printed."""
     if not isinstance(atom.type, ArrayType) or atom.shape != () or jax_compat.is_key(atom.dtype):
         return False
     return not (isinstance(atom.value, jax.Array) and atom.value.is_deleted())

@@ -49,7 +49,7 @@ class ArrayType:
         return self.size * int(getattr(self.dtype, "itemsize", 4))
 
     def resized(self, axis: int, size: int) -> ArrayType:
-        """The type with another size along an axis."""
+        """Returns the type with another size along an axis."""
         return dataclasses.replace(self, shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Literal(_Typed):
 
     @staticmethod
     def scalar(value: Any, dtype: Any) -> Literal:
-        """A number of a dtype."""
+        """Returns a number of a dtype."""
         return Literal(np.asarray(value, dtype), ArrayType((), dtype))
 
     @property
@@ -209,7 +209,7 @@ class Equation:
         return Border(len(self.inputs) - count, count, 0)
 
     def with_bodies(self, bodies: Sequence[Block]) -> Equation:
-        """The equation with other bodies; itself if they are the same."""
+        """Returns the equation with other bodies; itself if they are the same."""
         if all(new is old for new, old in zip(bodies, self.bodies, strict=True)):
             return self
         return dataclasses.replace(self, bodies=tuple(bodies), original=None)
@@ -224,7 +224,7 @@ class Equation:
         carries: Sequence[Atom] = (),
         xs: Sequence[Atom] = (),
     ) -> Equation:
-        """The loop, branch or checkpoint with other bodies, and what crosses its `border`."""
+        """Returns the loop, branch or checkpoint with other bodies, and what crosses its `border`."""
         params = self.params
         if self.op == "scan":
             params = {**params, "num_consts": len(consts), "num_carry": len(carries)}
@@ -245,14 +245,14 @@ class Block:
     outputs: tuple[Atom, ...]
 
     def walk(self) -> Iterator[Equation]:
-        """All equations, those of nested blocks too, outer ones first."""
+        """Yields all equations, those of nested blocks too, outer ones first."""
         for equation in self.equations:
             yield equation
             for body in equation.bodies:
                 yield from body.walk()
 
     def with_equations(self, equations: Sequence[Equation]) -> Block:
-        """The block with other equations; itself if they are the same."""
+        """Returns the block with other equations; itself if they are the same."""
         same = len(equations) == len(self.equations)
         if same and all(new is old for new, old in zip(equations, self.equations, strict=True)):
             return self
@@ -270,7 +270,7 @@ class Input:
 
     @property
     def entry_axis(self) -> int | None:
-        """Of an update log's entry the axis along which it is spread, as its family's rows are."""
+        """The axis along which an update log's entry is spread, as its family's rows are; None of other inputs."""
         return self.layout[1] if self.role == "log" and self.layout is not None else None
 
 
@@ -338,12 +338,12 @@ class Program:
 
 
 def family_of(equation: Equation) -> int | None:
-    """The family whose rows an operation of ours is about; None of any other equation."""
+    """Returns the family whose rows an operation of ours is about; None of any other equation."""
     atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
     routed = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
     return equation.params.get("family", routed)
 
 
 def count_equations(block: Block) -> int:
-    """Number of equations, those of nested blocks included."""
+    """Returns number of equations, those of nested blocks included."""
     return sum(1 for _ in block.walk())

@@ -24,13 +24,12 @@ def _once(value: Array, count: Array) -> Array:
 
 
 def _times(value: Array, count: Array) -> Array:
-    """The count may overflow a small float, and zeros need none."""
     return jnp.where(value == 0, value, value * count.astype(value.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """What reduces, and how its parts are put together.
+    """A reduction, and how its parts are put together.
 
     Attributes:
       joined: The name of the function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
@@ -53,7 +52,7 @@ class Reducer:
 
 
 def _limit(kind: np.dtype, *, largest: bool) -> np.ndarray:
-    """The largest or the smallest number of a dtype: an infinity, if it has one."""
+    """Returns the largest or the smallest number of a dtype: an infinity, if it has one."""
     if kind == np.bool_:
         return np.asarray(largest)
     if jax_compat.is_float(kind):
@@ -64,7 +63,6 @@ def _limit(kind: np.dtype, *, largest: bool) -> np.ndarray:
 
 
 def _ones(kind: np.dtype) -> np.ndarray:
-    """All bits set: -1, of an unsigned type its largest number."""
     is_signed = kind != np.bool_ and jnp.iinfo(kind).min < 0
     return np.asarray(-1, kind) if is_signed else _limit(kind, largest=True)
 
@@ -94,5 +92,5 @@ REDUCTION_PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in RE
 
 
 def neutral(name: str, dtype: Any) -> np.ndarray:
-    """What a reduction of elements of a dtype leaves as it is, in that dtype and without axes."""
+    """Returns what a reduction of elements of a dtype leaves as it is, in that dtype and without axes."""
     return REDUCERS[name].neutral(np.dtype(dtype))

@@ -153,7 +153,7 @@ class Access:
 
     @property
     def is_lookup(self) -> bool:
-        """Whether it reads rows (rather than adding gradients to them)."""
+        """Returns whether it reads rows (rather than adding gradients to them)."""
         return self.equation.op in ("gather", "dynamic_slice", "slice")
 
 
@@ -197,7 +197,7 @@ class RowSpace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowFacts:
-    """What `analyze_rows` found: what each variable is, and the families.
+    """The findings of `analyze_rows`: what each variable is, and the families.
 
     `roles` says how an equation that touches row space is to be lifted: 'rows', 'lookup', 'push', 'reduce', 'contract'
     or 'dense' (a dense read of a whole leaf). `whole`: row values that can be had for all rows, with the families whose
@@ -211,27 +211,28 @@ class RowFacts:
     whole: Mapping[Atom, frozenset[int]]
 
     def find(self, family: int) -> int:
-        """The representative of a family that may have been united with others."""
+        """Returns the representative of a family that may have been united with others."""
         return representative(self.parents, family)
 
     def value(self, atom: Atom) -> Value:
-        """What a variable is along rows; constants are dense."""
+        """Returns what a variable is along rows; constants are dense."""
         return self.values.get(atom) if isinstance(atom, Var) else None
 
     def space_of(self, leaf: int) -> RowSpace | None:
-        """The family that a state leaf belongs to."""
+        """Returns the family that a state leaf belongs to."""
         return next((s for s in self.spaces if leaf in s.leaves), None)
 
 
 def representative(parents: Sequence[int], family: int) -> int:
-    """Of the families that were united with one."""
+    """Returns the family that stands for all that were united with one."""
     while parents[family] != family:
         family = parents[family]
     return family
 
 
 def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
-    """Why a family can't be in host memory, None if it can: rows there are NumPy's, which has no typed PRNG keys."""
+    """Returns why a family can't be in host memory, None if it can: rows there are NumPy's, which has no typed PRNG
+    keys."""
     key = next((k for k in space.leaves if jax_compat.is_key(program.block.inputs[k].dtype)), None)
     if space.refusal is not None or key is None:
         return space.refusal
@@ -241,6 +242,6 @@ def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
 
 
 def can_be_run_again(equation: Equation) -> bool:
-    """Whether an equation that is run on the touched rows may be run on all rows as well: not if that costs a loop, or
-    can be observed (a print in a branch of a cond)."""
+    """Returns whether an equation that is run on the touched rows may be run on all rows as well: not if that costs a
+    loop, or can be observed (a print in a branch of a cond)."""
     return equation.op not in ("scan", "remat") and not equation.effects

@@ -22,7 +22,7 @@ Places = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What a stage does for one microbatch."""
+    """The work of a stage for one microbatch."""
 
     kind: Kind
     stage: int
@@ -58,16 +58,17 @@ class Schedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether the gradients of weights are tasks of their own."""
+        """Returns whether the gradients of weights are tasks of their own."""
         return any(task.kind == "W" for task in self.orders[0])
 
     def device_of(self, stage: int, microbatch: int) -> int:
-        """The device that runs a microbatch's tasks of a stage."""
+        """Returns the device that runs a microbatch's tasks of a stage."""
         replicas = self.places[stage]
         return replicas[microbatch % len(replicas)]
 
     def needed(self, task: Task) -> Task | None:
-        """The task of another stage (or the earlier one of its own) that a task waits for; None if for nobody."""
+        """Returns the task of another stage (or the earlier one of its own) that a task waits for; None if for
+        nobody."""
         if task.kind == "F":
             return None if task.stage == 0 else Task("F", task.stage - 1, task.microbatch)
         if task.kind == "W":
@@ -81,7 +82,7 @@ class Schedule:
         return ()
 
     def issue_order(self) -> Iterator[Task]:
-        """All tasks in one order in which each follows what it needs.
+        """Yields all tasks in one order in which each follows what it needs.
 
         Raises:
           ValueError: there is none: devices wait for each other forever.
@@ -101,12 +102,13 @@ class Schedule:
 
 
 def gpipe(places: Places, microbatches: int) -> Schedule:
-    """All forwards, then all backwards: a stage holds the activations of all microbatches."""
+    """Returns all forwards, then all backwards: a stage holds the activations of all microbatches."""
     return _by_stages("gpipe", places, microbatches, lambda stage: microbatches)
 
 
 def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
-    """A forward and a backward in turn as soon as there is one: stage k holds the activations of S - k microbatches.
+    """Schedules a forward and a backward in turn as soon as there is one: stage k holds the activations of S - k
+    microbatches.
 
     A stage of several devices holds as many as there are devices from it on, spread over its replicas.
     """
@@ -175,7 +177,6 @@ def _by_stages(
 
 
 def _in_turn(forward: Sequence[Task], backward: Sequence[Task], ahead: int) -> tuple[Task, ...]:
-    """So many forwards ahead, then a backward and a forward in turn, then the other backwards."""
     order = list(forward[:ahead])
     for k, task in enumerate(backward):
         order.append(task)
@@ -184,7 +185,7 @@ def _in_turn(forward: Sequence[Task], backward: Sequence[Task], ahead: int) -> t
 
 
 def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: int) -> tuple[Task, ...]:
-    """A stage's order with the gradients of its weights, so many microbatches late."""
+    """Returns a stage's order with the gradients of its weights, so many microbatches late."""
     tasks: list[Task] = []
     for task in order:
         tasks.append(task)
@@ -215,7 +216,7 @@ class Rule:
 
     @property
     def has_replicas(self) -> bool:
-        """Whether a stage may have several devices (and its memory be a limit when stages are cut)."""
+        """Returns whether a stage may have several devices (and its memory be a limit when stages are cut)."""
         return True
 
     @property
@@ -224,16 +225,16 @@ class Rule:
         return 8
 
     def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
-        """The devices of stages of which each has so many."""
+        """Returns the devices of stages of which each has so many."""
         ends = tuple(itertools.accumulate(counts))
         return tuple(tuple(range(start, end)) for start, end in zip((0, *ends), ends, strict=False))
 
     def numbers(self, devices: int, stages_per_device: int) -> Iterable[int]:
-        """The numbers of stages that so many devices can have."""
+        """Returns the numbers of stages that so many devices can have."""
         return range(1, devices + 1)
 
     def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
-        """Why these can't be stages, in words; empty if they can."""
+        """Returns why these can't be stages, in words; empty if they can."""
         several = "several stages on a device take schedule='interleaved'"
         return f"stages_per_device={stages_per_device} with {self}: {several}" if stages_per_device > 1 else ""
 

@@ -135,6 +135,5 @@ class ServedStep:
 
 
 def _concatenated(parts: Sequence[Any], axis: int) -> Any:
-    """An array of NumPy, if all parts are."""
     is_numpy = all(isinstance(x, np.ndarray) for x in parts)
     return np.concatenate(parts, axis) if is_numpy else jnp.concatenate(parts, axis)

@@ -15,7 +15,7 @@ _HOSTS_STEP, _HOSTS_APART = 16, 2
 
 
 def bucket_size(need: int, limit: int, grown: int = 0) -> int:
-    """Rows of the shape bucket for `need` rows on hosts, `limit` at most.
+    """Returns rows of the shape bucket for `need` rows on hosts, `limit` at most.
 
     What is computed for distinct rows is computed for the whole bucket, so that it begins with a sixteenth
     more than is needed. Each time it was too small, the next has twice that headroom, up to all of it: batches of ever
@@ -25,13 +25,13 @@ def bucket_size(need: int, limit: int, grown: int = 0) -> int:
 
 
 def rounded_size(need: int, limit: int) -> int:
-    """The next size that a shape bucket on hosts may have, `limit` at most."""
+    """Returns the next size that a shape bucket on hosts may have, `limit` at most."""
     return min(limit, -(-(need + _HOSTS_APART) // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What a step does with one family on N devices; static bounds, since arrays have these shapes.
+    """The sizes of a step's work with one family on N devices; static bounds, since arrays have these shapes.
 
     Attributes:
       devices: N.
@@ -79,7 +79,7 @@ class Sizes:
         return self.reduced or (self.sent_gradient,)
 
     def on_devices(self) -> Sizes:
-        """Of a table on hosts, whose messages are as long as they must be: the static sizes of it on devices."""
+        """Returns the static sizes on devices of a table on hosts, whose messages are as long as they must be."""
         requested, shard_rows = min(self.extent, self.ids), -(-self.extent // self.devices)
         capacity = min(requested, shard_rows, self.capacity or requested)
         owned = min(shard_rows, self.devices * capacity) + 1

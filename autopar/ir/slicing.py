@@ -15,7 +15,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 def eliminate_dead(
     block: Block, live: Sequence[bool] | None = None, *, effects: bool = True
 ) -> tuple[Block, list[bool]]:
-    """The block with its live outputs only, and which inputs it still reads (all inputs are kept).
+    """Returns the block with its live outputs only, and which inputs it still reads (all inputs are kept).
 
     Args:
       block: Any block.
@@ -39,7 +39,7 @@ def eliminate_dead(
 
 
 def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = True) -> Equation:
-    """The equation without the outputs (and the operands behind them) that nobody wants."""
+    """Returns the equation without the outputs (and the operands behind them) that nobody wants."""
     if equation.op == "scan":
         return _reduce_scan(equation, wanted, effects)
     if equation.op in ("remat", "cond"):
@@ -57,7 +57,7 @@ def halves(equation: Equation, wanted: Sequence[bool]) -> tuple[Equation, Equati
 
 
 def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
-    """A remat's body, or the branches of a cond: an operand goes if no branch reads it."""
+    """Reduces a remat's body, or the branches of a cond: an operand goes if no branch reads it."""
     reduced = [eliminate_dead(b, wanted, effects=effects) for b in equation.bodies]
     used = [any(uses) for uses in zip(*(used for _, used in reduced), strict=True)]
     if all(used) and all(new is old for (new, _), old in zip(reduced, equation.bodies, strict=True)):
@@ -106,13 +106,15 @@ def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
 
 
 def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
-    """The block's own equations that the atoms depend on, in order, reduced to what they need and without effects."""
+    """Returns the block's own equations that the atoms depend on, in order, reduced to what they need and without
+    effects."""
     reduced, _ = eliminate_dead(dataclasses.replace(block, outputs=tuple(atoms)), effects=False)
     return list(reduced.equations)
 
 
 def nearest_line(block: Block, atom: Atom) -> Equation | None:
-    """The nearest equation behind a value that comes from a line of the user's; of an input the first made of it."""
+    """Returns the nearest equation behind a value that comes from a line of the user's; of an input the first made of
+    it."""
     made: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
     waiting, seen = [atom], set[Atom]()
     while waiting:
@@ -158,7 +160,6 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, t
 
 
 def _body_with(path: Sequence[Equation], atom: Var) -> Block:
-    """The body of `path[0]` that holds the rest of the path, or else the value."""
     bodies = path[0].bodies
     if len(path) > 1:
         return next(b for b in bodies if any(e is path[1] for e in b.equations))
@@ -183,7 +184,6 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
 
 
 def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom]:
-    """The single output of a body, computed from `operands` by equations of its own."""
     body, _ = eliminate_dead(body, effects=False)
     copy, env = clone(body, dict(zip(body.inputs, operands, strict=True)))
     output = body.outputs[0]
@@ -191,7 +191,7 @@ def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom
 
 
 def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
-    """A copy with variables of its own; those found in `env` are replaced by what it maps them to."""
+    """Returns a copy with variables of its own; those found in `env` are replaced by what it maps them to."""
     env = {} if env is None else env
     for var in block.inputs:
         env.setdefault(var, Var(var.type))

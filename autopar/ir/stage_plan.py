@@ -95,7 +95,7 @@ class PipelinePlan:
 
     @property
     def pipeline(self) -> Pipeline:
-        """What `parallelize` is asked for so."""
+        """Returns what `parallelize` is asked for so."""
         return Pipeline(
             stages=tuple(stage.weights for stage in self.stages),
             schedule=self.schedule,
@@ -128,5 +128,5 @@ class PipelinePlan:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the devices' rates are known, and so the seconds of tasks."""
+        """Returns whether the devices' rates are known, and so the seconds of tasks."""
         return all(stage.seconds for stage in self.stages)

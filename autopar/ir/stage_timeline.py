@@ -29,7 +29,7 @@ from autopar.ir.timeline import (
 def stage_timeline(
     step: StagedStep, schedule: Schedule, wanted: Mapping[Var, Iterable[int]] = MappingProxyType({})
 ) -> Timeline:
-    """The verified timeline of all devices.
+    """Returns the verified timeline of all devices.
 
     Args:
       step: The programs.
@@ -75,7 +75,6 @@ class _Lister:
         return Timeline(tuple(actions), last_touches(actions, kept), given, arguments, results, self._step.microbatches)
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
-        """Returns the devices of the first maker's stage if all of these made it, else the first maker."""
         replicas = next(replicas for replicas in self._schedule.places if makers[0] in replicas)
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
@@ -103,7 +102,7 @@ class _Lister:
         return self._step.joins[var][1] if var in self._step.joins else None
 
     def _joins(self) -> Iterator[Join]:
-        """One for each stage, on its first device."""
+        """Yields one for each stage, on its first device."""
         count = self._step.microbatches
         for stage, replicas in enumerate(self._schedule.places):
             made: dict[Value, tuple[tuple[Value, ...], str | int]] = {}

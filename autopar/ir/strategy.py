@@ -51,7 +51,7 @@ def split_method(asked: Method) -> tuple[str, Where]:
 
 
 class Asked(NamedTuple):
-    """What a strategy says of one parameter; `pattern` is the one that matched first, None if there is none."""
+    """A strategy's choice for one parameter; `pattern` is the one that matched first, None if there is none."""
 
     method: str
     where: Where
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(strategy: Strategy, path: str) -> Asked:
-    """The method that a strategy gives to a parameter; "auto" if no pattern covers it."""
+    """Returns the method that a strategy gives to a parameter; "auto" if no pattern covers it."""
     if not isinstance(strategy, Mapping):
         return Asked(*split_method(strategy), None)
     pattern = next((p for p in strategy if matches(p, path)), None)
@@ -67,20 +67,20 @@ def asked_of(strategy: Strategy, path: str) -> Asked:
 
 
 def asks_for_hosts(strategy: Strategy) -> bool:
-    """Whether a strategy puts any table in the memory of the hosts."""
+    """Returns whether a strategy puts any table in the memory of the hosts."""
     methods = strategy.values() if isinstance(strategy, Mapping) else [strategy]
     return any(split_method(method)[1] == "hosts" for method in methods)
 
 
 def with_hosts(strategy: Strategy, paths: Iterable[str]) -> Strategy:
-    """The same with some tables in the memory of the hosts."""
+    """Returns the same with some tables in the memory of the hosts."""
     rest = strategy if isinstance(strategy, Mapping) else {"**": strategy}
     hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
     return {**hosted, **rest}
 
 
 def without_hosts(strategy: Strategy) -> Strategy:
-    """The same for a step whose tables can't be on hosts: they are trained where they are."""
+    """Returns the same for a step whose tables can't be on hosts: they are trained where they are."""
 
     def of(method: Method) -> Method:
         return "auto" if split_method(method)[1] == "hosts" else method

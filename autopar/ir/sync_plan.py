@@ -71,7 +71,7 @@ class SyncPlan:
         return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
 
     def due(self, step: int) -> Sequence[int]:
-        """The fragments whose mean is taken after a step, which are counted from 1."""
+        """Returns the fragments whose mean is taken after a step, which are counted from 1."""
         distance = self.every // len(self.fragments)
         return [k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0]
 

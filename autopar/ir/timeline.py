@@ -56,7 +56,7 @@ class Names:
         self._values: dict[tuple[object, ...], Value] = {}
 
     def __call__(self, var: Var, part: Whole | Microbatch | SumOf = Whole(), version: int = 0) -> Value:
-        """The value that is named so."""
+        """Returns the value that is named so."""
         key = var, part, version
         if key not in self._values:
             self._values[key] = Value(*key)
@@ -131,7 +131,7 @@ class Timeline:
     microbatches: int
 
     def sends(self) -> Iterator[Send]:
-        """All of them."""
+        """Yields all of them."""
         return (action for action in self.actions if isinstance(action, Send))
 
 
@@ -181,7 +181,6 @@ def last_touches(actions: Sequence[Action], kept: Iterable[tuple[int, Value]]) -
 
 
 def _touched(action: Action) -> list[tuple[int, Value]]:
-    """Lists what an action reads or makes, and where."""
     if isinstance(action, Send):
         return [(action.source, action.value)]
     return [(action.device, value) for value in (*reads_of(action), *writes_of(action))]

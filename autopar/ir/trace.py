@@ -21,7 +21,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Opaque
 
 
 def type_of(aval: Any) -> Type:
-    """The type of an abstract value."""
+    """Returns the type of an abstract value."""
     if hasattr(aval, "shape") and hasattr(aval, "dtype") and type(aval).__name__ == "ShapedArray":
         return ArrayType(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
     return OpaqueType(str(aval))
@@ -47,7 +47,8 @@ class Origin:
 
     @functools.cached_property
     def is_own_loop(self) -> bool:
-        """Whether the user's line calls JAX's control flow itself, rather than a function that loops within it."""
+        """Returns whether the user's line calls JAX's control flow itself, rather than a function that loops within
+        it."""
         called = ""
         for file, _, _ in (frame for info in self.infos for frame in jax_compat.frames(info)):
             if not is_library(file):
@@ -57,14 +58,12 @@ class Origin:
 
 
 def _shown(file: str) -> str:
-    """A notebook's cell as "In[3]", which tells a reader more than the temporary file it is compiled as."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cell = shell.compile.format_code_name(file) if shell is not None else None
     return cell[1] if cell else file
 
 
 def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:
-    """`outer`: the calls and loops around it, innermost first."""
     jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
     inputs = tuple(Var(type_of(v.aval)) for v in jaxpr.invars)
     equations: list[Equation] = []
@@ -145,7 +144,7 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
 
 
 def _divided(equation: Equation) -> Sequence[Equation]:
-    """The equation, or several that each do one thing.
+    """Returns the equation, or several that each do one thing.
 
     JAX's reshape may transpose its operand (that of `vmap`'s convolutions does): that becomes an equation. `device_put`
     takes all leaves of a tree: each becomes one.
@@ -170,7 +169,6 @@ def _divided(equation: Equation) -> Sequence[Equation]:
 
 @functools.lru_cache(maxsize=4096)
 def _file_of(text: str) -> str:
-    """'f at /a/b.py:12' -> '/a/b.py'."""
     return text.rpartition(" at ")[2].rpartition(":")[0]
 
 

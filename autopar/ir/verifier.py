@@ -32,7 +32,7 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where something is wrong; made into words only if it is."""
+    """The place where something is wrong; made into words only if it is."""
 
     outer: str | _Place
     equation: Equation
@@ -95,7 +95,6 @@ def _verify_operation(equation: Equation, where: str | _Place, written: frozense
 
 
 def _verify_padding(equation: Equation, where: str | _Place, rows: RowFacts | None) -> None:
-    """That the padding row stands for all rows that the step doesn't touch only where facts say that it may."""
     if not (equation.op in OPERATIONS and OPERATIONS[equation.op].takes_padding):
         return
     values = [None if rows is None else rows.value(atom) for atom in equation.params["of"]]

@@ -50,7 +50,7 @@ class Writer:
         return out
 
     def full(self, value: Atom, type_: ArrayType) -> Var:
-        """A scalar everywhere."""
+        """Returns a scalar everywhere."""
         return self.emit("ap.full", (value,), type_, {"shape": type_.shape, "dtype": type_.dtype})
 
     def zeros(self, type_: ArrayType) -> Var:
@@ -71,7 +71,7 @@ class ZeroWriter(Writer):
             self.known_zeros.update(equation.outputs)
 
     def is_zero(self, atom: Atom) -> bool:
-        """Whether a value is known to be zero."""
+        """Returns whether a value is known to be zero."""
         if isinstance(atom, Literal):
             return atom.shape == () and not jax_compat.is_key(atom.dtype) and not np.any(np.asarray(atom.value))
         return atom in self.known_zeros
@@ -83,7 +83,7 @@ class ZeroWriter(Writer):
 def expand(
     fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None, *, again: bool = False
 ) -> list[Equation]:
-    """The equations of `fun(*atoms)`, with the line and context of `like`.
+    """Returns the equations of `fun(*atoms)`, with the line and context of `like`.
 
     Args:
       fun: Of arrays, returns one array that an equation computes.
@@ -106,7 +106,6 @@ def expand(
 
 @functools.lru_cache(maxsize=256)
 def _traced(fun: Callable[..., Any], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
-    """A function's equations. `x64`: JAX's option, by which they differ."""
     return eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))[
         0
     ]  # a scatter of no updates leaves ids that none reads

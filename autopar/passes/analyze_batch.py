@@ -72,7 +72,7 @@ def analyze_batch(
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
-    """The leaves of a program's batch that have examples, and along which axis.
+    """Returns the leaves of a program's batch that have examples, and along which axis.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
@@ -91,7 +91,7 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
 
 
 def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]:
-    """The inputs of an evaluation that are no examples; of a program with states none.
+    """Returns the inputs of an evaluation that are no examples; of a program with states none.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
@@ -103,14 +103,15 @@ def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]
 
 
 def common_size(sizes: Iterable[int], devices: int) -> int:
-    """The size that most leaves of a batch have along their axes of examples; 0 if there are two such, or few."""
+    """Returns the size that most leaves of a batch have along their axes of examples; 0 if there are two such, or
+    few."""
     (size, leaves), (_, others) = (*Counter(sizes).most_common(2), (0, 0), (0, 0))[:2]
     return size if leaves > others and size >= MANY * devices else 0
 
 
 def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
-    """The arguments of an evaluation that hold parameters: those with tables, or used like weights. If there are none,
-    the only one whose leaves differ in size, if one behind it has leaves of a single size.
+    """Returns the arguments of an evaluation that hold parameters: those with tables, or used like weights. If there
+    are none, the only one whose leaves differ in size, if one behind it has leaves of a single size.
 
     Args:
       program: The evaluation.
@@ -129,7 +130,8 @@ def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[V
 
 
 def _used_as_parameters(block: Block, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
-    """The arguments with a leaf that is looked up, or summed over, along these axes with what follows from others."""
+    """Returns the arguments with a leaf that is looked up, or summed over, along these axes with what follows from
+    others."""
     follows: dict[Atom, set[str]] = {v: {argument} for v, argument in arguments.items()}
     along: dict[Atom, int] = {**named}
     found: set[str] = set()
@@ -145,7 +147,6 @@ def _used_as_parameters(block: Block, arguments: Mapping[Var, str], named: Mappi
 
 
 def _summed(equation: Equation) -> Sequence[Sequence[int]]:
-    """The axes that a lookup or a product looks up or sums over: those of a table, or of both factors."""
     if equation.op == "gather":
         return (equation.params["dimension_numbers"].start_index_map,)
     return equation.params["dimension_numbers"][0] if equation.op == "dot_general" else ()
@@ -185,7 +186,7 @@ def _note(program: Program, over: str, named: Mapping[Var, int], starts: Mapping
 
 
 def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchAxes:
-    """The batch axes of all variables, those of carried leaves of the state included."""
+    """Returns the batch axes of all variables, those of carried leaves of the state included."""
     waiting = _candidates(program, {v.shape[axis] for v, axis in starts.items()})
     uniform = uniform_axes(program.block) if waiting else {}
     while True:
@@ -202,7 +203,8 @@ def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchA
 
 
 def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
-    """Leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never are."""
+    """Returns leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never
+    are."""
     taken = {k for space in program.rows.spaces if space.refusal is None for k in space.leaves}
     candidates = {}
     for k in program.new_states:
@@ -214,7 +216,6 @@ def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
 
 
 def _wrong(guesses: Guesses, unconfirmed: int) -> int:
-    """The guesses to give up: those that are wrong for sure, as long as there are any."""
     alone = [some for some in guesses.refuted if some & (some - 1) == 0]
     totals = (functools.reduce(operator.or_, some, 0) for some in (alone, [unconfirmed], guesses.refuted))
     return next(filter(None, totals), 0)

@@ -89,7 +89,7 @@ class _Search:
     refused: list[RowSpace] = field(default_factory=list)
 
     def run(self) -> tuple[Families, list[RowSpace]]:
-        """The families, and those that can be lifted."""
+        """Returns the families, and those that can be lifted."""
         self.axes = dict(self.program.candidates)
         while True:
             flow = RowFlow(self.program, self.axes, barred=self.barred, reading_whole=self.reading_whole)
@@ -144,7 +144,7 @@ class _Search:
         self.axes = {k: axis for k, axis in self.axes.items() if k not in self.dropped}
 
     def _spared(self, failed: Sequence[RowSpace], families: Families) -> list[RowSpace]:
-        """Families that may fail because of others: they wait until those are gone. Where all can be lifted by
+        """Returns families that may fail because of others: they wait until those are gone. Where all can be lifted by
         themselves, but not together, the largest one waits."""
         suspects = families.suspects(failed)
         if not suspects or len(failed) == 1:
@@ -155,7 +155,7 @@ class _Search:
         return spared
 
     def _lifts_alone(self, space: RowSpace) -> bool:
-        """Whether the family can be lifted if no other table is."""
+        """Returns whether the family can be lifted if no other table is."""
         others = {k for k, _ in self.program.tables} - set(space.tables)
         program = dataclasses.replace(
             self.program,
@@ -166,14 +166,12 @@ class _Search:
         return any(set(space.tables) <= set(s.tables) for s in spaces)
 
     def _first_reason(self, space: RowSpace, causes: Mapping[int, Refusal]) -> Refusal:
-        """The most telling reason: that of a slot which went first, if there was one."""
         slots = [r for k, r in causes.items() if k not in space.tables]
         earlier = [d.refusal for k, d in self.dropped.items() if set(d.tables) & set(space.tables)]
         return (slots or earlier or [causes[k] for k in space.tables if k in causes])[0]
 
 
 def _only_read(flow: RowFlow, program: Program, k: int) -> Refusal:
-    """Why a table that no step changes isn't lifted."""
     family = flow.family_of(k) if k in flow.candidates else None
     lookups = (a.equation.source for f, a in flow.accesses.values() if a.is_lookup and flow.find(f) == family)
     reason = "the step only reads it: there is no update to save"
@@ -181,7 +179,6 @@ def _only_read(flow: RowFlow, program: Program, k: int) -> Refusal:
 
 
 def _read_whole(flow: RowFlow, program: Program, k: int) -> Refusal | None:
-    """What needs all rows of an updated table that nothing else looks up."""
     block, new = program.block, program.new_states
     value = flow.values.get(block.inputs[k])
     if k not in new or block.outputs[new[k]] is block.inputs[k] or not isinstance(value, Row):

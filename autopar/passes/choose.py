@@ -61,14 +61,14 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
 
 
 def compares_methods(program: Program, options: Options) -> bool:
-    """Whether `choose` compares what methods cost, and so wants rates of the devices."""
+    """Returns whether `choose` compares what methods cost, and so wants rates of the devices."""
     wanted = _wanted(program, options.strategy)
     choices = Choices(options, UNMEASURED, wanted.methods, wanted.hosts)
     return any(compares(program, space, choices) for space in program.rows.spaces)
 
 
 def _assemble(program: Program, options: Options, decided: Sequence[Decision], wanted: _Wanted) -> BoundPlan:
-    """The plan of all families' decisions, and of dense leaves."""
+    """Returns the plan of all families' decisions, and of dense leaves."""
     pairs = zip(program.rows.spaces, decided, strict=True)
     families = [
         tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in space_plan)
@@ -106,7 +106,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
 def _too_large(
     program: Program, plan: Plan, decided: Sequence[Decision], choices: Choices, memory: int
 ) -> Mapping[int, str]:
-    """The families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
+    """Returns the families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
 
     Returns:
       Number of the family's space -> the reason.
@@ -134,14 +134,13 @@ def _too_large(
 
 
 def _saved(program: Program, space: RowSpace, devices: int) -> int:
-    """Bytes that each device has less of a family whose rows are sharded."""
     sizes = [program.block.inputs[k].type.nbytes for k in space.leaves]
     return sum(size - -(-size // devices) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What a strategy says.
+    """Holds what a strategy says.
 
     Attributes:
       methods: Table -> (method, whether the strategy names this very table).
@@ -160,7 +159,7 @@ class _Wanted:
 def _with_tensors(
     program: Program, options: Options, bound: BoundPlan, wanted: _Wanted, measured: Measurements
 ) -> BoundPlan:
-    """The plan with products that are divided over the devices of a tensor axis."""
+    """Returns the plan with products that are divided over the devices of a tensor axis."""
     lifted = {f.family for f in bound.families}
     rows = {leaf for space in program.rows.spaces if space.family in lifted for leaf in space.leaves}
     states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
@@ -180,8 +179,8 @@ def _with_tensors(
 
 
 def _wanted(program: Program, strategy: Strategy) -> _Wanted:
-    """What a strategy says of each leaf. One method for the whole step means the tables that can be lifted (or by
-    "tensor" all that can be divided), patterns mean every parameter."""
+    """Returns what a strategy says of each leaf. One method for the whole step means the tables that can be lifted (or
+    by "tensor" all that can be divided), patterns mean every parameter."""
     states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
     looked_up = {*(k for k, _ in program.tables), *program.unfollowed}
     if not isinstance(strategy, Mapping):
@@ -236,7 +235,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
 
 
 def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:
-    """The tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
+    """Returns the tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
     by_path = {t.path: t for t in tables}
     for leaf in patterns:
         old = by_path.get(leaf.path)
@@ -268,7 +267,6 @@ def _placements(
 
 
 def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
-    """Where a leaf is if nothing is planned for its rows; a Table that is read whole is spread as it can be."""
     return None if layout is None else even_axis(leaf.shape, layout[1], layout[0].devices)
 
 
@@ -281,7 +279,8 @@ def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
 def shard_dense(
     program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int, first: Mapping[str, int]
 ) -> tuple[dict[int, int], list[DensePlan]]:
-    """Leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern names.
+    """Returns leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern
+    names.
 
     Args:
       program: An analysed program.
@@ -321,7 +320,7 @@ def shard_dense(
 
 
 def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
-    """The plan of a leaf that isn't looked up by rows."""
+    """Returns the plan of a leaf that isn't looked up by rows."""
     type_ = program.block.inputs[k].type
     size = getattr(type_, "nbytes", 0)
     return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, sharded)
@@ -332,7 +331,7 @@ _text = functools.cache(str)
 
 
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:
-    """The leaf, and the leaves of its shape that are tied to it by updates made element by element."""
+    """Returns the leaf, and the leaves of its shape that are tied to it by updates made element by element."""
     block, new = program.block, program.new_states
     producers = {v: e for e in block.equations for v in e.outputs}
     numbers = {v: k for k, v in enumerate(block.inputs)}
@@ -371,7 +370,7 @@ def choose_tensor(
     *,
     is_needed: bool,
 ) -> tuple[dict[int, int], TensorPlan]:
-    """Leaf -> the axis along which it is divided; and the plan that says why.
+    """Returns leaf -> the axis along which it is divided; and the plan that says why.
 
     Args:
       program: An analysed program.

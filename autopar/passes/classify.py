@@ -59,12 +59,11 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
 
 
 def _rows_read(table: ArrayType, reads: Iterable[Equation]) -> int:
-    """Returns how many rows of a table have as many elements as its lookups read."""
     return -(-sum(v.type.size for e in reads for v in e.outputs) * table.shape[0] // table.size)
 
 
 def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> int | None:
-    """The axis along which a leaf may hold a slot of one of the tables."""
+    """Returns the axis along which a leaf may hold a slot of one of the tables."""
     shape, layout = program.block.inputs[k].shape, program.inputs[k].layout
     if layout is not None:
         return next((layout[1] for t, axis in tables if program.block.inputs[t].shape[axis] == layout[0].extent), None)
@@ -199,7 +198,8 @@ class _Lookups(Interpreter[_Rows]):
             self.read_by.setdefault(leaf, {})[equation] = None
 
     def _losing(self, equation: Equation, operands: Sequence[_Rows], results: Sequence[_Rows]) -> Sequence[_Rows]:
-        """The results of an equation of states alone, with the leaves whose rows it loses, or that were lost before."""
+        """Returns the results of an equation of states alone, with the leaves whose rows it loses, or that were lost
+        before."""
         pairs = zip(operands, equation.inputs, strict=True)
         axes = {(leaf, of, a.type.size) for v, a in pairs for leaf, of, _ in v.traces}
         lost = frozenset(entry for v in operands for entry in v.lost)
@@ -235,7 +235,7 @@ class _Lookups(Interpreter[_Rows]):
         self.read_by.setdefault(leaf, {})[access] = None
 
     def _is_fixed(self, equation: Equation, axis: int) -> bool:
-        """Whether a slice takes the same places along an axis whatever the data."""
+        """Returns whether a slice takes the same places along an axis whatever the data."""
         if equation.op == "slice":
             return True
         index = equation.inputs[1 + axis if equation.op == "dynamic_slice" else 1]
@@ -264,7 +264,6 @@ _NO_LOOKUPS = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
 def _picks_rows(equation: Equation, axis: int) -> bool:
-    """Whether a slice takes some of the rows along an axis (rather than all of them)."""
     rows = equation.inputs[0].shape[axis]
     if equation.op == "slice":
         return equation.outputs[0].shape[axis] != rows
@@ -274,7 +273,7 @@ def _picks_rows(equation: Equation, axis: int) -> bool:
 
 
 def _moved(equation: Equation, k: int, axis: int) -> int | None:
-    """Where an operand's rows are in the results; None if they aren't all there, or are paired with others'."""
+    """Returns where an operand's rows are in the results; None if they aren't all there, or are paired with others'."""
     op, operand = equation.op, equation.inputs[k]
     if op not in _MOVES or (k > 0 and op in _SLICED):
         return None

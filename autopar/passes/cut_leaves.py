@@ -223,7 +223,7 @@ class Cut:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all pieces have the same size."""
+        """Returns whether all pieces have the same size."""
         return self.size % self.count == 0
 
     def fits(self, size: int) -> bool:
@@ -405,5 +405,4 @@ class Placing:
 
 
 def _operands(equation: Equation) -> dict[str, tuple[int, ...]]:
-    """Returns the numbers of an operation's operands by group."""
     return split(equation.op, equation.params, range(len(equation.inputs)))

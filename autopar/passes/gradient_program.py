@@ -37,7 +37,6 @@ def gradient_equations(program: Program) -> set[Equation]:
 
 
 def _following(equations: Iterable[Equation], starts: Iterable[Var]) -> set[Var]:
-    """Some values, and all that follow from them."""
     reached = set(starts)
     for equation in equations:
         if not reached.isdisjoint(_vars(equation.inputs)):
@@ -46,7 +45,6 @@ def _following(equations: Iterable[Equation], starts: Iterable[Var]) -> set[Var]
 
 
 def _read_by(equations: Sequence[Equation], results: Iterable[Atom]) -> set[Var]:
-    """Some values, and all that they follow from."""
     read = set(_vars(results))
     for equation in reversed(equations):
         if not read.isdisjoint(equation.outputs):
@@ -55,7 +53,6 @@ def _read_by(equations: Sequence[Equation], results: Iterable[Atom]) -> set[Var]
 
 
 def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]) -> set[Equation]:
-    """Equations that lead from a leaf, or its rows, to its new value element by element."""
     elementwise = [e for e in equations if e.op in _ELEMENTWISE and not e.bodies]
     read = _read_by(elementwise, new)
     rows = {v for e in equations if e.op == "ap.pull" and e.inputs[0] in states for v in e.outputs}

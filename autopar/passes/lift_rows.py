@@ -35,7 +35,7 @@ _BLOCK_ROWS = 512
 
 
 def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The program with every family that the plan lifts in row space.
+    """Returns the program with every family that the plan lifts in row space.
 
     Raises:
       NotDeferrable: rows of some leaves can't wait.
@@ -136,7 +136,8 @@ class _Lift:
     # --- measured capacities ---
 
     def in_order(self) -> list[StepUpdateLog]:
-        """The update logs by family: a step and what does it again in its place begin their families in any order."""
+        """Returns the update logs by family: a step and what does it again in its place begin their families in any
+        order."""
         return [self.logs[family] for family in sorted(self.logs)]
 
     def _check_capacity(self) -> None:
@@ -153,7 +154,6 @@ class _Lift:
         self.exceeded = emit("ap.any", flags, bit)
 
     def _output(self, atom: Atom, state: int | None) -> Atom:
-        """An output, in its stored form if it is a state; the old state where a capacity was exceeded."""
         stored = state in self.bound.layouts
         new = self.scope.stored[atom][0] if stored else self.scope.get(atom)
         if self.exceeded is None or state is None or (new, state) in self.guarded or new is self.inputs[state]:
@@ -179,7 +179,6 @@ class _Lift:
         return True
 
     def _read_after(self, equation: Equation) -> set[int]:
-        """Families whose updated leaves the equation reads whole."""
         if self.facts.roles.get(equation) != "dense":
             return set()
         read = (self.facts.whole.get(a, frozenset()) for a in equation.inputs if isinstance(a, Var))
@@ -228,7 +227,6 @@ class _Lift:
     # --- the end of a step ---
 
     def _updates(self, space: RowSpace) -> dict[int, Atom]:
-        """Leaf -> its new value, of the family's leaves that change."""
         block, new = self.program.block, self.program.new_states
         updates = {k: block.outputs[new[k]] for k in space.leaves if k in new}
         return {k: atom for k, atom in updates.items() if atom is not block.inputs[k]}
@@ -282,14 +280,12 @@ class _Lift:
                 self.scope.get(atom)
 
     def _name(self, atom: Atom, leaf: int, new: Atom) -> None:
-        """The new value of a leaf, as it is stored."""
         if isinstance(atom, Var) and leaf in self.bound.layouts:
             self.scope.stored[atom] = new, *self.bound.layouts[leaf]
         elif isinstance(atom, Var):
             self.scope.dense[atom] = new
 
     def _kept(self, space: RowSpace) -> list[int]:
-        """Leaves that change, and aren't constant off the touched rows; deferred rows may wait for a constant, too."""
         waits = self.scope.lifting.families[space.family].table.log_steps or space.is_pulled
         return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
@@ -311,7 +307,8 @@ class _Lift:
         return value.off if isinstance(value, Row) else None
 
     def _old_readers(self, leaf: Var) -> list[Atom]:
-        """Results of what has read the whole old leaf so far: the commit waits for them, and so needs no copy."""
+        """Returns results of what has read the whole old leaf so far: the commit waits for them, and so needs no
+        copy."""
         tainted: set[Atom] = {leaf}
         readers: list[Atom] = []
         for equation in self.scope.equations:
@@ -326,7 +323,6 @@ class _Lift:
 
 
 def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
-    """Rows that one round of a sweep takes: on each device, where they are spread. The untouched update takes one."""
     if family.table.log_steps:
         return 1
     if family.layout is None:

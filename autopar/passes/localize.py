@@ -43,7 +43,7 @@ from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 def localize(
     program: Program, bound: BoundPlan, *, examples: bool = True, between: bool = False
 ) -> tuple[Program, str]:
-    """The program of each device, with `local` facts.
+    """Returns the program of each device, with `local` facts.
 
     Args:
       program: A lifted program.
@@ -77,7 +77,6 @@ def localize(
 
 
 def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
-    """Whether an input is spread along its rows, over their owners."""
     planned = {f.family for f in bound.families if f.layout is not None}
     space = program.rows.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None
@@ -150,7 +149,6 @@ class Localizer(Forms):
             self._note_inside(equation)
 
     def _note_inside(self, equation: Equation) -> None:
-        """Remember the first value of the examples that depends on a sum over them."""
         for var in equation.outputs:
             state = self.state(var)
             if isinstance(state, Spread) and not state.owner and self.shared.inside is None:
@@ -169,7 +167,6 @@ class Localizer(Forms):
         return self.nested
 
     def _is_callback(self, equation: Equation) -> bool:
-        """Returns whether Python is called, which might give each device something else."""
         is_call = equation.op in ("pure_callback", "io_callback") or (equation.effects and not equation.bodies)
         return is_call and self.may_repeat
 
@@ -242,7 +239,6 @@ class Localizer(Forms):
         return True
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Whether partial sums meet a factor of the step: where a device's is 0, infinity times it would be NaN."""
         return any(isinstance(a, Var) for a, is_sum in zip(equation.inputs, partial, strict=True) if not is_sum)
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
@@ -277,14 +273,14 @@ class Localizer(Forms):
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
 
     def _without_padding(self, equation: Equation, inputs: list[Atom], along: Mapping[int, int]) -> None:
-        """Replace what is padded in the operands of a reduction by what changes no result."""
         op = REDUCES[equation.op]
         for k, axis in along.items():
             if equation.op != "scatter-add" or k == 2:
                 inputs[k] = self.masked(inputs[k], axis, equation.inputs[k].shape[axis], op)
 
     def masked(self, part: Atom, axis: int, size: int, op: str) -> Var:
-        """A device's part, with neutral values of a reduction in place of padding; `size`: of the whole axis."""
+        """Returns a device's part, with neutral values of a reduction in place of padding; `size`: of the whole
+        axis."""
         params = {"axis": axis, "size": size, "fill": neutral(op, part.dtype)}
         return self.emit("ap.only_examples", (part,), part.type, params)
 
@@ -329,7 +325,7 @@ class Localizer(Forms):
         return Localizer(self.shared, True)
 
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:
-        """A nested block rewritten, and its new inputs."""
+        """Returns a nested block rewritten, and its new inputs."""
         inner = self.nested_walk()
         inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
         inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
@@ -397,7 +393,7 @@ class Localizer(Forms):
     def _turn(
         self, equation: Equation, start: Sequence[State], xs: Sequence[State]
     ) -> tuple[Localizer, list[Var], list[State]]:
-        """A loop's body rewritten, its new inputs, and what a device has of its results, carries first.
+        """Returns a loop's body rewritten, its new inputs, and what a device has of its results, carries first.
 
         Args:
           equation: The loop.
@@ -445,11 +441,9 @@ class Localizer(Forms):
         return whole
 
     def _mark(self) -> tuple[int, int, NotLocal | None]:
-        """Returns how much has been noted so far."""
         return len(self.shared.reductions), len(self.shared.gathered), self.shared.inside
 
     def _restore(self, mark: tuple[int, int, NotLocal | None]) -> None:
-        """Forget what was noted since."""
         del self.shared.reductions[mark[0] :]
         del self.shared.gathered[mark[1] :]
         self.shared.inside = mark[2]
@@ -516,7 +510,7 @@ class Localizer(Forms):
         self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
 
     def exchanges(self) -> bool:
-        """Whether a nested block needs values of other devices."""
+        """Returns whether a nested block needs values of other devices."""
         exchanges = self.shared.op("reduce"), self.shared.op("replicate")
         return any(e.op in exchanges for e in Block((), tuple(self.equations), ()).walk())
 
@@ -560,7 +554,6 @@ class Localizer(Forms):
             self.reduced.update(equation.outputs)
 
     def _microbatch(self, equation: Equation) -> None:
-        """A microbatch's part of what a device has of a value."""
         (atom,), axis = equation.inputs, equation.params["axis"]
         part = self.as_state(atom, Spread(axis), equation)
         outputs = tuple(self.define(v, Spread(axis)) for v in equation.outputs)
@@ -646,12 +639,10 @@ class Localizer(Forms):
 
 
 def _grows(equation: Equation) -> bool:
-    """Whether the result is larger than the first operand."""
     return equation.outputs[0].type.size > equation.inputs[0].type.size
 
 
 def _is_walked(equation: Equation) -> bool:
-    """Returns whether a loop or branch has operations that aren't copied: what rows make may be an owner's."""
     return any(e.op in LOCAL_ROW_OPS for body in equation.bodies for e in body.walk())
 
 

@@ -25,7 +25,7 @@ _ADDING = ("ap.aggregate", "ap.push")
 
 
 def merge_pushes(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The lifted program with as few exchanges of gradients as its sums allow."""
+    """Returns the lifted program with as few exchanges of gradients as its sums allow."""
     if not bound.families:
         return program, "nothing is lifted"
     before = _count(program.block)
@@ -47,7 +47,7 @@ class _Merge:
     requested: Mapping[int, int]
 
     def run(self, block: Block, zeros: frozenset[Var]) -> Block:
-        """The block merged; `zeros` are inputs that are known to be zero."""
+        """Returns the block merged; `zeros` are inputs that are known to be zero."""
         split = _Editor(known_zeros=set(zeros))
         for equation in block.equations:
             if equation.bodies and equation.op in ("scan", "remat", "cond"):
@@ -162,18 +162,19 @@ class _Editor(ZeroWriter):
 
     @staticmethod
     def of(body: Block) -> _Editor:
-        """A block to be edited further."""
+        """Returns a block to be edited further."""
         editor = _Editor()
         editor.extend(body.equations)
         return editor
 
     def producer(self, atom: Atom, op: str) -> Equation | None:
-        """The equation that makes a value, if it is this operation."""
+        """Returns the equation that makes a value, if it is this operation."""
         made = self.producers.get(atom)
         return made if made is not None and made.op == op else None
 
     def plus(self, base: Atom, sums: Atom) -> Atom:
-        """The sum of two values; where the second one is gradients added to zeros, they are added to the first."""
+        """Returns the sum of two values; where the second one is gradients added to zeros, they are added to the
+        first."""
         chain = self.chain(sums)
         if not chain:
             return self.emit("ap.plus", (base, sums), base.type)
@@ -190,7 +191,7 @@ class _Editor(ZeroWriter):
         self.append(dataclasses.replace(last, outputs=(out,)))
 
     def chain(self, sums: Atom) -> list[Equation]:
-        """The equations that add gradients to zeros, first to last; none if there is anything else in it."""
+        """Returns the equations that add gradients to zeros, first to last; none if there is anything else in it."""
         chain: list[Equation] = []
         while (made := self.producers.get(sums)) is not None and made.op in _ADDING:
             if made.params["op"] != "scatter-add":
@@ -218,7 +219,8 @@ def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
 
 
 def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
-    """What an equation adds up, None if it is no sum: of a delivery onto a base, the base and the delivered rows."""
+    """Returns what an equation adds up, None if it is no sum: of a delivery onto a base, the base and the delivered
+    rows."""
     if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
         return list(equation.inputs)
     if equation.op == "ap.deliver" and len(equation.inputs) == 3:

@@ -27,7 +27,7 @@ from autopar.passes.rewriting import Rewriter
 
 
 def normalize(program: Program) -> tuple[Program, str]:
-    """The same program without dead and repeated equations; notes say how many went."""
+    """Returns the same program without dead and repeated equations; notes say how many went."""
     program, sums = sink_sums(program)
     counting = Counting(program.block)
     program, batched = batch_indices(program, counting)

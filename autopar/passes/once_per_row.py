@@ -50,7 +50,7 @@ _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
 def once_per_row(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The program of one device with what depends on single rows computed once for each.
+    """Returns the program of one device with what depends on single rows computed once for each.
 
     Args:
       program: Localized.
@@ -95,7 +95,7 @@ def _cost(block: Block) -> float:
 
 
 def _adds_rows(push: Equation, ids: Ids) -> bool:
-    """Whether each id's update is added to one row, in the order of the lookups."""
+    """Returns whether each id's update is added to one row, in the order of the lookups."""
     numbers, updates, rank = push.params["dimension_numbers"], push.inputs[3], len(ids.shape)
     return (
         push.params["op"] == "scatter-add"
@@ -171,7 +171,7 @@ def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
 
 
 def _is_whole(lookup: Equation) -> bool:
-    """Whether each id is one row, whose elements follow the axes of the ids."""
+    """Returns whether each id is one row, whose elements follow the axes of the ids."""
     p = lookup.params
     fetched, _, index = lookup.inputs
     numbers, axis, rank = p["dimension_numbers"], p["axis"], len(index.shape) - 1
@@ -222,7 +222,7 @@ class _Rewrite(Writer):
                 self.constant[equation.outputs[0]] = bits
 
     def run(self) -> Block:
-        """The block with what can be computed by entries computed so."""
+        """Returns the block with what can be computed by entries computed so."""
         for equation in self.block.equations:
             if not self._rewritten(equation):
                 for atom in equation.inputs:
@@ -234,7 +234,7 @@ class _Rewrite(Writer):
         return block
 
     def _rewritten(self, equation: Equation) -> bool:
-        """Whether an equation's result is there by entries, or is computed from values by entries."""
+        """Returns whether an equation's result is there by entries, or is computed from values by entries."""
         if equation.op == "ap.lookup":
             ids = self.every.get((equation.inputs[1], equation.inputs[2]))
             if ids is not None:
@@ -272,7 +272,7 @@ class _Rewrite(Writer):
         return True
 
     def _product(self, equation: Equation, k: int, form: Form) -> bool:
-        """A product by entries with what isn't."""
+        """Returns a product by entries with what isn't."""
         place = row_places.in_product(equation, k, form.place)
         if place is None:
             return False
@@ -283,7 +283,7 @@ class _Rewrite(Writer):
         return True
 
     def _contracted(self, equation: Equation, k: int, form: Form) -> bool:
-        """A product that adds up over the ids: one over the entries, each times its count."""
+        """Returns a product that adds up over the ids: one over the entries, each times its count."""
         beside = row_places.contracted_with(equation, k, form.place)
         a, b = equation.inputs[k], equation.inputs[1 - k]
         if beside is None or a.dtype not in WIDE or b.dtype not in WIDE:
@@ -304,7 +304,7 @@ class _Rewrite(Writer):
         return True
 
     def _total(self, equation: Equation) -> bool:
-        """A sum over the ids, maybe over other axes as well."""
+        """Returns a sum over the ids, maybe over other axes as well."""
         (atom,), axes = equation.inputs, equation.params["axes"]
         form = self.forms.get(atom)
         if atom.dtype not in WIDE:
@@ -321,7 +321,6 @@ class _Rewrite(Writer):
         return True
 
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
-        """By which ids, and where, the sums of a value over some axes lead back through a product."""
         for ids in self.every.values():
             for place in row_places.lookup_places(ids.lookups, atom.shape):
                 form = Form(ids, place, atom)
@@ -386,7 +385,7 @@ class _Rewrite(Writer):
         self.expand(take, like, (form.atom, self.inverse(form.ids)), atom, again=True)
 
     def inverse(self, ids: Ids) -> Var:
-        """The entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
+        """Returns the entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
 
         def make() -> Var:
             like, width = ids.lookup, ids.fetched
@@ -408,7 +407,8 @@ class _Rewrite(Writer):
         return self.once(("inverse", ids), make)
 
     def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Mapping[str, Any]) -> Var:
-        """The lookup of these ids, or of others, in something whose rows lead. `how`: parameters that differ."""
+        """Returns the lookup of these ids, or of others, in something whose rows lead. `how`: parameters that
+        differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
             offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -420,12 +420,12 @@ class _Rewrite(Writer):
         return out
 
     def counts(self, ids: Ids) -> Var:
-        """How many lookups each entry has, int32[E]."""
+        """Returns how many lookups each entry has, int32[E]."""
         count = lambda i: jnp.zeros(ids.entries, jnp.int32).at[i.reshape(-1)].add(1)  # noqa: E731
         return self.once(("counts", ids), lambda: self.expand(count, ids.lookup, (self.inverse(ids),)))
 
     def weighted(self, form: Form, *, by_count: bool) -> Var:
-        """A value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
+        """Returns a value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
         atoms = (form.atom, self.counts(form.ids))
         make = lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True)  # noqa: E731
         return self.once(("weighted", form, by_count), make)
@@ -465,7 +465,7 @@ class _Rewrite(Writer):
         self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
 
     def is_known(self, atom: Atom, like: Form) -> bool:
-        """Whether a value is there by the entries of another one, or is constant along its ids."""
+        """Returns whether a value is there by the entries of another one, or is constant along its ids."""
         form = self.forms.get(atom)
         if form is not None:
             return form.fits(like)
@@ -487,13 +487,13 @@ class _Rewrite(Writer):
     # Chains of linear equations may be long: they are walked with a stack of our own.
 
     def summed(self, like: Form) -> Atom:
-        """The sums of a value over the lookups of each entry; anything for an entry that has none."""
+        """Returns the sums of a value over the lookups of each entry; anything for an entry that has none."""
         for one in self._in_order(like, "sum", self._behind):
             self.made["sum", one] = self._sum(one)
         return self.made["sum", like]
 
     def has_product(self, like: Form) -> bool:
-        """Whether linear equations lead from a product to a value."""
+        """Returns whether linear equations lead from a product to a value."""
         for one in self._in_order(like, "product", self._through):
             equation = self.producers.get(one.atom)
             inner = self._through(one)
@@ -503,7 +503,7 @@ class _Rewrite(Writer):
         return self.made["product", like]
 
     def _in_order(self, like: Form, kind: str, behind: Callable[[Form], Mapping[int, Form]]) -> list[Form]:
-        """What isn't made yet of a value and of those behind it, these first."""
+        """Returns what isn't made yet of a value and of those behind it, these first."""
         order: list[Form] = []
         stack = [(like, False)]
         seen: set[tuple[Any, ...]] = set()
@@ -519,7 +519,6 @@ class _Rewrite(Writer):
         return order
 
     def _behind(self, like: Form) -> Mapping[int, Form]:
-        """The operands that a sum is made of; none if it is made of the value itself."""
         if self.is_known(like.atom, like):
             return {}
         equation = self.producers.get(like.atom)
@@ -548,14 +547,12 @@ class _Rewrite(Writer):
         return self.written(equation, ids, place, atoms, self._params(equation, like, behind))
 
     def _params(self, equation: Equation, like: Form, behind: Mapping[int, Form]) -> Mapping[str, Any]:
-        """An equation's parameters on sums by entries."""
         if equation.op == "dot_general":
             return row_places.product_params(equation, {k: one.place for k, one in behind.items()})
         moved = row_places.before(equation, like.place, like.ids.entries) if equation.op in row_places.LINEAR else None
         return equation.params if moved is None else moved[1]
 
     def _through(self, like: Form) -> Mapping[int, Form]:
-        """Operands whose sums by entries give that of a value, if it is made by a linear equation."""
         equation = self.producers.get(like.atom)
         if equation is None or like.atom in self.forms or len(equation.outputs) != 1 or like.atom.dtype not in WIDE:
             return {}
@@ -591,13 +588,12 @@ class _Rewrite(Writer):
 
 @functools.lru_cache(maxsize=256)
 def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A value by entries -> by lookups."""
     return lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")
 
 
 @functools.lru_cache(maxsize=256)
 def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
-    """A value by entries, their counts -> its product with them, or itself; zero where they are."""
+    """Returns a value by entries, their counts -> its product with them, or itself; zero where they are."""
 
     def weigh(x: Any, count: Any) -> Any:
         count = count.reshape(place.beside(x.ndim))
@@ -609,7 +605,6 @@ def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A value that is constant along the ids -> by entries."""
 
     def first(x: Any) -> Any:
         starts = tuple(slice(0, 1) if d == place.at else 0 if place.has(d) else slice(None) for d in range(x.ndim))
@@ -620,5 +615,4 @@ def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
 
 @functools.lru_cache(maxsize=256)
 def _scatter(place: Place, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Any]:
-    """A value by lookups -> its sums by entries."""
     return lambda x, i: jnp.zeros(shape, x.dtype).at[place.index(i.reshape(ids))].add(x, mode="promise_in_bounds")

@@ -17,7 +17,7 @@ from autopar.ir.writer import Writer
 
 
 def place(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The program with `replicate` and `spread` where shards are used (`Plan.shards`)."""
+    """Returns the program with `replicate` and `spread` where shards are used (`Plan.shards`)."""
     if not bound.shards:
         return program, "no dense parameter is spread"
     placing = _Placing({program.block.inputs[k]: axis for k, axis in bound.shards.items()})
@@ -60,7 +60,7 @@ class _Placing(Writer):
             self.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
 
     def whole(self, atom: Atom) -> Atom:
-        """The value on every device."""
+        """Returns the value on every device."""
         if atom not in self.shards:
             return atom
         if atom not in self.gathered:

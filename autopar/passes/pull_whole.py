@@ -96,7 +96,6 @@ def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
 
 
 def _refusal(leaf: Var) -> str | None:
-    """Says why a leaf can't be kept on hosts by its rows; None if it can."""
     if not isinstance(leaf.type, ArrayType) or not jax_compat.is_float(leaf.dtype):
         return f"it is {leaf.type}, and hosts keep floating-point parameters"
     return None if max(leaf.shape, default=1) > 1 else "it has a single element, and hosts keep rows"
@@ -180,7 +179,6 @@ class _Update:
         return is_plain and self._is_alike(equation.outputs[0]) and all(operands)
 
     def _is_scalar(self, atom: Atom) -> bool:
-        """Says whether it is a scalar, or one everywhere, which owners make themselves."""
         return atom.shape == () or atom in self.scalars
 
     def _find_leaves(self) -> None:
@@ -253,7 +251,6 @@ class _Update:
                 self.of_rows.add(out)
 
     def _is_of_rows(self, equation: Equation) -> bool:
-        """Says whether owners compute it: a value of rows, or a reduction over all of them."""
         is_reduction = equation.op in REDUCTION_PRIMITIVES and self.axis in equation.params["axes"]
         return is_reduction or any(v in self.of_rows for v in equation.outputs)
 
@@ -296,7 +293,6 @@ class _Update:
 
 
 def _narrows(equation: Equation) -> bool:
-    """Says whether it converts to fewer bytes."""
     return (
         equation.op == "convert_element_type" and equation.outputs[0].dtype.itemsize < equation.inputs[0].dtype.itemsize
     )

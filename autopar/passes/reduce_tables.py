@@ -51,14 +51,14 @@ class TableRows:
     path: str
 
     def at(self, axis: int, size: int) -> TableRows | None:
-        """The same rows along an axis of another value; None if its elements don't belong to rows."""
+        """Returns the same rows along an axis of another value; None if its elements don't belong to rows."""
         factor = size // self.layout.extent
         return None if size % self.layout.extent else dataclasses.replace(self, axis=axis, factor=factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSource:
-    """Where rows come from: a stored table, or the rows that a step touches, the others being as the padding row is.
+    """The source of rows: a stored table, or the rows that a step touches, the others being as the padding row is.
 
     `leaf`: of a stored table its input. `is_old`: it is read before its update.
     """
@@ -107,7 +107,7 @@ class Body(Writer):
         self.stored: list[RowSource] = []
 
     def of(self, equation: Equation, by_rows: Mapping[int, int]) -> Equation:
-        """The `reduce_table` equation of a reduction."""
+        """Returns the `reduce_table` equation of a reduction."""
         self._collect(equation, by_rows)
         self._size = self._block_rows()
         numbers = Var(ArrayType((self._size,), np.dtype(np.int32)))
@@ -137,7 +137,7 @@ class Body(Writer):
         return dataclasses.replace(made, info=equation.info, origin=equation.origin)
 
     def _collect(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
-        """What is computed by rows, last equations first."""
+        """Collect what is computed by rows, last equations first."""
         self._want(equation, by_rows)
         walk = self._walk
         for made in reversed((*walk.equations, *walk.waiting)):
@@ -152,7 +152,6 @@ class Body(Writer):
                 self._want(made, operands)
 
     def _want(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
-        """Operands that are taken by rows."""
         for k, axis in by_rows.items():
             atom = equation.inputs[k]
             rows = self._like.at(axis, atom.shape[axis])
@@ -160,7 +159,8 @@ class Body(Writer):
                 raise read_refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
     def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
-        """What belongs to no table is made anew for rows where it is a broadcast or a number's function: operands."""
+        """Returns what belongs to no table is made anew for rows where it is a broadcast or a number's function:
+        operands."""
         out = equation.outputs[0]
         if equation.op == "iota" and not equation.inputs:
             return {} if place.factor == 1 or equation.params["dimension"] != place.axis else None
@@ -185,13 +185,11 @@ class Body(Writer):
         return "stored", source.atoms
 
     def _block_rows(self) -> int:
-        """Rows of a block."""
         extent = self._like.layout.extent
         widest = max(a.type.size // extent for a in self._cut)
         return max(1, min(self._like.layout.shard_rows, _BLOCK_ELEMENTS // max(widest, 1)))
 
     def _type(self, atom: Atom, rows: TableRows) -> ArrayType:
-        """The type of a value for a block of rows."""
         return atom.type.resized(rows.axis, self._size * rows.factor)
 
     def _operand(self, equation: Equation, k: int, by_rows: Mapping[int, int]) -> Atom:
@@ -220,7 +218,7 @@ class Body(Writer):
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
-        """The reduction itself; rows that there aren't count for nothing."""
+        """Returns the reduction itself; rows that there aren't count for nothing."""
         inputs = []
         for k, atom in enumerate(equation.inputs):
             if equation.op == "scatter-add" and k == 0:
@@ -250,7 +248,7 @@ _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows
 
 
 def reduce_tables(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The program with its reads of whole tables on hosts as `reduce_table` equations.
+    """Returns the program with its reads of whole tables on hosts as `reduce_table` equations.
 
     Raises:
       NotLocal: something needs all rows of a table and is no such reduction.
@@ -291,7 +289,7 @@ class _Walk(Tables):
         self.sources[var] = RowSource((var,), var, is_old=True)
 
     def outputs(self) -> tuple[Atom, ...]:
-        """The block's. Tables are returned as they are stored; what is computed from all of their rows isn't.
+        """Returns the block's outputs: tables as they are stored, but nothing computed from all of their rows.
 
         Raises:
           NotLocal: such an output.
@@ -312,7 +310,8 @@ class _Walk(Tables):
         return tuple(atoms)
 
     def _reads_whole(self, atom: Atom, output: Output) -> str:
-        """What needs all rows of a table for an output; nothing where tables are returned as they are stored."""
+        """Returns what needs all rows of a table for an output; nothing where tables are returned as they are
+        stored."""
         source = self.sources.get(atom)
         is_stored = source is not None and source.leaf is not None
         if atom not in self.rows:
@@ -351,12 +350,10 @@ class _Walk(Tables):
         self.append(equation)
 
     def _watch(self, equation: Equation) -> None:
-        """What tells whether a sweep is needed, which waits for what reads the rows before it."""
         space = next(s for s in self.program.rows.spaces if s.family == equation.params["family"])
         self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
 
     def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
-        """An equation that waits for some values (its group `first`): now for the reductions of some tables, too."""
         parts = split(equation.op, equation.params, equation.inputs)
         first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
         rest = [a for a in parts.pop("first") if a not in self.rows and a not in first]
@@ -382,7 +379,7 @@ class _Walk(Tables):
             self.written.add(leaf)
 
     def _written_leaves(self, equation: Equation) -> list[Var]:
-        """The stored tables that an equation writes to."""
+        """Returns the stored tables that an equation writes to."""
         if equation.op == "ap.densify":
             leaf = self.updates.get(equation.outputs[0])
             return [leaf] if leaf is not None and leaf in self.sources else []
@@ -406,13 +403,12 @@ class _Walk(Tables):
             self.sources[out] = RowSource((rows, equation.inputs[1]))
 
     def _family(self, equation: Equation) -> TableRows | None:
-        """The rows of a family's first table on hosts."""
         family = equation.inputs[1].type.family
         leaves = next(s.tables for s in self.program.rows.spaces if s.family == family)
         return self.rows.get(self.program.block.inputs[leaves[0]])
 
     def _barrier(self, equation: Equation) -> None:
-        """What isn't computed here needs no barrier."""
+        """Leave out of a barrier what isn't computed here."""
         rest = []
         for atom, out in zip(equation.inputs, equation.outputs, strict=True):
             if atom in self.rows:

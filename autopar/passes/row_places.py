@@ -28,7 +28,7 @@ class Place:
     rank: int
 
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The sizes of these axes."""
+        """Returns the sizes of these axes."""
         return tuple(shape[self.at : self.at + self.rank])
 
     def has(self, axis: int) -> bool:
@@ -40,28 +40,27 @@ class Place:
         return range(self.at, self.at + self.rank)
 
     def within(self, axes: Sequence[int]) -> bool:
-        """Whether all of these axes are among some."""
+        """Returns whether all of these axes are among some."""
         return set(self.axes) <= set(axes)
 
     def by_entries(self, shape: Sequence[int], entries: int) -> tuple[int, ...]:
-        """The shape with one axis in their place."""
+        """Returns the shape with one axis in their place."""
         return (*shape[: self.at], entries, *shape[self.at + self.rank :])
 
     def moved(self, axis: int) -> int:
-        """The number of an axis after that."""
+        """Returns the number of an axis after that."""
         return axis if axis < self.at else max(self.at, axis - self.rank + 1)
 
     def index(self, entries: Any) -> tuple[Any, ...]:
-        """An index of a value by entries: these entries, and everything along the other axes."""
+        """Returns an index of a value by entries: these entries, and everything along the other axes."""
         return (*[slice(None)] * self.at, entries)
 
     def beside(self, rank: int) -> tuple[int, ...]:
-        """The shape of one number for each entry, beside a value by entries of so many axes."""
+        """Returns the shape of one number for each entry, beside a value by entries of so many axes."""
         return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
 
 
 def _of_axes(axes: Sequence[int | None]) -> Place | None:
-    """Returns the place that these axes are; None if one is missing, or they aren't neighbours in order."""
     if axes[0] is None or axes[0] == SUMMED:
         return None
     place = Place(axes[0], len(axes))
@@ -69,7 +68,7 @@ def _of_axes(axes: Sequence[int | None]) -> Place | None:
 
 
 def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
-    """Where a value of this shape may have the axes of so many ids."""
+    """Returns where a value of this shape may have the axes of so many ids."""
     pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
     return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
 
@@ -131,7 +130,7 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
-    """The axes along which the result of an equation is constant, as bits. `known`: of what it reads.
+    """Returns the axes along which the result of an equation is constant, as bits. `known`: of what it reads.
 
     Unlike `analysis.batch`, which says what fits a guess, this holds: random bits and closed-over arrays are
     constant along no axis.
@@ -156,14 +155,15 @@ def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
 
 
 def place_along(atom: Atom, known: Mapping[Atom, int]) -> int:
-    """The axes along which a value is constant, those of size 1 among them."""
+    """Returns the axes along which a value is constant, those of size 1 among them."""
     return functools.reduce(
         lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
     )
 
 
 def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be 1)."""
+    """Returns whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be
+    1)."""
     same = len(shape) == len(result)
     return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 

@@ -19,7 +19,7 @@ from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
 
 
 def share_logs(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The lifted program with as few update logs as there are different ones."""
+    """Returns the lifted program with as few update logs as there are different ones."""
     logs = _logs(program)
     if not logs:
         return program, "nothing is deferred"
@@ -56,7 +56,7 @@ class _Log:
         return self.flush.params["family"]
 
     def key(self, same: Mapping[Var, Atom]) -> Hashable:
-        """A key that is equal for families that can share an update log."""
+        """Returns a key that is equal for families that can share an update log."""
         replay: Replay = self.flush.params["replay"]
         if self.record is None:
             return self.family
@@ -104,7 +104,7 @@ def _equal_values(block: Block) -> dict[Var, Atom]:
 
 
 def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
-    """The program with an update log for each of these, that of the first one."""
+    """Returns the program with an update log for each of these, that of the first one."""
     block = program.block
     env: dict[Var, Atom] = {}
     leads: dict[Equation, int] = {}
@@ -132,7 +132,7 @@ def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
 def _with_entries(
     program: Program, shared: Sequence[Sequence[_Log]], equations: Sequence[Equation], env: Mapping[Var, Atom]
 ) -> Program:
-    """The program with these update logs among its inputs and outputs: stamps of each, then what they share."""
+    """Returns the program with these update logs among its inputs and outputs: stamps of each, then what they share."""
     block, new_states = program.block, program.new_states
     start = shared[0][0].first
     kept: list[int] = []
@@ -163,7 +163,8 @@ def _with_entries(
 
 
 def _caught_up_together(equations: Sequence[Equation], shared: Sequence[Sequence[_Log]]) -> Sequence[Equation]:
-    """The equations with one `ap.catch_up` for families that share an update log, where none waits for another one."""
+    """Returns the equations with one `ap.catch_up` for families that share an update log, where none waits for another
+    one."""
     for logs in shared:
         families = {log.family for log in logs}
         waiting = [e for e in equations if e.op == "ap.catch_up" and families.issuperset(e.params["families"])]
@@ -199,7 +200,7 @@ def _joined(
 
 
 def _catch_up(members: Sequence[Equation]) -> Equation:
-    """One equation for all of them."""
+    """Returns one equation for all of them."""
     first = members[0]
     if len(members) == 1:
         return first

@@ -33,7 +33,7 @@ from autopar.passes.staging.stages import choose_stages
 def split_pipeline(
     program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
 ) -> tuple[StagedStep, PipelinePlan]:
-    """The programs of each stage, and what is decided of the stages.
+    """Returns the programs of each stage, and what is decided of the stages.
 
     Args:
       program: A program that `split_update` has cut.
@@ -75,7 +75,7 @@ def split_pipeline(
 def _without_flush(
     staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline, measured: Measurements
 ) -> tuple[StagedStep, PipelinePlan]:
-    """The step and its plan where minibatches follow one another without a flush."""
+    """Returns the step and its plan where minibatches follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
     plan = dataclasses.replace(plan, statistics=())

@@ -24,7 +24,7 @@ from autopar.passes.cut_leaves import CutLeaves, cut_leaves, joined
 
 
 def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
-    """The programs of a worker and of each server.
+    """Returns the programs of a worker and of each server.
 
     Args:
       program: A program that `split_update` has cut, into one microbatch; or any other one.
@@ -131,7 +131,7 @@ class _Cutter:
         )
 
     def _find_clocks(self) -> list[int]:
-        """Leaves of the state whose new value follows from such leaves alone."""
+        """Returns leaves of the state whose new value follows from such leaves alone."""
         reached = _reached(self._equations, {v: 1 << k for k, v in enumerate(self._inputs)})
         clocks = list(self._new)
         while True:
@@ -142,7 +142,7 @@ class _Cutter:
             clocks = kept
 
     def _sent(self, wanted: Iterable[Var]) -> tuple[list[Var], list[Equation]]:
-        """Which values travel in place of those that are wanted, and the equations that make these of them.
+        """Returns which values travel in place of those that are wanted, and the equations that make these of them.
 
         Raises:
           StrategyError: one of them can't travel.
@@ -167,7 +167,6 @@ class _Cutter:
         return list(sent), moved
 
     def _pulled(self, pushed: Sequence[Var]) -> tuple[list[int], list[Equation]]:
-        """The leaves that a worker needs whole, and the lookups by which it needs rows."""
         needed = needed_equations(self._program.block, pushed)
         leaves = {self._inputs[k]: k for k in self._served}
         pulls = [e for e in needed if e.op == "ap.pull" and e.inputs[0] in leaves and e.inputs[1] not in self._of_state]
@@ -177,8 +176,8 @@ class _Cutter:
     def _shares(
         self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], pulls: Sequence[Equation]
     ) -> list[list[int]]:
-        """What each server keeps that has any, by number: leaves that the update ties together have one server. While
-        one has much more than others, its largest ones are cut.
+        """Returns what each server keeps that has any, by number: leaves that the update ties together have one server.
+        While one has much more than others, its largest ones are cut.
 
         Args:
           of_update: Equations of the update.
@@ -213,7 +212,6 @@ class _Cutter:
         return [e for e in pulls if e.inputs[0] is self._kept[leaf]]
 
     def _look_up(self, lookup: Equation, pieces: Sequence[Var], axis: int) -> None:
-        """Has servers look up the rows of pieces of a leaf, and workers put these together."""
         (rows,), parts = lookup.outputs, []
         for piece in pieces:
             parts.append(Var(rows.type.resized(axis, piece.shape[axis])))
@@ -235,7 +233,7 @@ class _Cutter:
         return numbers
 
     def _tied(self, equations: Sequence[Equation]) -> list[tuple[int, ...]]:
-        """The leaves of the state that the update ties together."""
+        """Returns the leaves of the state that the update ties together."""
         reached = _reached(equations, {self._inputs[k]: 1 << k for k in self._served})
         groups: list[int] = []
         for k in self._served:
@@ -329,7 +327,6 @@ class _Cutter:
 
 
 def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[Atom, int]:
-    """Finds of each value the bits of the starts that it follows from."""
     reached: dict[Atom, int] = {**starts}
     for equation in equations:
         bits = _union(reached.get(a, 0) for a in equation.inputs)
@@ -339,7 +336,6 @@ def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[A
 
 
 def _free(equations: Iterable[Equation], outputs: Iterable[Atom]) -> dict[Var, None]:
-    """Returns what equations and outputs read, and the equations don't make, in order."""
     equations = list(equations)
     made = {v for e in equations for v in e.outputs}
     read = (a for atoms in (*(e.inputs for e in equations), outputs) for a in atoms)

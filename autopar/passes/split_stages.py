@@ -52,7 +52,7 @@ _LEAST_SHARE = 1 / 32
 
 
 def split_stages(program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None = None) -> Stages:
-    """The stages of a localized program.
+    """Returns the stages of a localized program.
 
     Args:
       program: The program of one rank.
@@ -74,7 +74,7 @@ def split_stages(program: Program, hosted: Collection[int], *, owners: bool, buc
 
 
 def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
-    """A branch as two: of what is its owner's, and of what every rank has."""
+    """Returns a branch as two: of what is its owner's, and of what every rank has."""
     count = sum(v in owned for v in equation.outputs)
     if equation.op != "cond" or equation.effects or count in (0, len(equation.outputs)):
         return [equation]
@@ -194,7 +194,7 @@ class _Split:
         return ProgramStage(side, level, Block(tuple(read), (*constants, *mine), kept))
 
     def _constants(self, equations: Collection[Equation]) -> list[Equation]:
-        """The constants that equations read, in order."""
+        """Returns the constants that equations read, in order."""
         wanted: set[Atom] = {a for e in equations for a in e.inputs}
         constants = []
         for equation in reversed(list(self.free)):
@@ -256,7 +256,7 @@ def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dic
 
 
 def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:
-    """Equations that depend on no input: constants, made anew wherever they are read. In order."""
+    """Returns equations that depend on no input: constants, made anew wherever they are read. In order."""
     made: set[Atom] = set()
     free: dict[Equation, None] = {}
     needed: set[Atom] = set(block.outputs)
@@ -275,7 +275,7 @@ def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, No
 def _with_last_uses(
     items: Sequence[ProgramStage | ExchangeStage], outputs: set[Atom]
 ) -> tuple[ProgramStage | ExchangeStage, ...]:
-    """The segments with the inputs that nothing reads after them."""
+    """Returns the segments with the inputs that nothing reads after them."""
     later: set[Atom] = set(outputs)
     stages_: list[ProgramStage | ExchangeStage] = []
     for item in reversed(items):

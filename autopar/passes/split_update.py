@@ -44,7 +44,7 @@ _OF_IDS = ("ap.row_ids", "ap.route")
 def split_update(
     program: Program, bound: BoundPlan, *, own_statistics: bool = False, option: str = "pipeline="
 ) -> tuple[Program, str]:
-    """The program with an `ap.microbatches` equation in place of what works on examples.
+    """Returns the program with an `ap.microbatches` equation in place of what works on examples.
 
     Args:
       program: A lifted program.
@@ -120,13 +120,13 @@ def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool)
 
 
 def _with_own_bodies(equation: Equation) -> Equation:
-    """What is computed of the whole batch may be computed of its parts as well."""
     bodies = tuple(clone(body)[0] for body in equation.bodies)
     return dataclasses.replace(equation, bodies=bodies) if bodies else equation
 
 
 def _with_same_apart(local: Block) -> Block:
-    """The program whose loops and branches don't make both what differs between microbatches and what is the same."""
+    """Returns the program whose loops and branches don't make both what differs between microbatches and what is the
+    same."""
     varying, equations = set(local.inputs), list[Equation]()
     read = {a for e in local.equations if e.op != _REDUCE for a in e.inputs} | {*local.outputs}
     for equation in local.equations:
@@ -142,7 +142,6 @@ def _with_same_apart(local: Block) -> Block:
 
 
 def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> list[bool]:
-    """Says of each output of a loop or branch whether it is read, not as a sum, and follows from what is the same."""
 
     def is_same(out: Var) -> bool:
         alone = reduce_equation(equation, [v is out for v in equation.outputs])
@@ -170,7 +169,6 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
 
 
 def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
-    """As of `count` devices which all have all rows."""
     families = tuple(
         dataclasses.replace(f, bounds=dataclasses.replace(f.bounds, layout=None, requested=None))
         for f in bound.families
@@ -180,7 +178,6 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
 
 
 def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
-    """Of each input the axis of its examples; None where it has none."""
     rows = {k for space in program.rows.spaces for k in space.leaves if bound.family(space.family) is not None}
     axes = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
     axes += [None] * (len(program.block.inputs) - len(axes))
@@ -189,7 +186,6 @@ def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
 
 
 def _whole(atom: Atom, axis: int, count: int) -> object:
-    """The type of a result whose parts these are."""
     return atom.type.resized(axis, atom.shape[axis] * count)
 
 
@@ -198,7 +194,8 @@ def _reading(values: Sequence[Atom]) -> Equation:
 
 
 def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source | None, ...]]:
-    """The program whose microbatches take their own sums, times M, for those over the batch that they read; and where.
+    """Returns the program whose microbatches take their own sums, times M, for those over the batch that they read; and
+    where.
 
     The update still reads the sums over the batch, as for a moving average of means.
     """
@@ -237,7 +234,6 @@ def _times(value: Atom, factor: int, out: Var) -> Equation:
 
 
 def _varying(local: Block) -> set[Var]:
-    """What differs between microbatches, sums over them apart."""
     apart = [e for e in local.equations if e.op != _REDUCE]
     return dependent(apart, local.inputs, _by_number)
 
@@ -247,13 +243,12 @@ def _is_own(equation: Equation, varying: set[Var]) -> bool:
 
 
 def _by_number(equation: Equation) -> bool:
-    """Whether a microbatch has its own by its number."""
     inner = (e for body in equation.bodies for e in body.walk())
     return equation.op in _BY_NUMBER or any(e.op in _BY_NUMBER for e in inner)
 
 
 def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation]]:
-    """What is the same for all microbatches, what each does by itself, and what follows from their sums.
+    """Returns what is the same for all microbatches, what each does by itself, and what follows from their sums.
 
     Raises:
       NotLocal: what a microbatch does follows from such a sum.
@@ -316,7 +311,6 @@ class _Microbatch(Localizer):
             super().add(equation)
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Sums are scaled by the update: once, and so that a gradient is summed once, whoever reads it."""
         if not self.nested and equation.op in _SCALES:
             return False
         return super()._partial(equation, partial)
@@ -338,10 +332,8 @@ class _Microbatch(Localizer):
 
 
 def _called(op: str) -> str:
-    """A primitive in words."""
     return f"a {op} loop" if op in ("scan", "while") else f"a {op}"
 
 
 def _counts(var: Var) -> bool:
-    """Whether a leaf of the state is a number of steps, a random key or the like, and no weight."""
     return jax_compat.is_key(var.dtype) or np.dtype(var.dtype).kind in "iub"

@@ -24,7 +24,7 @@ _STEP = 8
 
 
 def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bounds:
-    """Those that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
+    """Returns bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
     requested = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = devices > 1 and method == "allgather" and any(ids.batched)
@@ -34,7 +34,7 @@ def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bo
 
 
 def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
-    """The same of a family on hosts. Messages have the length that they need, so there is no capacity."""
+    """Returns the same of a family on hosts. Messages have the length that they need, so there is no capacity."""
     requested = max(1, min(space.extent, ids.count_on(ranks)))
     layout = RowLayout(space.extent, ranks, cyclic=ranks > 1)
     owned = min(layout.shard_rows, ranks * requested) + 1
@@ -42,7 +42,7 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
 
 
 def bounds_layout(bounds: Bounds) -> RowLayout:
-    """How the rows are spread that are sharded."""
+    """Returns how the rows are spread that are sharded."""
     assert bounds.layout is not None, "sharded rows have a layout"
     return bounds.layout
 
@@ -54,7 +54,7 @@ def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
 
 
 def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int) -> list[np.ndarray]:
-    """The distinct rows that each device asks for in an example batch.
+    """Returns the distinct rows that each device asks for in an example batch.
 
     Args:
       flat: Flat ids, `extent` for no row.
@@ -71,7 +71,6 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
 
 
 def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
-    """Rows in the longest message from one device to one owner."""
     loads = [np.bincount(layout.place(rows) // layout.shard_rows, minlength=1).max() for rows in requested if rows.size]
     return int(max(loads, default=0))
 
@@ -82,19 +81,19 @@ def needed_share(capacity: int, load: int) -> float:
 
 
 def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
-    """Rows that all devices together ask the busiest owner for."""
+    """Returns rows that all devices together ask the busiest owner for."""
     layout = bounds_layout(bounds)
     return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
 
 
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
-    """Rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
+    """Returns rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
     average = sum(rows.size for rows in requested) / layout.devices**2
     return _busiest(requested, layout) / average if average else 1.0
 
 
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
-    """The bounds with rows distributed cyclically, if their owners would be too unequal otherwise."""
+    """Returns the bounds with rows distributed cyclically, if their owners would be too unequal otherwise."""
     layout = bounds_layout(bounds)
     cyclic = dataclasses.replace(layout, cyclic=True)
     if layout.cyclic or _busiest(requested, layout) <= _IMBALANCE * max(_busiest(requested, cyclic), _STEP):
@@ -103,7 +102,7 @@ def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
 
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
-    """The bounds with the example's load and some headroom as its capacity, where that saves anything."""
+    """Returns the bounds with the example's load and some headroom as its capacity, where that saves anything."""
     return limited(bounds, headroom * _busiest(requested, bounds_layout(bounds)))
 
 
@@ -114,7 +113,8 @@ def limitless(bounds: Bounds) -> Bounds:
 
 
 def limited(bounds: Bounds, rows: float) -> Bounds:
-    """The bounds with so many rows as its capacity, rounded up, where that is less than what no batch exceeds."""
+    """Returns the bounds with so many rows as its capacity, rounded up, where that is less than what no batch
+    exceeds."""
     safe = bounds.capacity
     assert safe is not None, "only sharded rows have a capacity"
     capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP

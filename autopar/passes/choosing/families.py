@@ -51,7 +51,7 @@ Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """What the user, the devices, the example and the program say.
+    """Holds what the user, the devices, the example and the program say.
 
     Attributes:
       options: The user's.
@@ -85,7 +85,7 @@ class Choices:
         return said or log_steps(max(space.extent, self.waiting))
 
     def told(self, space: RowSpace) -> TablePlan | None:
-        """What an earlier plan decides about a family."""
+        """Returns what an earlier plan decides about a family."""
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
@@ -172,7 +172,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
-    """Whether the method of a family is left to what each of them costs on several devices."""
+    """Returns whether the method of a family is left to what each of them costs on several devices."""
     is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and choices.options.sparse != "off"
     if not is_open or choices.devices == 1 or choices.hosts:
         return False
@@ -181,19 +181,16 @@ def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
 
 
 def _method(requested: Sequence[tuple[str, bool]]) -> str:
-    """The first that is named for any table of a family."""
     return next((m for m, _ in requested if m != "auto"), "auto")
 
 
 def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | None:
-    """Why a family can't be lifted; beside tables on hosts it would be there, too."""
     if space.refusal is None and space.extent >= _MOST_ROWS:
         return Refusal(f"it has {space.extent} rows; numbers of rows are int32", None, "divide it into several tables")
     return host_refusal(program, space) if choices.hosts else space.refusal
 
 
 def _cheapest(cost: Mapping[str, float]) -> str:
-    """The method that costs least; "ps" of those that cost the same."""
     return min(cost, key=lambda m: (cost[m], m != "ps"))
 
 
@@ -207,7 +204,7 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
 def _why_dense(
     program: Program, space: RowSpace, ids: RowIds, choices: Choices, seconds: Mapping[str, float], method: str
 ) -> str:
-    """Why a family is updated whole although it needn't be; empty: it isn't. `method`, `seconds`: the cheapest
+    """Returns why a family is updated whole although it needn't be; empty: it isn't. `method`, `seconds`: the cheapest
     exchange, and what each takes; empty: unknown."""
     if method == "allreduce" or (space.deferred and choices.options.accelerators):
         return "the dense update is the fastest"
@@ -230,7 +227,7 @@ def _lifted(
     why: str = "",
     **fields: Any,
 ) -> list[TablePlan]:
-    """The plans of the tables of a lifted family."""
+    """Returns the plans of the tables of a lifted family."""
     most = min(space.extent, program.ids[space.family].count)
     reason = f"at most {most} of {space.extent} rows a step{_told(bounds, where)}"
     if space.is_pulled:
@@ -247,7 +244,7 @@ def _lifted(
 
 
 def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
-    """The plans of a family's tables, of which the same is decided."""
+    """Returns the plans of a family's tables, of which the same is decided."""
     ids = program.ids[space.family].count if space.accesses else space.rows_read
     return [
         TablePlan(
@@ -265,13 +262,12 @@ def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
 
 
 def _moved(space: RowSpace) -> tuple[int, int]:
-    """Bytes of all rows of a dense leaf on hosts that a step looks up, and that it pushes."""
     pulled = sum(a.equation.outputs[0].type.nbytes for a in space.accesses if a.is_lookup)
     return pulled, sum(a.equation.inputs[2].type.nbytes for a in space.accesses if not a.is_lookup)
 
 
 def _told(bounds: Bounds, where: Where) -> str:
-    """How sharded rows are spread, in words."""
+    """Returns how sharded rows are spread, in words."""
     if bounds.layout is None:
         return ""
     if where == "hosts":
@@ -288,7 +284,7 @@ def _told(bounds: Bounds, where: Where) -> str:
 def _sharded(
     program: Program, space: RowSpace, ids: RowIds, choices: Choices, stored: RowLayout | None = None
 ) -> tuple[Bounds, Bounds]:
-    """The bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
+    """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
 
     What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
     where as many ids are looked up.
@@ -317,7 +313,7 @@ def _sharded(
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choices: Choices) -> Sizes:
-    """What a step does with the family, in numbers, given its bounds by `ps`."""
+    """Returns what a step does with the family, in numbers, given its bounds by `ps`."""
     layout, requested, capacity = bounds_layout(sharded), sharded.requested, sharded.capacity
     assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
@@ -340,7 +336,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
 
 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
-    """The same of a family on hosts, measured on the example where there is one."""
+    """Returns the same of a family on hosts, measured on the example where there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
     sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
     if space.is_pulled:
@@ -356,7 +352,6 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 
 def _line(space: RowSpace) -> str:
-    """Where the table is looked up."""
     lookups = sorted(space.accesses, key=lambda access: not access.is_lookup)  # of a table that is only written: writes
     sources = (access.equation.source for access in lookups)
     return str(next(filter(None, sources), ""))
@@ -384,7 +379,7 @@ class RowBytes:
 
 
 def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) -> RowBytes:
-    """Bytes of the family's rows that travel in a step.
+    """Returns bytes of the family's rows that travel in a step.
 
     Args:
       program: The analysed program.
@@ -420,12 +415,11 @@ def _bytes_of_row(type_: ArrayType, extent: int, itemsize: int = 0) -> int:
 
 
 def _turns(path: Sequence[Equation]) -> int:
-    """How often a step does what is in these loops."""
     return math.prod(e.params["length"] for e in path if e.op == "scan")
 
 
 def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
-    """The value as the outermost block has it that computes it, and how often a step does."""
+    """Returns the value as the outermost block has it that computes it, and how often a step does."""
     for depth in range(len(path) - 1, -1, -1):
         equation = path[depth]
         body = next((b for b in equation.bodies if atom in b.inputs), None)
@@ -437,7 +431,7 @@ def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
 
 
 def _total(block: Block, access: Access) -> tuple[Var, int]:
-    """The sum that a gradient is part of, as the outermost block has it, and how often a step makes it."""
+    """Returns the sum that a gradient is part of, as the outermost block has it, and how often a step makes it."""
     blocks, within = [block], (*access.path, access.equation)
     for outer, inner in itertools.pairwise(within):
         blocks.append(next(b for b in outer.bodies if any(e is inner for e in b.equations)))
@@ -456,12 +450,10 @@ def _total(block: Block, access: Access) -> tuple[Var, int]:
 
 
 def _is_handed_on(equation: Equation, k: int) -> bool:
-    """Whether a body's result is one around it as it is: of a loop what it carries."""
     return equation.op != "scan" or k < equation.border.carries
 
 
 def _adds(equation: Equation, term: Var) -> bool:
-    """Whether an equation adds something to a value."""
     if equation.op == "scatter-add":
         return equation.inputs[0] is term
     return equation.op in ("add", "add_any") and all(a.shape == term.shape for a in equation.inputs)

@@ -50,7 +50,7 @@ def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> N
 
 
 def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan) -> list[str]:
-    """What is other about a table than what was planned for."""
+    """Returns what is other about a table than what was planned for."""
     type_ = program.block.inputs[table].type
     slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
     pairs = [

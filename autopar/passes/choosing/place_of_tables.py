@@ -31,7 +31,7 @@ class Move:
 def move_tables(
     program: Program, bound: BoundPlan, options: Options, memory: int | None, *, devices: int, ranks: int
 ) -> Move | None:
-    """Whether tables are to be elsewhere than a plan has them; None if they are where they can be.
+    """Returns whether tables are to be elsewhere than a plan has them; None if they are where they can be.
 
     Args:
       program: An analysed program.
@@ -52,12 +52,12 @@ def move_tables(
 
 
 def on_hosts(options: Options, paths: Iterable[str], ranks: int) -> Options:
-    """The options with some tables in the memory of the hosts."""
+    """Returns the options with some tables in the memory of the hosts."""
     return dataclasses.replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
 
 
 def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:
-    """The tables that don't fit devices of `memory` bytes each, and that the strategy leaves to autopar.
+    """Returns the tables that don't fit devices of `memory` bytes each, and that the strategy leaves to autopar.
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
     """

@@ -76,7 +76,7 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedUpdate:
-    """What replays rows, the untouched update's body, the leaves that it only reads, and what the step writes down."""
+    """The untouched update: its replay and body, the leaves that it only reads, and what the step writes down."""
 
     replay: Replay
     body: Block
@@ -157,7 +157,7 @@ def read_untouched_update(
 
 @dataclass(eq=False)
 class _Step:
-    """What is the same for all rows, computed in the step.
+    """Writes what is the same for all rows into the step.
 
     `outside` maps the off-row form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in the
     form in which it is had; values of one row have that row's axis. `inverses`: one over a number.
@@ -170,13 +170,13 @@ class _Step:
     inverses: dict[Atom, Atom] = field(default_factory=dict)
 
     def scalar(self, atom: Atom) -> Atom | None:
-        """The value as a scalar, if it is the same in all of its elements."""
+        """Returns the value as a scalar, if it is the same in all of its elements."""
         if atom.shape == ():
             return atom if isinstance(atom, Literal) else self.outside.get(atom) or self.arrays.get(atom)
         return self.scalars.get(atom)
 
     def array(self, atom: Atom) -> Atom:
-        """The value as it is."""
+        """Returns the value as it is."""
         if isinstance(atom, Literal):
             return atom
         array = self.outside.get(atom) or self.arrays.get(atom)
@@ -205,7 +205,8 @@ class _Step:
         self.arrays.update(zip(equation.outputs, outputs, strict=True))
 
     def _inverse(self, equation: Equation) -> Atom | None:
-        """One over the divisor, if that is a number of the step; of short floats the quotient's bits would show it."""
+        """Returns one over the divisor, if that is a number of the step; of short floats the quotient's bits would show
+        it."""
         if equation.op != "div" or isinstance(equation.inputs[1], Literal):
             return None
         divisor = self.scalar(equation.inputs[1])
@@ -221,7 +222,7 @@ class _Step:
     def boundary(
         self, equations: Sequence[Equation], results: Sequence[Atom], rows: Sequence[Var], dependent: set[Atom]
     ) -> tuple[Block, list[Atom]]:
-        """The untouched update's body, and the step's values that it takes."""
+        """Returns the untouched update's body, and the step's values that it takes."""
         values: list[Atom] = []
         names: dict[Atom, Var] = {}
         inside: dict[Atom, Atom] = {}
@@ -368,7 +369,7 @@ class StepUpdateLog:
         scope.equations[place : place + 1] = [*pulls, done]
 
     def inputs(self) -> list[Input]:
-        """Paths and layouts of the update log's inputs."""
+        """Returns paths and layouts of the update log's inputs."""
         lead = f"update log {self.family}"
         stamps = Input(f"{lead}/stamps", "log", None if self.layout is None else (self.layout, 0))
         rest = ("now", "segment", *(f"entry {k}" for k in range(len(self.old) - 3)))

@@ -93,7 +93,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
 
 
 def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: Sequence[int]) -> Mapping[str, Any]:
-    """What a lookup or push needs to know beside the gather's or scatter's own parameters.
+    """Returns what a lookup or push needs to know beside the gather's or scatter's own parameters.
 
     `axis`: the rows' in the operand; `batch`: the index operand's axis by which the access is spread over the devices,
     `spread`: the same axis in the result or the updates, given those of its axes that are the index operand's.
@@ -105,7 +105,6 @@ def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: S
 
 
 def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
-    """The flat ids of a slice or pad, where it stands."""
     atoms = index_atoms(access)
     made = ids_equation(params, scope.index(access.equation) if atoms else None)
     scope.append(made)
@@ -139,7 +138,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
 
 
 def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
-    """What a push adds to: the operand at the rows; for a pad its padding value."""
+    """Returns what a push adds to: the operand at the rows; for a pad its padding value."""
     if equation.op == "pad":
         at = scope.at(equation.outputs[0].type, row.axis, row.family)
         return scope.full(scope.get(equation.inputs[1]), at)
@@ -187,7 +186,8 @@ def _lift_contract(scope: Scope, equation: Equation) -> None:
 
 
 def _product_by_row(equation: Equation, inputs: Sequence[Atom], axes: Sequence[int]) -> tuple[Equation, int]:
-    """A contraction over rows, whose axes in the operands these are, as one for each row; where they lie in it."""
+    """Returns a contraction over rows, whose axes in the operands these are, as one for each row; where they lie in
+    it."""
     contract, batch = equation.params["dimension_numbers"]
     kept = tuple(tuple(d for d in dims if d != axis) for dims, axis in zip(contract, axes, strict=True))
     batched = tuple((*dims, axis) for dims, axis in zip(batch, axes, strict=True))
@@ -243,7 +243,7 @@ class OffScope(Scope):
         return self.frontier(self.primary.get(atom))
 
     def frontier(self, atom: Atom) -> Atom:
-        """A value of the first rewriting, as an input of this one."""
+        """Returns a value of the first rewriting, as an input of this one."""
         if isinstance(atom, Literal):
             return atom
         return self.import_new(atom)
@@ -259,7 +259,7 @@ class OffScope(Scope):
         return super()._make_rows(atom, axis, family)
 
     def computed(self, atom: Atom, axis: int, family: int) -> Atom:
-        """The value at the rows, after what it is made of."""
+        """Returns the value at the rows, after what it is made of."""
         if isinstance(atom, Var) and (atom, axis, family) not in self.rows and self.lifting.row(atom) is not None:
             self.run([atom], family)
         return self.at_rows(atom, axis, family)
@@ -332,7 +332,7 @@ class OffScope(Scope):
 
 
 def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
-    """A scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
+    """Returns a scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
 
     `scope`: the first rewriting of a block that is in no loop which carries rows.
     """
@@ -421,7 +421,6 @@ class _Loop:
             lifting.templates[equation, off.family] = dataclasses.replace(off, stacked=stacked)
 
     def _varying_indices(self) -> list[Equation]:
-        """Accesses in the loop whose index operand differs from iteration to iteration."""
         indices = self.scope.lifting.indices.items()
         return [e for e, at in indices if self.equation in at.path and at.varies[at.path.index(self.equation)]]
 
@@ -448,7 +447,7 @@ class _Loop:
         return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
 
     def _off_forms(self, child: Scope, carry: int) -> list[Template]:
-        """The body once more for each family that comes out of the loop."""
+        """Returns the body once more for each family that comes out of the loop."""
         equation, lifting = self.equation, self.scope.lifting
         consts, body = equation.border.consts, equation.bodies[0]
         made = []
@@ -481,7 +480,7 @@ def _template(
     carries: Sequence[tuple[Atom, int]] = (),
     sequences: Sequence[tuple[Atom, int]] = (),
 ) -> Template:
-    """The off-row form of a body, whose results are stacked from number `carry` on.
+    """Returns the off-row form of a body, whose results are stacked from number `carry` on.
 
     What it reads is sorted: what the loop leaves alone is imported, the rest is exported by the first rewriting.
     """
@@ -547,13 +546,12 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
 
 
 def _off_branch(child: Scope, equation: Equation, family: int) -> Template:
-    """The off-row form of one body."""
     off = OffScope(child.lifting, child.block, None, dict(child.operands), primary=child)
     return _template(equation, family, off, len(equation.outputs))
 
 
 def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
-    """One template of the branches' off-row forms, which then take the same operands."""
+    """Returns one template of the branches' off-row forms, which then take the same operands."""
     named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in offs]
     imports = tuple(dict.fromkeys(key for off in offs for key in off.imports))
     exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))

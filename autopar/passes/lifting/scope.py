@@ -29,7 +29,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifting:
-    """What all scopes of one rewriting share."""
+    """Holds what all scopes of one rewriting share."""
 
     facts: RowFacts
     families: Mapping[int, FamilyPlan]
@@ -51,7 +51,7 @@ class Lifting:
     untouched: Untouched
 
     def row(self, atom: Atom) -> Row | None:
-        """The value's place in row space if its family is lifted (the family given by its representative)."""
+        """Returns the value's place in row space if its family is lifted (the family given by its representative)."""
         value = self.facts.value(atom)
         if isinstance(value, Row):
             family = self.facts.find(value.family)
@@ -60,11 +60,12 @@ class Lifting:
         return None
 
     def moves_alone(self, family: int) -> bool:
-        """Whether nothing is to be done about rows that a step doesn't touch: they don't move, or there are none."""
+        """Returns whether nothing is to be done about rows that a step doesn't touch: they don't move, or there are
+        none."""
         return self.lazy or self.spaces[family].is_pulled
 
     def touches(self, equation: Equation) -> bool:
-        """Whether an equation reads or makes a value of a lifted family."""
+        """Returns whether an equation reads or makes a value of a lifted family."""
         return any(self.row(a) is not None for a in (*equation.inputs, *equation.outputs))
 
 
@@ -91,15 +92,15 @@ class Untouched(Protocol):
     """Values that are constant off the touched rows, unless something of the step isn't finite (`sweeping`)."""
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
-        """All rows of a value, given those with the padding row for all that the step doesn't touch."""
+        """Returns all rows of a value, given those with the padding row for all that the step doesn't touch."""
         ...
 
     def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
-        """What a reduction needs beside the routed rows, if it does."""
+        """Returns what a reduction needs beside the routed rows, if it does."""
         ...
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
-        """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
+        """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         ...
 
 
@@ -128,7 +129,7 @@ class Scope(Writer):
 
     @property
     def may_import(self) -> bool:
-        """Whether there is something around this block."""
+        """Returns whether there is something around this block."""
         return self.parent is not None
 
     @property
@@ -139,7 +140,7 @@ class Scope(Writer):
     # --- values ---
 
     def get(self, atom: Atom) -> Atom:
-        """The dense form of a value."""
+        """Returns the dense form of a value."""
         if isinstance(atom, Literal):
             return atom
         if atom in self.dense:
@@ -154,7 +155,7 @@ class Scope(Writer):
         return dense
 
     def at_rows(self, atom: Atom, axis: int, family: int) -> Atom:
-        """The value at the rows of a family that lie along `axis`."""
+        """Returns the value at the rows of a family that lie along `axis`."""
         if atom.shape == ():
             return self.get(atom)
         key = (atom, axis, family)
@@ -164,7 +165,8 @@ class Scope(Writer):
         return rows
 
     def fetched(self, atom: Atom, axis: int, family: int) -> Atom:
-        """The rows of a value that each device asked for, brought there outside of the loops that leave it alone."""
+        """Returns the rows of a value that each device asked for, brought there outside of the loops that leave it
+        alone."""
         if self.lifting.families[family].layout is None:
             return self.at_rows(atom, axis, family)
         key = (atom, axis, family, "fetched")
@@ -204,18 +206,19 @@ class Scope(Writer):
         return self.pull(leaf, axis, family)
 
     def padding(self, rows: Atom, axis: int, family: int) -> Var:
-        """The padding rows, one of each device where rows are spread."""
+        """Returns the padding rows, one of each device where rows are spread."""
         layout = self.lifting.families[family].layout
         type_ = rows.type.resized(axis, 1 if layout is None else layout.devices)
         return self.emit("ap.padding", (rows, self.route(family)), type_, {"axis": axis})
 
     def unstored(self, stored: Atom, layout: RowLayout, axis: int) -> Var:
-        """All rows of a stored leaf in their own order."""
+        """Returns all rows of a stored leaf in their own order."""
         params = {"layout": layout, "axis": axis}
         return self.emit("ap.whole", (stored,), stored.type.resized(axis, layout.extent), params)
 
     def densify(self, atom: Atom) -> Var:
-        """All rows, as they are stored: the padding row stands for those that aren't touched, which are constant."""
+        """Returns all rows, as they are stored: the padding row stands for those that aren't touched, which are
+        constant."""
         row = self.lifting.row(atom)
         assert row is not None, "rows are made dense"
         rows, layout = self.at_rows(atom, row.axis, row.family), self.lifting.families[row.family].layout
@@ -224,12 +227,12 @@ class Scope(Writer):
         return self.emit("ap.densify", (rows, self.route(row.family)), stored, params)
 
     def pull(self, leaf: Atom, axis: int, family: int) -> Atom:
-        """The routed rows of a leaf, or of any dense value with as many rows."""
+        """Returns the routed rows of a leaf, or of any dense value with as many rows."""
         params = {"axis": axis, "state": leaf in self.leaf_atoms}
         return self.emit("ap.pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), params)
 
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
-        """A value of no family, made anew for the rows."""
+        """Returns a value of no family, made anew for the rows."""
         out = equation.outputs[0]
         if equation.op == "reshape":  # of what is known to be constant, unless it was multiplied by a NaN
             number = self._filled_with(equation.inputs[0])
@@ -248,7 +251,6 @@ class Scope(Writer):
         return self.again(equation, inputs, axis, family)
 
     def _filled_with(self, atom: Atom) -> Literal | None:
-        """The number that a value was filled with; None if it was made otherwise."""
         while isinstance(atom, Var):
             made = self.producers.get(atom)
             if made is None or made.op not in ("broadcast_in_dim", "reshape"):
@@ -257,7 +259,7 @@ class Scope(Writer):
         return atom if atom.shape == () else None
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
-        """A JAX equation emitted once more, its rows along `axis` being the routed ones."""
+        """Returns a JAX equation emitted once more, its rows along `axis` being the routed ones."""
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
         outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
@@ -265,7 +267,8 @@ class Scope(Writer):
         return outputs[0]
 
     def _whole(self, var: Var) -> Atom:
-        """All rows of a value in row space: what is made of whole leaves, or a constant with the touched rows set."""
+        """Returns all rows of a value in row space: what is made of whole leaves, or a constant with the touched rows
+        set."""
         row = self.lifting.row(var)
         assert row is not None, f"a {var.type} is used before it is defined"
         equation = self.producers.get(var)
@@ -285,7 +288,7 @@ class Scope(Writer):
         return all(a in self.dense or a in self.operands or a in self.lifting.facts.whole for a in rows)
 
     def index(self, access: Equation) -> Atom:
-        """The index operand of an access."""
+        """Returns the index operand of an access."""
         index = self.indices.get(access)
         if index is None and access not in self.lifting.indices:  # which rows it may mean was known before
             return self.get(access.inputs[1])
@@ -297,40 +300,41 @@ class Scope(Writer):
     # --- routes and types ---
 
     def rows_of(self, family: int) -> int:
-        """Number of routed rows."""
+        """Returns number of routed rows."""
         return self.lifting.families[family].bounds.rows
 
     def at(self, type_: Any, axis: int, family: int) -> ArrayType:
-        """The type of a value at the routed rows."""
+        """Returns the type of a value at the routed rows."""
         return type_.resized(axis, self.rows_of(family))
 
     def route(self, family: int) -> Atom:
-        """The family's route, imported where it was made outside."""
+        """Returns the family's route, imported where it was made outside."""
         if family not in self.routes:
             type_ = RouteType(family, self.lifting.spaces[family].extent, self.rows_of(family))
             self.routes[family] = self.import_(("route", family), type_)
         return self.routes[family]
 
     def take(self, atom: Atom, owner: Scope) -> Atom:
-        """A rewritten value of a block around this one, `owner`."""
+        """Returns a rewritten value of a block around this one, `owner`."""
         if owner is self or isinstance(atom, Literal):
             return atom
         assert self.parent is not None, "a block takes what is around it"
         return self.import_new(self.parent.take(atom, owner))
 
     def import_new(self, atom: Atom) -> Var:
-        """An input for a rewritten value of the block around this one."""
+        """Returns an input for a rewritten value of the block around this one."""
         return self.import_(("new", atom), atom.type)
 
     def import_(self, key: Key, type_: Any) -> Var:
-        """An input of this nested block for something outside; `resolve` says what, when the block is complete."""
+        """Returns an input of this nested block for something outside; `resolve` says what, when the block is
+        complete."""
         assert self.may_import, "the outermost block imports nothing"
         if key not in self.imports:
             self.imports[key] = Var(type_)
         return self.imports[key]
 
     def resolve(self, key: Key) -> Atom:
-        """The atom of this scope that an import of a nested one means."""
+        """Returns the atom of this scope that an import of a nested one means."""
         kind, *what = key
         if kind == "new":
             return what[0]
@@ -371,7 +375,6 @@ class Scope(Writer):
 
 
 def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
-    """Returns the axis of an operand that becomes `axis` of the result; None where the operand has none."""
     if equation.op not in SHAPED:
         return axis if atom.shape else None
     return next((d for d in range(len(atom.shape)) if place_axes(equation, 0, d) == axis), None)
@@ -397,7 +400,7 @@ class UntouchedRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowValue:
-    """What all rows are needed of.
+    """A value of which all rows are needed.
 
     Attributes:
       rows: It at the routed rows.
@@ -421,5 +424,5 @@ class RowValue:
 
     @property
     def op(self) -> str:
-        """What the user's line does."""
+        """Returns what the user's line does."""
         return "an equation" if self.equation is None else plain_name(self.equation.op)

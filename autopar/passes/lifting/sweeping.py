@@ -30,7 +30,7 @@ from autopar.passes.lifting.scope import RowValue, Scope, UntouchedRows
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OffForm:
-    """What becomes of rows that the step doesn't touch.
+    """The function that makes new rows of those that the step doesn't touch.
 
     Attributes:
       body: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
@@ -53,7 +53,7 @@ class OffForm:
         first: Sequence[int] = (),
         product: tuple[Equation, int] | None = None,
     ) -> OffForm:
-        """The off-row form of some values.
+        """Returns the off-row form of some values.
 
         Args:
           scope: The block that has them.
@@ -92,7 +92,6 @@ class OffForm:
 
 
 def _levels(off: OffScope) -> list[OffScope]:
-    """The second rewritings of a block and of those around it, outermost first."""
     return [off] if off.outer is None else [*_levels(off.outer), off]
 
 
@@ -105,7 +104,7 @@ def changes(
     exceeded: Atom | None = None,
     first: Sequence[Atom] = (),
 ) -> Var:
-    """Whether untouched rows become something else than what analysis has found.
+    """Returns whether untouched rows become something else than what analysis has found.
 
     Args:
       scope: The outermost block.
@@ -139,7 +138,7 @@ def sweep(
     exceeded: Atom | None,
     first: Sequence[Atom],
 ) -> dict[int, Atom]:
-    """A family's leaves, all rows that the step doesn't touch being as they are after it.
+    """Returns a family's leaves, all rows that the step doesn't touch being as they are after it.
 
     Args:
       scope: The outermost block.
@@ -212,7 +211,7 @@ class Exact:
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), dense.type, params)
 
     def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
-        """The other rows, looked at if need be."""
+        """Returns the other rows, looked at if need be."""
         form, needed = self._form(scope, value)
         if form is None or needed is None:
             return None
@@ -220,21 +219,19 @@ class Exact:
         return UntouchedRows(operands, self._axes(scope, form, value.family), form.body)
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
-        """Whether a product of these, one of which is zero, is 0 or NaN in all rows."""
+        """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         return scope.lifting.moves_alone(family) or self.fates().keeps_zero(sources)
 
     def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
-        """The row axes of the leaves that a form takes."""
         axes = scope.lifting.spaces[family].row_axes
         return tuple(axes[k] for k in form.leaves)
 
     def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
-        """The leaves that a form takes, as the block has them."""
         return [scope.take(scope.lifting.inputs[k], scope.around[-1]) for k in form.leaves]
 
     def _form(self, scope: Scope, value: RowValue) -> tuple[OffForm | None, Var | None]:
-        """The off-row form of a value, and whether untouched rows differ from its constant; None if they never do, or
-        if the padding row tells what all of them are.
+        """Returns the off-row form of a value, and whether untouched rows differ from its constant; None if they never
+        do, or if the padding row tells what all of them are.
 
         Raises:
           NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
@@ -259,8 +256,8 @@ class Exact:
         return self.fates().of(value.sources, None if value.product is None else value.product[0])
 
     def _is_told(self, scope: Scope, value: RowValue) -> bool:
-        """Whether the padding row tells what all other rows are, or must be taken to: of what a loop carries, analysis
-        has refused what may differ."""
+        """Returns whether the padding row tells what all other rows are, or must be taken to: of what a loop carries,
+        analysis has refused what may differ."""
         fate = self._fate(value)
         if not fate.own or fate.turns:
             return True
@@ -304,7 +301,7 @@ _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
 
 def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
-    """Values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
+    """Returns values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
 
     Args:
       scope: The outermost block, in which they are all known.
@@ -328,7 +325,7 @@ def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> t
 
 
 def _is_finite(scope: Scope, atom: Atom) -> bool:
-    """Whether a value can't be anything else: an integer, a mask, or made of literals alone."""
+    """Returns whether a value can't be anything else: an integer, a mask, or made of literals alone."""
     if not jnp.issubdtype(atom.dtype, np.inexact):
         return True
     if isinstance(atom, Literal):
@@ -342,7 +339,6 @@ def _is_finite(scope: Scope, atom: Atom) -> bool:
 
 
 def _unspread(scope: Scope, atom: Atom) -> Atom:
-    """A value with the same elements, each as few times as possible: what is broadcast."""
     made = scope.producers.get(atom)
     while made is not None and made.op in ("broadcast_in_dim", "reshape") and made.inputs[0].shape != ():
         atom = made.inputs[0]
@@ -351,7 +347,8 @@ def _unspread(scope: Scope, atom: Atom) -> Atom:
 
 
 def _is_literal(scope: Scope, atom: Atom) -> bool:
-    """Whether a value is made of literals, each of its elements in the same way: its constant is then what it is."""
+    """Returns whether a value is made of literals, each of its elements in the same way: its constant is then what it
+    is."""
     waiting, seen = [atom], set[Atom]()
     while waiting:
         value = waiting.pop()
@@ -379,7 +376,6 @@ def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
 
 
 def _watched(scope: Scope, atom: Atom, axis: int, family: int) -> Atom:
-    """A value that is no table's rows: all of it, or the padding row of what is alike in all rows."""
     value = scope.lifting.facts.value(atom)
     if atom.shape != () and isinstance(value, Free) and axis in value.axes - {value.index_axis}:
         return scope.padding(scope.at_rows(atom, axis, family), axis, family)

@@ -20,7 +20,7 @@ from autopar.passes.row_places import PLACED_ELEMENTWISE
 
 
 def joined(states: Iterable[State]) -> State:
-    """What values that must have one form are made: shards along the first one's axis, else partial sums."""
+    """Returns what values that must have one form are made: shards along the first one's axis, else partial sums."""
     kinds = list(states)
     first = next((s for s in kinds if isinstance(s, Spread)), None)
     return first or next((s for s in kinds if s is not None), None)
@@ -55,11 +55,11 @@ class Shared:
         return self.bound.devices
 
     def parts(self, state: Spread) -> int:
-        """Of how many shards this is one."""
+        """Returns of how many shards this is one."""
         return self.owners if state.owner or state.rank else self.devices
 
     def op(self, name: str) -> str:
-        """An operation over these devices."""
+        """Returns an operation over these devices."""
         return f"{PREFIX}{self.over}{name}"
 
     @functools.cached_property
@@ -68,7 +68,7 @@ class Shared:
         return self.bound.undivided if self.examples else 0
 
     def of_examples(self, axis: int, size: int) -> Spread:
-        """A shard of the examples, along an axis of this size."""
+        """Returns a shard of the examples, along an axis of this size."""
         is_undivided = self.undivided and size % self.undivided == 0
         return Spread(axis, examples=self.undivided if is_undivided else 0)
 
@@ -100,21 +100,20 @@ class Forms(ZeroWriter, abc.ABC):
         return self.may_repeat and not self.shared.over
 
     def state(self, atom: Atom) -> State:
-        """What a device has of an old value."""
+        """Returns what a device has of an old value."""
         return None if isinstance(atom, Literal) else self.env[atom][1]
 
     def read(self, atom: Atom) -> Atom:
-        """The new name of an old value."""
+        """Returns the new name of an old value."""
         return atom if isinstance(atom, Literal) else self.env[atom][0]
 
     def _local_type(self, type_: ArrayType, state: State) -> ArrayType:
-        """The type of a device's part."""
         if not isinstance(state, Spread):
             return type_
         return type_.resized(state.axis, state.size(type_.shape[state.axis], self.shared.parts(state)))
 
     def define(self, var: Var, state: State) -> Var:
-        """A new variable for an old one."""
+        """Returns a new variable for an old one."""
         type_ = var.type
         if isinstance(type_, RouteType):
             new = Var(dataclasses.replace(type_, rows=type_.rows // self._owners(type_.family)))
@@ -126,18 +125,17 @@ class Forms(ZeroWriter, abc.ABC):
         return new
 
     def _owners(self, family: int) -> int:
-        """Over how many devices a family's rows are spread."""
         planned = self.shared.bound.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.owners
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
-        """A nested block rewritten, and its new inputs, which are in these states."""
+        """Returns a nested block rewritten, and its new inputs, which are in these states."""
 
     # --- from one form to another ---
 
     def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
-        """The value in another form. Shares that are wanted whole, or along another axis, are gathered."""
+        """Returns the value in another form. Shares that are wanted whole, or along another axis, are gathered."""
         have, new = self.state(atom), self.read(atom)
         if have == wanted or isinstance(atom.type, RouteType):
             return new
@@ -157,12 +155,10 @@ class Forms(ZeroWriter, abc.ABC):
         return self._convert(new, atom, wanted)
 
     def _alike(self, a: Spread, b: Spread) -> bool:
-        """Whether a device's shards are the same."""
         parts = self.shared.parts(a), self.shared.parts(b)
         return (a.axis, a.examples, a.sums, parts[0]) == (b.axis, b.examples, b.sums, parts[1])
 
     def _gathered(self, new: Atom, atom: Atom, have: Spread, source: Equation | None) -> Atom:
-        """All of a value that is spread, on every device."""
         if have.owner and self.shared.bound.on_hosts and not self.shared.bound.shards:
             raise NotLocal("all rows of a table are read at once", source.source if source else None)
         known = None if have.owner else self.known(atom)
@@ -171,7 +167,7 @@ class Forms(ZeroWriter, abc.ABC):
         return self._all_of(new, atom.type, have, source)
 
     def _all_of(self, new: Atom, type_: ArrayType, have: Spread, source: Equation | None) -> Atom:
-        """All of a new value that is spread, of this type; of what is broadcast, before it is."""
+        """Returns all of a new value that is spread, of this type; of what is broadcast, before it is."""
         key = new, None
         if key in self.converted:
             return self.converted[key]
@@ -196,7 +192,7 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def whole(self, atom: Atom, source: Equation | None = None) -> Atom:
-        """An old value reduced over the devices; from here on it is whole."""
+        """Returns an old value reduced over the devices; from here on it is whole."""
         if not isinstance(self.state(atom), Partial):
             return self.as_state(atom, None, source)
         assert isinstance(atom, Var), "constants are whole"
@@ -219,7 +215,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.grown[equation.outputs[0]] = equation, nbytes
 
     def reduced_value(self, var: Var, part: Atom, op: str, source: Equation | None) -> Atom:
-        """What an old value is once its parts are reduced; from here on it is whole."""
+        """Returns what an old value is once its parts are reduced; from here on it is whole."""
         out = self.known(var)
         if out is None:
             out = self.reduce(part, op, source)
@@ -228,15 +224,14 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def known(self, atom: Atom) -> Atom | None:
-        """The whole of an old value, where it was computed before; None of anything else."""
+        """Returns the whole of an old value, where it was computed before; None of anything else."""
         return None
 
     def _by(self, state: Spread) -> dict[str, bool]:
-        """The parameter that says that shards are ranks', where these have several devices each."""
         return {"ranks": True} if self.shared.parts(state) != self.shared.devices else {}
 
     def reduce(self, new: Atom, op: str, source: Equation | None = None, *, owners: bool = False) -> Var:
-        """A new value reduced over the devices, or over the owners of rows."""
+        """Returns a new value reduced over the devices, or over the owners of rows."""
         where = source.source if source else None
         self.shared.reductions.append(Reduction(new.type, op, self.nested, where))
         if self.shared.between and not owners:
@@ -250,11 +245,10 @@ class Forms(ZeroWriter, abc.ABC):
         self.env[atom] = self.of_rank(self.read(atom)), dataclasses.replace(have, sums=False)
 
     def _once_a_rank(self, new: Atom) -> Var:
-        """What a rank's devices have, as a partial sum of it: the first one's."""
         return self.emit(self.shared.op("once_rank"), (new,), new.type)
 
     def of_rank(self, new: Atom, op: str = "sum") -> Atom:
-        """A new value reduced over a rank's own devices."""
+        """Returns a new value reduced over a rank's own devices."""
         if self.shared.bound.rank_devices == 1:
             return new
         return self.emit(self.shared.op("reduce_rank"), (new,), new.type, {"op": op})
@@ -270,7 +264,7 @@ class Forms(ZeroWriter, abc.ABC):
         return dataclasses.replace(equation, inputs=tuple(inputs))
 
     def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
-        """What all devices have, as a shard or a partial sum of it."""
+        """Returns what all devices have, as a shard or a partial sum of it."""
         key = new, wanted
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
@@ -286,8 +280,8 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def _is_same_along(self, new: Atom, axis: int, depth: int = 8) -> bool:
-        """Whether a new value is the same all along an axis, by the last equations that make it, so that any part of it
-        is made as well."""
+        """Returns whether a new value is the same all along an axis, by the last equations that make it, so that any
+        part of it is made as well."""
         made = self.producers.get(new) if depth else None
         if made is None or made.op == "ap.full":
             return made is not None
@@ -298,7 +292,7 @@ class Forms(ZeroWriter, abc.ABC):
         return is_plain and all(not a.shape or self._is_same_along(a, axis, depth - 1) for a in made.inputs)
 
     def _shard(self, new: Atom, wanted: Spread) -> Var:
-        """A device's part; what is broadcast is made in that size."""
+        """Returns a device's part; what is broadcast is made in that size."""
         type_ = self._local_type(new.type, wanted)
         if self._is_same_along(new, wanted.axis):
             made, out = self.producers[new], Var(type_)

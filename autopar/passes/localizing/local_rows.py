@@ -26,38 +26,33 @@ def _family(walk: Forms, equation: Equation) -> FamilyPlan:
 
 
 def _owned(family: FamilyPlan, axis: int) -> State:
-    """What a device has of a family's rows."""
     return Spread(axis, owner=True) if family.layout is not None else None
 
 
 def _rows(walk: Forms, equation: Equation) -> State:
-    """What a device has of the routed rows."""
     return _owned(_family(walk, equation), equation.params["axis"])
 
 
 def _requested(walk: Forms, equation: Equation) -> State:
-    """What a device has of the rows that all devices asked for."""
     is_spread = walk.shared.examples and _family(walk, equation).bounds.requested is not None
     of_rank = walk.shared.devices != walk.shared.owners
     return Spread(equation.params["axis"], rank=of_rank) if is_spread else None
 
 
 def _sums(walk: Forms, equation: Equation) -> State:
-    """What a device has of the sums of gradients of these: of a rank's a partial sum, if it has several devices."""
     state = _requested(walk, equation)
     return dataclasses.replace(state, sums=state.rank) if isinstance(state, Spread) else state
 
 
 def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
-    """What a device has of an index operand, or of updates: a shard along the axis that was planned, or all."""
     if axis is None or not walk.shared.examples:
         return None
     return walk.shared.of_examples(axis, atom.shape[axis])
 
 
 def _fetched(walk: Forms, equation: Equation) -> State:
-    """The rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the table) are
-    spread over the examples instead: they are brought together."""
+    """Returns the rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the
+    table) are spread over the examples instead: they are brought together."""
     return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
 
@@ -66,7 +61,6 @@ def _index(equation: Equation) -> Atom:
 
 
 def _updates(equation: Equation) -> Atom:
-    """What is looked up, or pushed."""
     return equation.outputs[0] if equation.op == "ap.lookup" else equation.inputs[-1]
 
 
@@ -83,7 +77,7 @@ _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
 
 
 def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
-    """An operation on operands of which a device has this, and then that of its results.
+    """Returns an operation on operands of which a device has this, and then that of its results.
 
     Args:
       operands: Their names in `_STATES`, or "read" for what is taken as it is. The last one's is that of all others.
@@ -120,7 +114,6 @@ def _push(walk: Forms, equation: Equation) -> None:
 
 
 def _is_delivered(walk: Forms, equation: Equation) -> bool:
-    """Whether partial sums of all rows of a dense leaf on hosts are pushed: owners add them up, each of its rows."""
     is_pulled = _family(walk, equation).table.pulled and equation.params["op"] == "scatter-add"
     return is_pulled and walk.shared.examples and isinstance(walk.state(equation.inputs[3]), Partial)
 
@@ -153,7 +146,7 @@ def push_partial(walk: Forms, equation: Equation) -> None:
 
 
 def _summed(walk: Forms, equation: Equation) -> Atom:
-    """A device's part of updates by its examples; zeros where it is padded."""
+    """Returns a device's part of updates by its examples; zeros where it is padded."""
     updates = _updates(equation)
     state = _STATES["updates"](walk, equation)
     part = walk.as_state(updates, state, equation)
@@ -272,8 +265,8 @@ def _sweep(walk: Forms, equation: Equation) -> None:
 def _off_form(
     walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
 ) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
-    """Operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of the
-    states of its results."""
+    """Returns operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of
+    the states of its results."""
     needed, *read = operands
     family = _family(walk, equation)
     states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]
@@ -332,7 +325,6 @@ def _spread(walk: Forms, equation: Equation) -> None:
 
 
 def _whole_table(walk: Forms, equation: Equation) -> None:
-    """A device's even shard of all rows, as if they were examples."""
     if not walk.shared.examples or walk.shared.bound.on_hosts:
         raise NotLocal("all rows of a table are read at once", equation.source)
     layout, axis = equation.params["layout"], equation.params["axis"]

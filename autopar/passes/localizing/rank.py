@@ -20,7 +20,7 @@ from autopar.passes.localizing.local_forms import Shared
 
 
 def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
-    """The program of each device, the plan with the reduction backend and why it is that one, and a note."""
+    """Returns the program of each device, the plan with the reduction backend and why it is that one, and a note."""
     if bound.devices == 1:
         reason = "one process"
         try:
@@ -43,14 +43,12 @@ def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPla
 
 
 def _reductions(program: Program) -> str:
-    """What is reduced over the ranks, in words."""
     ops = sorted({r.op for r in program.local.reductions})
     kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
     return f"{len(program.local.reductions)} reductions, {kinds}"
 
 
 def _unreachable_sum(program: Program) -> str | None:
-    """Why the ranks' sums can't be reduced between compiled programs."""
     if program.local.inside is not None:
         return str(program.local.inside)
     nested = next((r for r in program.local.reductions if r.nested), None)
@@ -58,7 +56,7 @@ def _unreachable_sum(program: Program) -> str | None:
 
 
 def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
-    """The user's error for a step that can't be run with tables on hosts."""
+    """Returns the user's error for a step that can't be run with tables on hosts."""
     if any(input_.role == "state" for input_ in program.inputs):
         what, elsewhere = "trained", "leave them on the devices"
         if error.tables:

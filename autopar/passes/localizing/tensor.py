@@ -30,7 +30,7 @@ _APART = frozenset(
 
 
 def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
-    """The program of one device of the tensor axis as well, and what it does over that axis.
+    """Returns the program of one device of the tensor axis as well, and what it does over that axis.
 
     Args:
       program: Localized over the batch's devices.
@@ -84,7 +84,6 @@ def _shared(bound: BoundPlan, devices: int) -> Shared:
 
 
 def _reductions(block: Block, *, nested: bool = False) -> Iterator[Reduction]:
-    """Yields what is reduced over the batch's devices, of which each has its part of the products now."""
     for equation in block.equations:
         if equation.op == "ap.reduce":
             yield Reduction(equation.inputs[0].type, equation.params["op"], nested, equation.source)
@@ -119,14 +118,13 @@ class _TensorPart(Localizer):
             super().add(equation)
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Smaller partial sums are reduced ahead of a product of them: a weight's gradient may be far larger."""
         size = sum(a.type.size for a, is_sum in zip(equation.inputs, partial, strict=True) if is_sum)
         if equation.op == "dot_general" and size < equation.outputs[0].type.size:
             return False
         return super()._partial(equation, partial)
 
     def _apart(self, equation: Equation) -> None:
-        """What the batch's devices do with a value, of what a device has of it."""
+        """Write what the batch's devices do with a value, of what a device has of it."""
         (atom,), params = equation.inputs, equation.params
         state = self.state(atom)
         if isinstance(state, Spread):

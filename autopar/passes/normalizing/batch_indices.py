@@ -36,7 +36,8 @@ _SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatt
 
 
 def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
-    """The program with such gathers and scatters batched, and how many there were; `counting`: what counts in it."""
+    """Returns the program with such gathers and scatters batched, and how many there were; `counting`: what counts in
+    it."""
     return _Batch(counting).run(program)
 
 
@@ -72,7 +73,7 @@ def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
 
 
 def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
-    """The equation without the indices that count along axes: these become batching dimensions."""
+    """Returns the equation without the indices that count along axes: these become batching dimensions."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
     batched = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)) | pairs
     mapped = getattr(numbers, names.mapped)
@@ -96,7 +97,6 @@ def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
 
 
 def _columns(indices: Any, kept: Sequence[int]) -> Any:
-    """Some components of index vectors, or none."""
     last = indices.ndim - 1
     columns = [jax.lax.slice_in_dim(indices, k, k + 1, axis=last) for k in kept]
     if len(columns) > 1:

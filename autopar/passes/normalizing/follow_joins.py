@@ -27,7 +27,7 @@ _SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "
 
 
 def follow_joins(program: Program) -> tuple[Program, int]:
-    """The program with such lookups and scatters in the parts, and how many there were."""
+    """Returns the program with such lookups and scatters in the parts, and how many there were."""
     return _Walk(program).run(program)
 
 
@@ -40,11 +40,11 @@ class _Layout:
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Where each part begins."""
+        """Returns where each part begins."""
         return tuple(int(n) for n in np.cumsum((0, *self.sizes[:-1])))
 
     def ids(self, index: Any, place: int, is_clipped: bool) -> list[Any]:
-        """Index vectors into each part, out of range where they mean another's row, or none."""
+        """Returns index vectors into each part, out of range where they mean another's row, or none."""
         row = _wide(index[..., place])
         row = jnp.clip(row, 0, sum(self.sizes) - 1) if is_clipped else row
         spans = list(zip(self.starts, self.sizes, strict=True))
@@ -96,7 +96,7 @@ class _Walk(LookupRewriter):
             self.layouts.setdefault(equation.outputs[0].shape, layout)
 
     def _pad(self, equation: Equation) -> list[Equation]:
-        """Rows of one number are joined to a table at its ends."""
+        """Joins rows of one number to a table, at its ends."""
         (table, number), padding = equation.inputs, equation.params["padding_config"]
         axes = [d for d, sizes in enumerate(padding) if tuple(sizes) != (0, 0, 0)]
         if len(axes) != 1 or padding[axes[0]][2] or min(padding[axes[0]]) < 0:
@@ -112,7 +112,7 @@ class _Walk(LookupRewriter):
         return [equation, *made]
 
     def _part(self, equation: Equation) -> Atom | None:
-        """The part that a slice, or a pad by less than nothing, takes."""
+        """Returns the part that a slice, or a pad by less than nothing, takes."""
         layout, parts = self.joined[equation.inputs[0]]
         shape, params = equation.inputs[0].shape, equation.params
         if equation.op == "slice":
@@ -129,7 +129,7 @@ class _Walk(LookupRewriter):
         return next((part for start, n, part in spans if tuple(taken[layout.axis]) == (start, start + n)), None)
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
-        """The equation once more for each of the parts that it takes."""
+        """Returns the equation once more for each of the parts that it takes."""
         layouts = {self.joined[a][0] for a in equation.inputs if a in self.joined}
         known = (a.shape == () or a in self.joined or a in self.uniform for a in equation.inputs)
         if len(layouts) != 1 or not all(known):
@@ -204,18 +204,15 @@ class _Walk(LookupRewriter):
 def _place(
     equation: Equation, layout: _Layout, mapped: Sequence[int], gone: Sequence[int], is_clipped: bool
 ) -> int | None:
-    """Which component of the index vectors is the row; None where it isn't one of single rows that can be parted."""
     if layout.axis not in mapped or layout.axis not in gone or str(equation.inputs[1].dtype) not in INTEGERS:
         return None
     return None if is_clipped and len(mapped) > 1 else mapped.index(layout.axis)  # others would be clipped, too
 
 
 def _wide(ids: Any) -> Any:
-    """Ids in 32 bits, or in 64 as they are."""
     return ids.astype(np.int64 if ids.dtype.itemsize == 8 else np.int32)
 
 
 def _with(index: Any, place: int, ids: Any) -> Any:
-    """Index vectors with other ids in one place."""
     parts = [_wide(index[..., k])[..., None] if k != place else ids[..., None] for k in range(index.shape[-1])]
     return jnp.concatenate(parts, -1)

@@ -31,7 +31,7 @@ from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 
 def follow_reshapes(program: Program) -> tuple[Program, int]:
-    """The program with such lookups and scatters in the tables themselves, and how many there were."""
+    """Returns the program with such lookups and scatters in the tables themselves, and how many there were."""
     return _Walk(program).run(program)
 
 
@@ -65,7 +65,8 @@ class _Walk(LookupRewriter):
             apart.add(made)
 
     def _crossed(self, equation: Equation, apart: Set[int]) -> list[Equation] | int:
-        """The equation with tables in their own shape across its border; or which carry doesn't end in such a shape.
+        """Returns the equation with tables in their own shape across its border; or which carry doesn't end in such a
+        shape.
 
         Args:
           equation: A scan, remat or cond.
@@ -102,7 +103,7 @@ class _Walk(LookupRewriter):
         return [*ahead, dataclasses.replace(equation, **ours), *behind]
 
     def _body(self, equation: Equation, body: Block, views: Mapping[int, Atom], known: int) -> Block:
-        """A nested block.
+        """Returns a nested block.
 
         Args:
           equation: The one whose it is.
@@ -150,7 +151,7 @@ class _Walk(LookupRewriter):
         return [equation] if table is operand else _reshaped(equation, table, out)
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
-        """The equation once more, in the shape of the table whose reshaped values it takes."""
+        """Returns the equation once more, in the shape of the table whose reshaped values it takes."""
         shapes = {self.views[a].shape for a in equation.inputs if a in self.views}
         known = (a.shape == () or a in self.views or a in self.uniform for a in equation.inputs)
         if len(shapes) != 1 or not all(known):
@@ -181,7 +182,8 @@ class _Walk(LookupRewriter):
         return [*made, *self._viewed(equation, scattered), *back]
 
     def _sliced(self, equation: Equation) -> list[Equation]:
-        """A dynamic slice of single places (as `t[i]` of one id is), or an update, by way of a gather, or a scatter.
+        """Rewrites a dynamic slice of single places (as `t[i]` of one id is), or an update, by way of a gather, or a
+        scatter.
 
         An update by several axes, as the gradient of `t[i, j]` of one element is, is a scatter in any case: it has a
         rule for rows.
@@ -213,7 +215,6 @@ class _Walk(LookupRewriter):
         return made
 
     def _in_table(self, atom: Atom, equation: Equation) -> tuple[Atom | None, list[Equation]]:
-        """A value of an equation in the shape of its table, and what makes it: zeros are made anew."""
         if atom in self.views or atom not in self.uniform or atom.shape not in self.tables:
             return self.views.get(atom), []
         shape = self.tables[atom.shape]
@@ -221,7 +222,7 @@ class _Walk(LookupRewriter):
         return made[-1].outputs[0], made
 
     def _access(self, equation: Equation, view: Atom, updates: Sequence[Atom]) -> list[Equation] | None:
-        """The gather or scatter in the table itself; None where it isn't of single places and whole windows.
+        """Returns the gather or scatter in the table itself; None where it isn't of single places and whole windows.
 
         Args:
           equation: The gather or scatter.
@@ -248,12 +249,10 @@ class _Walk(LookupRewriter):
 
 
 def _reshaped(equation: Equation, atom: Atom, out: Var) -> list[Equation]:
-    """What makes a value of an equation's of the same in another shape."""
     return expand(lambda x: jnp.reshape(x, out.shape), equation, (atom,), out)
 
 
 def _ending(body: Block, k: int, output: Atom | None, made: Sequence[Equation]) -> Block:
-    """A block with another result in place of one."""
     assert output is not None, "there is one"
     return Block(body.inputs, (*body.equations, *made), (*body.outputs[:k], output, *body.outputs[k + 1 :]))
 
@@ -289,7 +288,7 @@ class Factors:
 
 @functools.lru_cache(maxsize=256)
 def common_factors(table: Shape, reshaped: Shape) -> Factors | None:
-    """The factors of two shapes of one size; None where they don't divide each other evenly."""
+    """Returns the factors of two shapes of one size; None where they don't divide each other evenly."""
     sizes: list[int] = []
     groups: tuple[list[list[int]], list[list[int]]] = ([[] for _ in table], [[] for _ in reshaped])
     left, i, j = [[*table], [*reshaped]], 0, 0
@@ -309,7 +308,7 @@ def common_factors(table: Shape, reshaped: Shape) -> Factors | None:
 
 @dataclass(frozen=True)
 class Places:
-    """What a gather or scatter takes: a single place along each indexed axis of its operand, all of the others.
+    """The elements that a gather or scatter takes: one place along each indexed axis of its operand, all of the others.
 
     Attributes:
       indexed: Axes of the operand, in the order of the components of the indices.
@@ -346,7 +345,7 @@ class Places:
 def accessed(
     equation: Equation, factors: Factors, places: Places, table: Any, indices: Sequence[Any], updates: Any = None
 ) -> Any:
-    """The gather's result, or the scatter's in the shape of the table."""
+    """Returns the gather's result, or the scatter's in the shape of the table."""
     sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices[0].shape[:-1]
     taken = [f for d in places.windows for f in factors.reshaped[d]]  # factors that are taken whole
     rows = [f for f in taken if f in factors.table[0]]  # those by which rows lie beside each other
@@ -380,7 +379,7 @@ def accessed(
 def _index(
     equation: Equation, factors: Factors, places: Places, indices: Sequence[Any], rows: Sequence[int]
 ) -> tuple[Any, list[int]]:
-    """Index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
+    """Returns index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
     Args:
       equation: The gather or scatter.

@@ -63,8 +63,8 @@ class OneHot:
         return self.order.index(self.along)
 
     def expanded(self, ids: Any) -> Any:
-        """The ids in the array's shape without the class axis; int32, of 64 bits int64 (what it can't hold is negative
-        then, and so still no class)."""
+        """Returns the ids in the array's shape without the class axis; int32, of 64 bits int64 (what it can't hold is
+        negative then, and so still no class)."""
         others = [d for d in range(len(self.compared)) if d != self.along]
         full = [self.compared[d] for d in others]
         ids = ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
@@ -74,7 +74,7 @@ class OneHot:
 
 
 def recognise_lookups(program: Program, counting: Counting) -> tuple[Program, int]:
-    """The program with lookups for one-hot products, and how many products there were.
+    """Returns the program with lookups for one-hot products, and how many products there were.
 
     Args:
       program: Any program.
@@ -104,7 +104,7 @@ class _Lookups(LookupRewriter):
         return [equation] if written is None else written
 
     def _lookup(self, equation: Equation) -> list[Equation] | None:
-        """The lookup in place of `one_hot @ table`."""
+        """Returns the lookup in place of `one_hot @ table`."""
         contract, batch = equation.params["dimension_numbers"]
         for k in (0, 1):
             table, hot = equation.inputs[1 - k], equation.inputs[k]
@@ -142,7 +142,7 @@ class _Transposes(Rewriter):
         return [equation] if written is None else written
 
     def _push(self, equation: Equation) -> list[Equation] | None:
-        """The scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
+        """Returns the scatter-add in place of a product that contracts all axes of a one-hot array but its classes."""
         contract, batch = equation.params["dimension_numbers"]
         for k in (0, 1):
             one_hot = _one_hot(equation.inputs[k], self.made, self.counting)
@@ -206,7 +206,7 @@ def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
 
 
 def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> OneHot | None:
-    """What a one-hot array is made of; None of anything else."""
+    """Returns what a one-hot array is made of; None of anything else."""
     equation, converted, orders = made.get(atom), False, []
     while equation is not None and equation.op in ("convert_element_type", "transpose"):
         converted = converted or equation.op == "convert_element_type"
@@ -231,7 +231,6 @@ def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> O
 
 
 def _without(ids: Atom, axis: int, producers: Mapping[Atom, Equation]) -> tuple[Atom, tuple[int, ...]] | None:
-    """Ids that are repeated along an axis, before they are, and where their axes are."""
     equation = producers.get(ids)
     if equation is None or equation.op != "broadcast_in_dim":
         return None

@@ -32,7 +32,7 @@ _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax"
 
 
 def sink_sums(program: Program) -> tuple[Program, int]:
-    """The program with its sums over shards where they are made, and how many there were."""
+    """Returns the program with its sums over shards where they are made, and how many there were."""
     return _Sink().run(program)
 
 
@@ -47,7 +47,6 @@ class _Sink(Rewriter):
 
 
 def _reduction(equation: Equation) -> list[Equation]:
-    """A collective over numbered axes as reductions; anything else as it is."""
     name, axes = _REDUCTIONS.get(equation.op), equation.params.get("axes", ())
     if name is None or equation.params.get("axis_index_groups") or not all(isinstance(a, int) for a in axes):
         return [equation]
@@ -64,7 +63,7 @@ class _Sinking:
         self._made: list[Equation] = []
 
     def sum(self, equation: Equation) -> list[Equation] | None:
-        """The equations in place of a sum that reaches what makes the shards; None where it doesn't."""
+        """Returns the equations in place of a sum that reaches what makes the shards; None where it doesn't."""
         if equation.op != "reduce_sum" or len(equation.params["axes"]) != 1:
             return None
         (operand,), axis = equation.inputs, int(equation.params["axes"][0])
@@ -74,7 +73,8 @@ class _Sinking:
         return self._made
 
     def _reaches(self, atom: Atom, axis: int) -> bool:
-        """Whether a value's shards along an axis are made by scatter-adds or products, linear equations between."""
+        """Returns whether a value's shards along an axis are made by scatter-adds or products, linear equations
+        between."""
         equation = self._producers.get(atom)
         if equation is None:
             return False
@@ -93,7 +93,7 @@ class _Sinking:
         return equation is not None and equation.op in keeps and self._is_zero(equation.inputs[0])
 
     def _summed(self, atom: Atom, axis: int, output: Var | None = None) -> Var:
-        """The sum of a value along an axis."""
+        """Returns the sum of a value along an axis."""
         equation = self._producers[atom]
         if equation.op == "scatter-add":
             apply, atoms = _scattered, equation.inputs[1:]
@@ -107,7 +107,7 @@ class _Sinking:
 
 
 def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
-    """Operands whose sums along an axis give that of a linear equation's result; None of any other equation."""
+    """Returns operands whose sums along an axis give that of a linear equation's result; None of any other equation."""
     if equation.op in ("add", "add_any", "sub"):
         same = all(a.shape == equation.outputs[0].shape for a in equation.inputs)
         return [(a, axis) for a in equation.inputs] if same else None
@@ -127,7 +127,6 @@ def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
 
 
 def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
-    """A linear equation of sums."""
     params = equation.params
     if equation.op == "transpose":
         gone = params["permutation"][axis]
@@ -136,7 +135,6 @@ def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
 
 
 def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
-    """The product that adds up the shards, too."""
     contract, batch = equation.params["dimension_numbers"]
     numbers = (
         tuple((*c, b[axis]) for c, b in zip(contract, batch, strict=True)),
@@ -146,7 +144,7 @@ def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
 
 
 def _scattered(equation: Equation, axis: int, indices: Any, updates: Any) -> Any:
-    """The scatter-add of all shards into one."""
+    """Returns the scatter-add of all shards into one."""
     numbers, old = equation.params["dimension_numbers"], equation.outputs[0]
     k = numbers.operand_batching_dims.index(axis)
     shape = [size for d, size in enumerate(old.shape) if d != axis]

@@ -22,7 +22,7 @@ from autopar.ir.slicing import eliminate_dead, needed_equations
 
 
 def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool, slack: int) -> StagedStep:
-    """The step with what an asynchronous pipeline has besides.
+    """Returns the step with what an asynchronous pipeline has besides.
 
     Args:
       staged: The programs, of one microbatch, with the program's inputs and outputs.
@@ -78,12 +78,11 @@ class _Cutter:
         )
 
     def _read(self, equations: Iterable[Equation]) -> set[Var]:
-        """The step's inputs that equations read, or that are new values of clocks as they are."""
         read = {a for e in equations for a in e.inputs} | {*self._clocks.values()}
         return {v for v in self._program.block.inputs if v in read}
 
     def _without_gradients(self) -> Iterator[tuple[Var, Atom]]:
-        """Leaves whose new value follows from leaves of that kind and from what every stage is given."""
+        """Yields leaves whose new value follows from leaves of that kind and from what every stage is given."""
         found = {old: new for old, new in self._states.items() if old not in self._constants}
         examples, block = {whole for whole, _ in self._staged.parts.values()}, self._program.block
         while True:
@@ -104,7 +103,6 @@ class _Cutter:
                 del found[old]
 
     def _without_clocks(self, program: StageProgram) -> StageProgram | None:
-        """A program that leaves the clock's work to it; None if nothing is left."""
         clocks = {new for new in self._clocks.values() if new not in self._results}
         outputs = tuple(v for v in program.outputs if v not in clocks)
         if not outputs:
@@ -112,7 +110,6 @@ class _Cutter:
         return self._with_block(program, Block(program.block.inputs, program.block.equations, outputs))
 
     def _with_block(self, program: StageProgram, block: Block) -> StageProgram:
-        """A program of another block, with the inputs that it reads."""
         block, used = eliminate_dead(block)
         inputs = tuple(v for v, is_used in zip(block.inputs, used, strict=True) if is_used)
         return dataclasses.replace(program, block=Block(inputs, block.equations, block.outputs))
@@ -139,7 +136,7 @@ class _Cutter:
             yield old, new
 
     def _apart(self, news: Mapping[Var, Var]) -> Iterator[tuple[Var, Var]]:
-        """Results that are leaves, old or new, with copies of them, which outlive the leaves' next version."""
+        """Yields results that are leaves, old or new, with copies of them, which outlive the leaves' next version."""
         made = {new: leaf for leaf, new in news.items()}
         for atom in self._results:
             if atom in self._homes or atom in made:
@@ -152,7 +149,6 @@ class _Cutter:
                 yield atom, copy
 
     def _readers(self, leaf: Var, stage: int) -> list[StageProgram]:
-        """The programs of other stages than this one that read a leaf."""
         return [p for p in self._programs if p.stage != stage and leaf in p.block.inputs]
 
     def _tie(self) -> None:
@@ -185,8 +181,8 @@ class _Cutter:
         self._programs.insert(0, StageProgram("F", stage, 0, block))
 
     def _told_early(self, program: StageProgram, news: Mapping[Var, Var]) -> Iterator[StageProgram]:
-        """An update's sums for other stages, such as its part of a global norm, apart from what it does to its leaves,
-        which waits for theirs."""
+        """Yields an update's sums for other stages, such as its part of a global norm, apart from what it does to its
+        leaves, which waits for theirs."""
         read = {v for p in self._programs if p.phase == "update" and p.stage != program.stage for v in p.block.inputs}
         told = [v for v in program.outputs if v in read]
         if program.phase != "update" or not told or len(told) == len(program.outputs):
@@ -202,7 +198,7 @@ class _Cutter:
         yield self._with_block(program, Block(block.inputs, block.equations, rest))
 
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
-        """The call of each program's run, which it is given, and of each stage's update."""
+        """Returns the call of each program's run, which it is given, and of each stage's update."""
         first = self._soonest.updates
         forward, backward = (
             [of(k) for k in range(len(first))] for of in (self._soonest.forward, self._soonest.backward)
@@ -240,13 +236,12 @@ class _Cutter:
 
 
 def _reading(program: StageProgram, old: Var, new: Var) -> StageProgram:
-    """A program that reads another value."""
     block = substituted(program.block, {old: new})
     return dataclasses.replace(program, block=block)
 
 
 def substituted(block: Block, names: Mapping[Var, Var]) -> Block:
-    """A block that reads other values."""
+    """Returns a block that reads other values."""
 
     def of(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(names.get(a, a) if isinstance(a, Var) else a for a in atoms)

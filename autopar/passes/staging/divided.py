@@ -28,11 +28,11 @@ class DividedLeaves:
     axes: Mapping[Var, int] = field(default_factory=dict)
 
     def within(self, cut: CutProgram) -> DividedLeaves:
-        """Those of the program whose stacked leaves are in parts; layers aren't divided."""
+        """Returns the divided leaves of the program whose stacked leaves are in parts; layers aren't divided."""
         return DividedLeaves(self.devices, {part: axis for v, axis in self.axes.items() for part in cut.parts(v)})
 
     def follow(self, parts: Parts) -> Division:
-        """How all values of a step are divided."""
+        """Returns how all values of a step are divided."""
         divider = Divider(self.axes, self.devices)
         if self.axes:
             divider.run(parts.before)

@@ -58,16 +58,16 @@ class CutProgram:
     leaves: Mapping[Var, tuple[Var, ...]]
 
     def parts(self, leaf: Var) -> tuple[Var, ...]:
-        """Of a leaf; itself, if it is whole."""
+        """Returns the parts of a leaf; itself, if it is whole."""
         return self.leaves.get(leaf, (leaf,))
 
     def layers(self, leaves: Sequence[Var]) -> list[tuple[Var, ...]]:
-        """The parts of several leaves that have the same layers, in order."""
+        """Returns the parts of several leaves that have the same layers, in order."""
         return list(zip(*map(self.parts, leaves), strict=True))
 
 
 def find_stacks(program: Program) -> list[Stack]:
-    """The stacks of a step that `split_update` has cut, whose gradient program only scans over their layers."""
+    """Returns the stacks of a step that `split_update` has cut, whose gradient program only scans over their layers."""
     parts = find_parts(program)
     lengths = {e.params["length"] for e in parts.body.equations if e.op == "scan"} - {1}
     weights = used_weights(program, parts)
@@ -84,7 +84,7 @@ def find_stacks(program: Program) -> list[Stack]:
 
 
 def why_whole(program: Program, leaf: Var) -> str:
-    """Why a leaf of a step that `split_update` has cut is in no stack."""
+    """Returns why a leaf of a step that `split_update` has cut is in no stack."""
     cutter = _Cutter({leaf: (1, leaf.shape[0])})
     cutter.run(program)
     if leaf not in cutter.spoiled:
@@ -94,7 +94,6 @@ def why_whole(program: Program, leaf: Var) -> str:
 
 
 def _connected(groups: Iterable[frozenset[Var]]) -> list[frozenset[Var]]:
-    """Leaves of one scan together, and those of scans that share one."""
     joined: list[frozenset[Var]] = []
     for group in groups:
         met = [other for other in joined if not group.isdisjoint(other)]
@@ -114,7 +113,7 @@ def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read:
 
 
 def cut_layers(program: Program, ends: Mapping[Var, Ends]) -> CutProgram:
-    """The program with leaves in parts; `ends`: of each leaf that is to be where its parts end, in layers."""
+    """Returns the program with leaves in parts; `ends`: of each leaf that is to be where its parts end, in layers."""
     cutter = _Cutter(ends)
     block = cutter.run(program)
     inputs = tuple(cutter.parts.get(v, v) for v in program.block.inputs)
@@ -180,7 +179,7 @@ class _Cutter:
         self._sliced: dict[tuple[Var, int, Ends], _Pieces] = {}
 
     def run(self, program: Program) -> Block:
-        """All of a program; its outputs as they were."""
+        """Cuts all of a program, and returns its outputs as they were."""
         for var, ends in self.ends.items():
             self.parts[var] = tuple(Var(var.type.resized(0, size)) for size in _sizes(ends))
             self._env[var] = _Pieces(0, ends, self.parts[var], frozenset((var,)))
@@ -193,7 +192,7 @@ class _Cutter:
         return Block(program.block.inputs, tuple(self.equations), program.block.outputs)
 
     def value(self, atom: Atom) -> Atom | _Pieces:
-        """What a value has become."""
+        """Returns what a value has become."""
         return self._env.get(atom, atom) if isinstance(atom, Var) else atom
 
     def add(self, equation: Equation) -> None:
@@ -209,7 +208,7 @@ class _Cutter:
             self.equations.append(dataclasses.replace(equation, inputs=inputs))
 
     def whole(self, atom: Atom) -> Atom:
-        """A value, its parts put together."""
+        """Returns a value, its parts put together."""
         value = self.value(atom)
         if not isinstance(value, _Pieces) or not isinstance(atom, Var):
             return atom
@@ -219,7 +218,7 @@ class _Cutter:
         return self._wholes[atom]
 
     def pieces(self, atom: Atom, axis: int, ends: Ends) -> _Pieces:
-        """A value in parts."""
+        """Returns a value in parts."""
         value = self.value(atom)
         if isinstance(value, _Pieces) and (value.axis, value.ends) == (axis, ends):
             return value
@@ -286,7 +285,7 @@ class _Cutter:
         )
 
     def _scan(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
-        """A scan whose iterations are cut where its operands are; whether it is one."""
+        """Returns a scan whose iterations are cut where its operands are; whether it is one."""
         params = equation.params
         border, first = equation.border, equation.border.fixed
         layered = [value for k, value in cut.items() if k >= first and value.axis == 0]
@@ -322,7 +321,7 @@ class _Cutter:
         return True
 
     def _plain(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
-        """An equation without bodies, once for each part; whether there is a rule."""
+        """Returns an equation without bodies, once for each part; whether there is a rule."""
         first, *others = cut.values()
         if any(other.ends != first.ends for other in others) or equation.op.startswith(("scatter", "ap.")):
             return False
@@ -354,7 +353,6 @@ class _Cutter:
         return True
 
     def _joined(self, equation: Equation, parts: Sequence[Var]) -> None:
-        """What a reduction over all layers makes of its parts' results."""
         primitive, total = _JOINS[REDUCES[equation.op]], parts[0]
         for k, part in enumerate(parts[1:], 2):
             (out,) = equation.outputs

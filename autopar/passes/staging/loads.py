@@ -20,7 +20,7 @@ from autopar.passes.staging.parts import Parts, homes_before, read_by
 
 @dataclass(slots=True)
 class StageLoad:
-    """Of one stage, for a microbatch where nothing else is said.
+    """The load of one stage, for a microbatch where nothing else is said.
 
     Attributes:
       flops, moved: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
@@ -59,13 +59,13 @@ class StageLoad:
         }
 
     def as_layer(self, rates: StageRates, microbatches: int) -> Layer:
-        """What a partition goes by: no program by itself."""
+        """Returns what a partition goes by: no program by itself."""
         sent = self.sent + self.tied / microbatches
         seconds = sum(each - rates.call_s for each in self.seconds(rates).values())
         return Layer(seconds, sent, self.state, self.gradient, self.activation)
 
     def scaled(self, factor: float) -> StageLoad:
-        """Of microbatches that are so many times as large, if all grows with them."""
+        """Returns the load for microbatches that are so many times as large, if all grows with them."""
         return self.mixed(StageLoad(), factor)
 
     def mixed(self, other: StageLoad, share: float) -> StageLoad:
@@ -90,7 +90,7 @@ class StageLoad:
 
     @staticmethod
     def of_all(loads: Sequence[StageLoad]) -> StageLoad:
-        """Of adjacent ones together."""
+        """Returns the load of adjacent stages together."""
         whole = StageLoad(sent=loads[0].sent, tied=loads[0].tied)
         for load in loads:
             for kind in load.flops:
@@ -111,7 +111,7 @@ class StageLoad:
 def stage_loads(
     parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], places: Places, division: Division
 ) -> list[StageLoad]:
-    """The load of each stage, for one of the devices that divide its products.
+    """Returns the load of each stage, for one of the devices that divide its products.
 
     Args:
       parts: The step.
@@ -163,7 +163,7 @@ def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[La
 
 
 def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division) -> None:
-    """What an equation computes, reads and writes on each device, and what the devices exchange for it."""
+    """Count what an equation computes, reads and writes on each device, and what the devices exchange for it."""
     flops, moved = equation_work(equation)
     saved = 1 - 1 / division.devices
     if equation in division.flops or any(v in division.axes for v in equation.outputs):
@@ -178,7 +178,7 @@ def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division
 def _add_value(
     loads: list[StageLoad], var: Var, made: Label, readers: set[Label], places: Places, division: Division
 ) -> None:
-    """What is sent of a value, and what is kept of it from a forward to a backward."""
+    """Count what is sent of a value, and what is kept of it from a forward to a backward."""
     size = _bytes(var)
     stages = {r.stage for r in readers}
     for stage in stages:
@@ -194,12 +194,11 @@ def _add_value(
 
 
 def _borders(start: int, end: int) -> Iterator[int]:
-    """The stages whose border with the one ahead lies between two stages."""
     return iter(range(min(start, end) + 1, max(start, end) + 1))
 
 
 def held_bytes(var: Var, division: Division) -> int:
-    """Bytes of what a device has of a value."""
+    """Returns bytes of what a device has of a value."""
     return -(-_bytes(var) // division.devices) if var in division.axes else _bytes(var)
 
 

@@ -31,7 +31,7 @@ class Parts:
 
 
 def find_parts(program: Program) -> Parts:
-    """Of a program that `split_update` has cut."""
+    """Finds the parts of a program that `split_update` has cut."""
     equations = program.block.equations
     k = next(k for k, e in enumerate(equations) if e.op == "ap.microbatches")
     first = Block(program.block.inputs, equations[:k], equations[k].inputs)
@@ -52,7 +52,8 @@ def read_by(parts: Parts) -> dict[Var, Var]:
 
 
 def used_weights(program: Program, parts: Parts) -> list[Var]:
-    """Leaves of the state that the gradient program reads and the update changes, in the order of their first use."""
+    """Returns leaves of the state that the gradient program reads and the update changes, in the order of their first
+    use."""
     whole = {v for v, axis in zip(parts.body.inputs, parts.step.params["axes"], strict=True) if axis is None}
     outer = read_by(parts)
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state" and v.shape]
@@ -65,7 +66,7 @@ def used_weights(program: Program, parts: Parts) -> list[Var]:
 
 
 def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of leaves, and of what is made of them ahead of the microbatches: that of the deepest leaf."""
+    """Returns the stage of leaves, and of what is made of them ahead of the microbatches: that of the deepest leaf."""
     stages = dict(homes)
     for equation in parts.before:
         deepest = max((stages.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
@@ -77,7 +78,7 @@ def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
 def label_parts(
     parts: Parts, homes: Mapping[Var, int], stages: int, *, splits_backward: bool = False
 ) -> dict[Equation, Label]:
-    """The label of each equation of the gradient program.
+    """Returns the label of each equation of the gradient program.
 
     Args:
       parts, stages: A step, and S.
@@ -94,14 +95,14 @@ def label_parts(
 
 
 def _reached_weights(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, Var]:
-    """Result of the microbatches -> the weight that it is a gradient of: their update is elementwise in both."""
     groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
     weights = {groups[v]: v for v in reversed(list(homes)) if v in groups}
     return {v: weights[groups[v]] for v in parts.step.outputs if groups.get(v) in weights}
 
 
 def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[Var, int]:
-    """Values by number: those that meet in equations of one shape have the same, and rows that of their table."""
+    """Returns values by number: those that meet in equations of one shape have the same, and rows that of their
+    table."""
     groups = {v: k for k, v in enumerate(starts) if v.shape and v.type.size > SMALL}
     members: dict[int, set[Var]] = {k: {v} for v, k in groups.items()}
     for equation in equations:
@@ -122,14 +123,14 @@ def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[V
 
 
 def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of what the update computes elementwise of a leaf's values: the leaf's."""
+    """Returns the stage of what the update computes elementwise of a leaf's values: the leaf's."""
     groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
     stages = {groups[v]: stage for v, stage in reversed(list(homes.items())) if v in groups}
     return {v: stages[group] for v, group in groups.items() if group in stages}
 
 
 def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """The stage of the state's other leaves: that of the weight whose update they are read for."""
+    """Returns the stage of the state's other leaves: that of the weight whose update they are read for."""
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state"]
     groups = _elementwise((*parts.before, *parts.after), [*homes, *states, *parts.step.outputs])
     stages = {groups[v]: homes[v] for v in homes if v in groups}

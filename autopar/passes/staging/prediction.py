@@ -28,7 +28,7 @@ Array = Any
 
 
 def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> StagedStep:
-    """The step whose tasks predict their weights.
+    """Returns the step whose tasks predict their weights.
 
     Args:
       staged: A step without a flush.
@@ -81,7 +81,7 @@ class _Change:
 
 
 def _changes(staged: StagedStep) -> dict[Var, _Change]:
-    """The weights that move, with what their changes are kept in."""
+    """Returns the weights that move, with what their changes are kept in."""
     assert staged.asynchronous is not None, "versions differ without a flush"
     equations = {v: e for p in staged.programs if p.phase == "update" for e in p.block.equations for v in e.outputs}
     news, found = staged.asynchronous.news, dict[Var, _Change]()
@@ -100,7 +100,7 @@ def _changes(staged: StagedStep) -> dict[Var, _Change]:
 
 
 def _predicting(program: StageProgram, changes: Mapping[Var, _Change], steps: int) -> StageProgram:
-    """A program that reads its weights so many updates ahead."""
+    """Returns a program that reads its weights so many updates ahead."""
     block = program.block
     read = {x: changes[x] for x in block.inputs if x in changes}
     ahead: list[Equation] = []
@@ -118,7 +118,7 @@ def _predicting(program: StageProgram, changes: Mapping[Var, _Change], steps: in
 
 
 def _pulling_ahead(pull: Equation, change: _Change, steps: int) -> Iterator[Equation]:
-    """A pull of rows, of which those that the last update touched are predicted."""
+    """Yields a pull of rows, of which those that the last update touched are predicted."""
     (leaf, route), axis, pulled = pull.inputs, pull.params["axis"], Var(pull.outputs[0].type)
     yield dataclasses.replace(pull, outputs=(pulled,))
     numbers = _numbers(pull, leaf.shape[axis], route)
@@ -135,7 +135,7 @@ def _pulling_ahead(pull: Equation, change: _Change, steps: int) -> Iterator[Equa
 def _telling_changes(
     program: StageProgram, olds: Mapping[Var, tuple[Var, _Change]]
 ) -> tuple[StageProgram, dict[Var, Var]]:
-    """An update that tells the changes of its weights, too, and what is the new value of each of their leaves.
+    """Returns an update that tells the changes of its weights, too, and what is the new value of each of their leaves.
 
     Args:
       program: The update.
@@ -166,12 +166,10 @@ def _telling_changes(
 
 
 def _numbers(like: Equation, extent: int, route: Atom) -> Equation:
-    """Makes what tells the numbers of a route's rows; padding has that of a row that isn't touched."""
     type_ = ArrayType((route.type.rows,), np.dtype(np.int32))
     params = {"axis": 0, "shape": type_.shape, "dtype": type_.dtype, "extent": extent}
     return _like(like, "ap.row_iota", (route,), Var(type_), params)
 
 
 def _like(like: Equation, op: str, inputs: tuple[Atom, ...], output: Var, params: Mapping[str, Any]) -> Equation:
-    """Makes another equation of the same line."""
     return dataclasses.replace(like, op=op, inputs=inputs, outputs=(output,), params=params)

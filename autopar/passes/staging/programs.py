@@ -50,7 +50,7 @@ class StageCutter:
     shared: dict[Var, Equation] = field(default_factory=dict)
 
     def run(self) -> StagedStep:
-        """The programs."""
+        """Returns the programs."""
         parts = self.parts
         outer = read_by(parts)
         inside = dict(zip(parts.body.inputs, parts.step.params["axes"], strict=True))
@@ -89,7 +89,7 @@ class StageCutter:
                 yield atom, self.homes[old]
 
     def _divided(self) -> dict[Var, int]:
-        """The values that are divided; a leaf's new value as the leaf is."""
+        """Returns the values that are divided; a leaf's new value as the leaf is."""
         block, axes = self.program.block, dict(self.axes)
         for leaf, out in self.program.new_states.items():
             atom, axis = block.outputs[out], axes.get(block.inputs[leaf])
@@ -120,7 +120,7 @@ class StageCutter:
             yield copy, (outer, join)
 
     def _before(self) -> None:
-        """What all microbatches have: with the deepest weight that it depends on, or at each stage that reads it.
+        """Place what all microbatches have: with the deepest weight that it depends on, or at each stage that reads it.
 
         Without a flush a backward reads other versions of the weights than its forward did, so each makes its own.
         """
@@ -157,7 +157,6 @@ class StageCutter:
             levels.update(dict.fromkeys(equation.outputs, level))
 
     def _level(self, atom: Atom, stage: int, homes: Mapping[Var, int], levels: Mapping[Var, int]) -> int:
-        """The level at which a stage has a value."""
         if isinstance(atom, Literal):
             return 0
         if atom in self.anywhere:
@@ -188,7 +187,7 @@ class StageCutter:
         return tuple(programs)
 
     def _add_shared(self, whole: dict[_Key, list[Equation]], outputs: Iterable[Var]) -> None:
-        """What stages read of shared values, computed by a program of their own ahead of the microbatches."""
+        """Add what stages read of shared values, computed by a program of their own ahead of the microbatches."""
         wanted: dict[int, dict[Var, None]] = {}
         for (_, stage, _), equations in whole.items():
             wanted.setdefault(stage, {}).update(dict.fromkeys(a for a in _inputs(equations) if a in self.shared))
@@ -199,7 +198,6 @@ class StageCutter:
                 whole["before", stage, 0] = [*own, *whole.get(("before", stage, 0), [])]
 
     def _whole(self, equations: Sequence[Equation]) -> list[Equation]:
-        """Equations with those that make what they read and every program computes by itself."""
         return _with_sources(equations, self.anywhere)
 
 
@@ -221,11 +219,9 @@ def _with_sources(equations: Sequence[Equation], made_by: Mapping[Var, Equation]
 
 
 def _position(phase: Phase, stage: int, level: int) -> tuple[int, int, int]:
-    """Where a program stands among the others."""
     return PHASES.index(phase), level, stage
 
 
 def _inputs(equations: Sequence[Equation]) -> list[Var]:
-    """What equations read that none of them makes."""
     made = {v for e in equations for v in e.outputs}
     return list(dict.fromkeys(a for e in equations for a in e.inputs if isinstance(a, Var) and a not in made))

@@ -16,7 +16,8 @@ from autopar.passes.staging.parts import Parts
 
 
 def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> tuple[Parts, dict[Equation, Label]]:
-    """The step whose backwards read no activations of their own stage's forward; and the labels of its equations.
+    """Returns the step whose backwards read no activations of their own stage's forward; and the labels of its
+    equations.
 
     Args:
       parts: The step.
@@ -57,7 +58,7 @@ class _Copier:
         self.labels[equation] = label
 
     def again(self, atom: Atom, reader: Label) -> Atom:
-        """A value as a backward reads it: computed once more, if the same stage's forward has made it."""
+        """Returns a value as a backward reads it: computed once more, if the same stage's forward has made it."""
         made = self._forward.get(atom) if isinstance(atom, Var) else None
         if made is None or made[1] != reader.stage or not isinstance(atom, Var):
             return atom
@@ -73,7 +74,7 @@ class _Copier:
         return self._new[atom]
 
     def _read_for(self, direction: str, parts: Parts, labels: Mapping[Equation, Label]) -> set[int]:
-        """The forward equations that equations of a direction read, directly or not."""
+        """Returns the forward equations that equations of a direction read, directly or not."""
         found: set[int] = set()
         for equation in parts.body.equations:
             label = labels[equation]

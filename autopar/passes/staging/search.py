@@ -47,7 +47,7 @@ class Candidate:
 
 
 def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
-    """The numbers of microbatches that are to be tried: those that divide the batch.
+    """Returns the numbers of microbatches that are to be tried: those that divide the batch.
 
     Args:
       program: An analysed program.
@@ -62,7 +62,7 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
 
 
 def reference_counts(counts: Sequence[int]) -> list[int]:
-    """Of the numbers that are tried those for which loads are found. One microbatch alone says little of several."""
+    """Returns for which of the numbers that are tried loads are found: one microbatch alone says little of several."""
     return sorted(
         {counts[min(1, len(counts) - 1)], max(count for count in counts if count <= max(REFERENCE, counts[0]))}
     )
@@ -86,7 +86,7 @@ class Reference:
 def search_pipeline(
     references: Mapping[int, Reference], pipeline: Pipeline, memory: int | None, devices: int, counts: Sequence[int]
 ) -> list[Candidate]:
-    """Of each number of stages the best pipeline, the best of all first.
+    """Finds the best pipeline of each number of stages, the best of all first.
 
     Args:
       references: Number of microbatches -> the step. One, or two, the fewer first.
@@ -131,13 +131,13 @@ def search_pipeline(
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate:
-    """The one with the fewest stages of those that are nearly as fast as the fastest: predictions are no better."""
+    """Returns the one with the fewest stages of those that are nearly as fast as the fastest: predictions are no
+    better."""
     limit = TIE * min(candidate.seconds for candidate in found)
     return min((c for c in found if c.seconds <= limit), key=lambda c: c.pipeline.count // c.pipeline.chunks)
 
 
 def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoad]:
-    """Of so many microbatches, by those of others: its work is some for a microbatch, and some for each example."""
     first, *rest = loads
     if not rest or len(loads[first]) != len(loads[rest[0]]):
         return [load.scaled(first / count) for load in loads[first]]
@@ -171,8 +171,8 @@ def _partitions(
     devices: int,
     memory: int | None,
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """The pipelines of so many microbatches by some schedules, with remat or without, each with its best partition, and
-    with the best one within the memory."""
+    """Yields the pipelines of so many microbatches by some schedules, with remat or without, each with its best
+    partition, and with the best one within the memory."""
     layers = [load.as_layer(rates, count) for load in loads]
     for schedule in schedules:
         rule = SCHEDULES[schedule]
@@ -189,7 +189,8 @@ def _partitions(
 
 
 def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int) -> Iterator[tuple[int, int]]:
-    """The numbers of stages that a schedule of so many microbatches can have, and how many are on each device."""
+    """Yields the numbers of stages that a schedule of so many microbatches can have, and how many are on each
+    device."""
     chunks = rule.stages_per_device
     if (asked.stages_per_device is not None and chunks > 1) or asked.schedule != AUTO:
         chunks = asked.chunks
@@ -206,8 +207,8 @@ def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int)
 
 
 def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> tuple[float, float]:
-    """Seconds of a step (microbatches, sums of replicas, the slowest update; without a flush those from a minibatch to
-    the next one), and bytes of the fullest device."""
+    """Returns seconds of a step (microbatches, sums of replicas, the slowest update; without a flush those from a
+    minibatch to the next one), and bytes of the fullest device."""
     starts = (0, *cut.ends[:-1])
     stages = [StageLoad.of_all(loads[start:end]) for start, end in zip(starts, cut.ends, strict=True)]
     seconds = [stage.seconds(rates) for stage in stages]

@@ -22,7 +22,7 @@ from autopar.passes.staging.remat import with_remat
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What is decided of stages.
+    """The decision on stages.
 
     Attributes:
       cut: The program, its stacked leaves in as many parts as they have stages.
@@ -35,7 +35,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """What stages can be cut between.
+    """The units that stages can be cut between.
 
     Attributes:
       cut: The program, with its stacked leaves cut into single layers.
@@ -52,7 +52,7 @@ class Units:
 
 
 def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves) -> Chosen:
-    """The stage of each weight, or of some layers of one.
+    """Returns the stage of each weight, or of some layers of one.
 
     Args:
       program: What is cut; its weights are in the order of their first use.
@@ -83,7 +83,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, 
 
 
 def find_units(program: Program, divided: DividedLeaves) -> Units:
-    """Of a program that `split_update` has cut, and leaves of it that are divided."""
+    """Finds the units of a program that `split_update` has cut, and leaves of it that are divided."""
     stacks = find_stacks(program)
     fine = cut_layers(program, {v: tuple(range(1, stack.layers + 1)) for stack in stacks for v in stack.leaves})
     layers = [fine.layers(stack.leaves) for stack in stacks]
@@ -103,7 +103,7 @@ def check_units(fine: Units, stages: int) -> None:
 
 
 def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[StageLoad]:
-    """The load of each unit, as a stage of its own."""
+    """Returns the load of each unit, as a stage of its own."""
     parts = find_parts(fine.cut.program)
     each = {v: k for k, unit in enumerate(fine.units) for v in unit}
     count = len(fine.units)
@@ -115,7 +115,7 @@ def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[Stage
 
 
 def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[Var, int]:
-    """The stage of each weight, cut between units so that the slowest stage is fast."""
+    """Returns the stage of each weight, cut between units so that the slowest stage is fast."""
     name, units, microbatches = fine.cut.program.name, fine.units, pipeline.microbatch_count
     check_units(fine, pipeline.count)
     rates = NOMINAL if measured.stages is None else measured.stages
@@ -139,7 +139,7 @@ def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[V
 def _asked_ends(
     program: Program, stacks: Sequence[Stack], stages: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Var, Ends]]:
-    """Where stacked leaves are to be cut: at the ends of the layers that patterns name."""
+    """Yields where stacked leaves are to be cut: at the ends of the layers that patterns name."""
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
     named = {pattern: split_layers(pattern) for patterns in stages for pattern in patterns}
     for stack in stacks:
@@ -157,7 +157,7 @@ def _asked_ends(
 
 
 def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]]) -> dict[Var, int]:
-    """The stage of each weight of a program whose leaves are cut where patterns name layers."""
+    """Returns the stage of each weight of a program whose leaves are cut where patterns name layers."""
     program = cut.program
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
     weights = used_weights(program, find_parts(program))
