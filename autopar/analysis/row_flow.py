@@ -277,7 +277,7 @@ class RowFlow(Interpreter[Value]):
     # --- what needs all rows ---
 
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
-        """An equation that needs all rows: read them, or refuse the families it needs them of."""
+        """Handle an equation that needs all rows: read them, or refuse the families it needs them of."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
         refusal = self._refusal(equation, mixes, max((a.shape[v.axis] for a, v in rows), default=0))
         possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)

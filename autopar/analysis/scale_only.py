@@ -87,7 +87,7 @@ class Granted:
         return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
 
     def finite(self, number: Number) -> None:
-        """That a number is finite."""
+        """Note that a number is finite."""
         if not number.literal:
             self.assume(self.xp.isfinite(number.value))
 

@@ -265,7 +265,7 @@ class _Walk(Interpreter[_Value]):
         return _Value(value.axes.index(axis), value.leaf) if axis in value.axes and axis is not None else _WHOLE
 
     def brought(self, atom: Atom, value: _Value, axis: int) -> None:
-        """A value is wanted in parts along an axis."""
+        """Note that a value is wanted in parts along an axis."""
         if value.axis != axis:
             self._whole(atom, value)
 

@@ -76,7 +76,7 @@ def verify_block(
 
 
 def _verify_operation(equation: Equation, where: str | _Place, written: frozenset[str]) -> None:
-    """The name, which pass may have written it, and the operands of what is ours."""
+    """Check the name, which pass may have written it, and the operands of what is ours."""
     if not equation.op.startswith(PREFIX):
         known = equation.primitive is not None or bool(equation.bodies)
         assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
@@ -122,7 +122,7 @@ def _same(a: Atom, b: Atom, where: str | _Place) -> None:
 
 
 def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
-    """Operands against the inputs of bodies, results of bodies against outputs."""
+    """Check operands against the inputs of bodies, results of bodies against outputs."""
     if equation.op == "scan":
         consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies

@@ -155,7 +155,7 @@ def _summed(equation: Equation) -> Sequence[Sequence[int]]:
 def _check_divides(
     paths: Mapping[Var, str], named: Mapping[Var, int], starts: Mapping[Var, int], devices: int, microbatches: int
 ) -> None:
-    """That there are as many examples in every microbatch of every device."""
+    """Check that there are as many examples in every microbatch of every device."""
     wrong = next((v for v in named if v not in starts), None)
     if wrong is not None:
         each = "" if devices == 1 else f" of each of {devices} devices"

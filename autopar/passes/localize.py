@@ -155,7 +155,7 @@ class Localizer(Forms):
                 self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
 
     def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
-        """An equation as it is, its results in these states; whole by default."""
+        """Write an equation as it is, its results in these states; whole by default."""
         inputs = tuple(self.read(a) for a in equation.inputs)
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
@@ -171,7 +171,7 @@ class Localizer(Forms):
         return is_call and self.may_repeat
 
     def _first(self, equation: Equation) -> None:
-        """A callback of whole operands on the first device; its results go to all."""
+        """Write a callback of whole operands on the first device; its results go to all."""
         operands = tuple(self.whole(a, equation) for a in equation.inputs)
         inputs = tuple(Var(a.type) for a in equation.inputs)
         results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
@@ -183,7 +183,7 @@ class Localizer(Forms):
             self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
 
     def _effect(self, equation: Equation) -> None:
-        """An effect of what all devices have: once sums over the examples are reduced, of these, too."""
+        """Write an effect of what all devices have: once sums over the examples are reduced, of these, too."""
         if self.shared.between and self.shared.bound.rank_devices > 1:
             raise NotLocal(f"{equation.op} has an effect, and a rank several devices", equation.source)
         if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
@@ -242,7 +242,7 @@ class Localizer(Forms):
         return any(isinstance(a, Var) for a, is_sum in zip(equation.inputs, partial, strict=True) if not is_sum)
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
-        """An equation without bodies on a device's part of its operands."""
+        """Write an equation without bodies on a device's part of its operands."""
         for atom in equation.inputs:
             if isinstance(have := self.state(atom), Spread) and have.sums:
                 self.add_up(atom, have)
@@ -285,7 +285,7 @@ class Localizer(Forms):
         return self.emit("ap.only_examples", (part,), part.type, params)
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
-        """An equation whose operands aren't all had in shards: of a product the larger one is, else none."""
+        """Rewrite an equation whose operands aren't all had in shards: of a product the larger one is, else none."""
         # One that was raised would keep its frames, and the caller's arguments with them.
         self.shared.inside = self.shared.inside or NotLocal(reason.reason, reason.source)
         if self.looks_up_rows(equation, spread):
@@ -308,7 +308,7 @@ class Localizer(Forms):
         return alike if equation.op in ALIGNED and len(alike) < len(states) else ()
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
-        """A reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
+        """Write a reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
         op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
@@ -519,7 +519,7 @@ class Localizer(Forms):
         return self.shared.of_examples(axis, size)
 
     def _microbatches(self, equation: Equation) -> None:
-        """Each microbatch of a device's own examples; what is reduced over microbatches is over devices once, then."""
+        """Write each microbatch of a device's own examples; what is reduced over microbatches is over devices once."""
         (body,), params = equation.bodies, equation.params
         states = [self.state(atom) for atom in equation.inputs]
         for k, (atom, axis) in enumerate(zip(equation.inputs, params["axes"], strict=True)):

@@ -87,7 +87,7 @@ class _Merge:
             editor.append(equation)
 
     def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
-        """A scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
+        """Write a scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
         (body,) = equation.bodies
         consts, carry = equation.border.consts, equation.border.carries
         inputs, outputs = list(equation.inputs), list(equation.outputs)
@@ -115,7 +115,7 @@ class _Merge:
         editor.extend([equation, *after])
 
     def _deliver_outside(self, editor: _Editor, equation: Equation) -> None:
-        """A remat whose results are delivered rows: it returns aggregates."""
+        """Write a remat whose results are delivered rows: it returns aggregates."""
         (body,) = equation.bodies
         block = _Editor.of(body)
         returned, outputs, after = list(body.outputs), list(equation.outputs), []

@@ -447,7 +447,7 @@ class _Rewrite(Writer):
         return out
 
     def look_up_all(self, lookup: Equation, ids: Ids) -> None:
-        """The rows that there are to look up, and what ids out of range look up, as a lookup's value by entries."""
+        """Write the rows that can be looked up, and what ids out of range look up, as a lookup's value by entries."""
         atom, axis = lookup.inputs[0], lookup.params["axis"]
         if axis:
             atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))

@@ -203,7 +203,7 @@ class Body(Writer):
         return self._whole.setdefault(atom, Var(atom.type))
 
     def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
-        """An equation once more, for a block of rows."""
+        """Write an equation once more, for a block of rows."""
         outputs = tuple(Var(self._type(v, place)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == "iota" and equation.params["dimension"] == place.axis:
@@ -284,7 +284,7 @@ class _Walk(Tables):
         self.updates = {block.outputs[out]: block.inputs[k] for k, out in new.items()}
 
     def store(self, var: Var, rows: TableRows) -> None:
-        """A stored table, as it comes."""
+        """Note a stored table, as it comes."""
         self.rows[var] = rows
         self.sources[var] = RowSource((var,), var, is_old=True)
 
@@ -361,7 +361,7 @@ class _Walk(Tables):
         return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
-        """An update in place, which waits for what reads the rows before it."""
+        """Write an update in place, which waits for what reads the rows before it."""
         leaves = self._written_leaves(equation)
         waits = "first" in OPERATIONS[equation.op].groups  # of a sweep, its condition does
         fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
@@ -390,7 +390,7 @@ class _Walk(Tables):
         return leaves if len(leaves) == len(stored) else []  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
-        """All rows from the touched ones: stored if it is a leaf's new value."""
+        """Write all rows from the touched ones: stored if it is a leaf's new value."""
         (out,) = equation.outputs
         like = self._family(equation)
         if like is None:
@@ -421,7 +421,7 @@ class _Walk(Tables):
             self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
-        """An ordinary equation of whole tables."""
+        """Write an ordinary equation of whole tables."""
         rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
         some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:

@@ -139,7 +139,7 @@ class _Split:
         return Stages(_with_last_uses(items, set(self.block.outputs)))
 
     def _place(self, equation: Equation) -> None:
-        """The earliest stage of an equation, and its side."""
+        """Find the earliest stage of an equation, and its side."""
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)

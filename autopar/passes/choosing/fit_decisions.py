@@ -18,7 +18,7 @@ _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...
 
 
 def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
-    """That the plan is of an analysed program's tables, on so many devices, of which so many divide products.
+    """Check that the plan is of an analysed program's tables, on so many devices, of which so many divide products.
 
     Raises:
       PlanError: it isn't; all that differs is named.
@@ -63,7 +63,7 @@ def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan)
 
 
 def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
-    """That what was decided now is what the earlier plan says.
+    """Check that what was decided now is what the earlier plan says.
 
     Raises:
       PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.

@@ -355,7 +355,7 @@ class StepUpdateLog:
         return dict(zip(self.caught, flushed, strict=True))
 
     def _complete(self, scope: Scope, update: UntouchedUpdate, read: Mapping[int, Var]) -> None:
-        """The equation that brings rows up to date, now that the untouched update is known."""
+        """Write the equation that brings rows up to date, now that the untouched update is known."""
         place = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
         axes = scope.lifting.spaces[self.family].row_axes

@@ -21,7 +21,7 @@ from autopar.passes.lifting.scope import Key, Lifting, RowValue, Scope, Template
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:
-    """A row-parallel equation, at the routed rows."""
+    """Write a row-parallel equation, at the routed rows."""
     lifting = scope.lifting
     if equation.op == "optimization_barrier":
         return _lift_barrier(scope, equation)
@@ -42,7 +42,7 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
 
 
 def _lift_barrier(scope: Scope, equation: Equation) -> None:
-    """Each operand in its own form behind the barrier; what belongs to no family needs none."""
+    """Write each operand in its own form behind the barrier; what belongs to no family needs none."""
     inputs, outputs = [], []
     for atom, old in zip(equation.inputs, equation.outputs, strict=True):
         row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
@@ -59,7 +59,7 @@ def _lift_barrier(scope: Scope, equation: Equation) -> None:
 
 
 def _lift_lookup(scope: Scope, equation: Equation) -> None:
-    """Rows in the shape of the ids."""
+    """Write rows in the shape of the ids."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a lookup reads rows"
     rows, route = scope.fetched(equation.inputs[0], row.axis, row.family), scope.route(row.family)
@@ -146,7 +146,7 @@ def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
 
 
 def _lift_reduce(scope: Scope, equation: Equation) -> None:
-    """A reduction over all rows, from the routed ones."""
+    """Write a reduction over all rows, from the routed ones."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a reduction over rows reads rows"
     assert isinstance(row.off, Const), "off the touched rows it is a constant"
@@ -169,8 +169,8 @@ def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, .
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:
-    """A product that sums over all rows, one side being zero on the untouched ones; if it may be something else there,
-    a product for each row, and a sum over the rows."""
+    """Write a product that sums over all rows, one side being zero on the untouched ones; if it may be something else
+    there, a product for each row, and a sum over the rows."""
     places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
     sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
     family = places[0].family
@@ -514,7 +514,7 @@ def _template(
 
 
 def _lift_branches(scope: Scope, equation: Equation) -> None:
-    """A remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
+    """Write a remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
     lifting = scope.lifting
     head, operands = equation.inputs[: equation.border.head], equation.inputs[equation.border.head :]
     children = [Scope(lifting, b, scope, dict(zip(b.inputs, operands, strict=True))) for b in equation.bodies]

@@ -119,7 +119,7 @@ def _is_delivered(walk: Forms, equation: Equation) -> bool:
 
 
 def _deliver_partial(walk: Forms, push: Equation) -> None:
-    """A rank's partial sums at the rows that it requested, and the delivery of these."""
+    """Write a rank's partial sums at the rows that it requested, and the delivery of these."""
     base, route, index, updates = push.inputs
     requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
     assert requested is not None, "rows on hosts are requested"
@@ -165,7 +165,7 @@ def _aggregate(walk: Forms, equation: Equation) -> None:
 
 
 def _row_ids(walk: Forms, equation: Equation) -> None:
-    """A device's own examples' ids; of what is padded those of no row."""
+    """Write a device's own examples' ids; of what is padded those of no row."""
     (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
     state = _STATES["index"](walk, equation)
     part = walk.as_state(index, state, equation)
@@ -194,7 +194,7 @@ def _row_iota(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
-    """An owner's rows by themselves, then all owners'."""
+    """Write an owner's rows by themselves, then all owners'."""
     rows, route, *more = equation.inputs
     state = _rows(walk, equation)
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
@@ -221,7 +221,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
-    """An owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
+    """Write an owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
     p = equation.params
     by_owner = [axis for axis, _ in p["stored"]]
     for axis, _ in p["touched"]:
@@ -283,7 +283,7 @@ def _off_form(
 
 
 def _of_log(walk: Forms, equation: Equation) -> None:
-    """Each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
+    """Write each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
     replay: Replay = equation.params["replay"]
     numbers = equation.params.get("families") or (equation.params["family"],)
     families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]

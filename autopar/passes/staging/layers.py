@@ -243,7 +243,7 @@ class _Cutter:
             self.spoiled.update({leaf: equation.source for value in values for leaf in value.leaves})
 
     def _microbatches(self, equation: Equation) -> None:
-        """The gradient program, its operands and sums in parts."""
+        """Write the gradient program, its operands and sums in parts."""
         (body,), axes, joins = equation.bodies, equation.params["axes"], equation.params["joins"]
         inner = _Cutter({}, is_body=True)
         inputs: list[tuple[Atom, Var, int | None]] = []
