@@ -32,6 +32,7 @@ from autopar.run.positions import donated_arguments, positions_of, static_argume
 from autopar.run.step import LazyStep, ParallelStep
 from autopar.run.worker_batches import GlobalBatchStep, WarmupStep
 from autopar.sync import Async, Sync
+from autopar.ways.table import way_of
 
 
 class _Given(TypedDict, total=False):
@@ -223,6 +224,7 @@ def parallelize(
         devices=devices if devices.mesh.size > 1 and not whole else None,
         per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
         clients=clients,
+        way_of=way_of,
     )
     planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
     unwatched = replan == "off" or devices.processes.several or sync is not None

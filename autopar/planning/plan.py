@@ -195,4 +195,4 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | 
         )
     if not sizes:
         return None
-    return follow(program, bound.with_sizes(sizes), entry.options).once_per_row
+    return follow(program, bound.with_sizes(sizes), entry.way).once_per_row

@@ -277,7 +277,8 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     sync = entry.options.sync
     if isinstance(sync, Elastic):
         sync, steps = dataclasses.replace(sync, interval=1), max(steps, 3)
-        entry = dataclasses.replace(entry, options=dataclasses.replace(entry.options, sync=sync))
+        options = dataclasses.replace(entry.options, sync=sync)
+        entry = dataclasses.replace(entry, way=dataclasses.replace(entry.way, options=options))
     program, clients, runner = entry.compiled.analysed, entry.clients, entry.runner
     assert clients is not None, "processes are workers"
     first = average(list(leaves))

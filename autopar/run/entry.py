@@ -47,21 +47,24 @@ from autopar.run.touched_rows import TouchedRows
 from autopar.sync import Async, Replicated
 from autopar.tables.kinds import materialize
 from autopar.tables.staged import StagePlace
+from autopar.ways.way import Way
 
 
 @dataclass(eq=False)
 class Entry:
     """What is known of the step at one set of shapes.
 
-    `example` holds the leaves of the first call's batch that ids depend on (None for all others). `fun` is what was
-    traced, the user's step or one made of it; `notes` are what `explain` says of that. `stage_devices` are those of a
-    pipeline's stages, `clients` those that have a replica each. `larger` compiles the same step with larger capacities,
-    once batches have come near those of this one.
+    `example` holds the leaves of the first call's batch that ids depend on (None for all others). `way` is how the step
+    is run, with the options that it was compiled by. `fun` is what was traced, the user's step or one made of it;
+    `notes` are what `explain` says of that. `stage_devices` are those of a pipeline's stages, `clients` those that have
+    a replica each. `larger` compiles the same step with larger capacities, once batches have come near those of this
+    one.
     """
 
     call: Call
     states: States
     compiled: Compiled
+    way: Way
     jaxpr: Any
     out_tree: Any
     trace_s: float = 0.0
@@ -69,7 +72,6 @@ class Entry:
 
     devices: Devices | None = None
     donate: bool = True
-    options: Options = field(default_factory=Options)
     machine: Machine = NOWHERE
     stage_devices: Sequence[StageDevice] = ()
     headroom: float = HEADROOM
@@ -77,6 +79,11 @@ class Entry:
     notes: Sequence[str] = ()
     clients: Clients | None = None
     larger: Compilation[Entry] | None = field(default=None, init=False)
+
+    @property
+    def options(self) -> Options:
+        """Returns what the user chose for the whole step, and what was chosen for it."""
+        return self.way.options
 
     def takes(self, call: Call) -> bool:
         """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
@@ -180,7 +187,7 @@ class Entry:
         if self.compiled.plan.pipeline is not None:
             return self._pipeline_runner(self.compiled.plan.pipeline.pipeline)
         if self.compiled.plan.on_hosts:
-            return HostRunner(self.compiled, self.options, self.out_tree, self.donate)
+            return HostRunner(self.compiled, self.way, self.out_tree, self.donate)
         if self.devices is not None:
             given = self.compiled, self.devices, self.out_tree, self.donate
             return DevicesRunner(self.run_stored, *given, self.run_first, are_results_whole=self.are_results_whole)

@@ -24,7 +24,6 @@ from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Block, Program
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
@@ -36,12 +35,13 @@ from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
+from autopar.ways.way import Way
 
 
 class HostRunner:
     """Places a step's arguments, runs it by stages, and compiles it for each bucket that its rows need."""
 
-    def __init__(self, compiled: Compiled, options: Options, out_tree: Any, donate: bool) -> None:
+    def __init__(self, compiled: Compiled, way: Way, out_tree: Any, donate: bool) -> None:
         self._out_tree = out_tree
         self._local = compiled.program.local
         self._donate = donate
@@ -53,7 +53,7 @@ class HostRunner:
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
             exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
-        self._options = dataclasses.replace(options, bucket_bytes=bucket_bytes)
+        self._way = dataclasses.replace(way, options=dataclasses.replace(way.options, bucket_bytes=bucket_bytes))
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
@@ -148,7 +148,7 @@ class HostRunner:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
             returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
-            if self._options.are_results_whole(self._program):
+            if self._way.options.are_results_whole(self._program):
                 returned = [self._on_all(x) for x in returned]
         except BaseException:
             if step.has_written:  # else the tables are as they were
@@ -232,7 +232,7 @@ class HostRunner:
         staged = self._programs.get(bucket)
         if staged is None:
             plan = self._bound.with_sizes(bucket.rows)
-            program: Program = follow(self._program, plan, self._options)
+            program: Program = follow(self._program, plan, self._way)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_joint else ())
             mark(self._ranks.step, "compiling", "compiles")
             staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated)

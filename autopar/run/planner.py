@@ -17,15 +17,7 @@ from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
-from autopar.compile import (
-    Analysed,
-    Compiled,
-    analyze_program,
-    choose_pipeline,
-    compile_program,
-    gradient_program,
-)
-from autopar.cost.rates import Measurements
+from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
 from autopar.ir.cluster import state_budget
@@ -39,14 +31,11 @@ from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.cluster import reductions_here
 from autopar.measure.figures import assumed_note
-from autopar.measure.machine import Machine, looked_up
-from autopar.measure.stage_rates import first_rates, profiled_rates
+from autopar.measure.machine import Machine
 from autopar.mpi.alone import check_connected, check_ranks
 from autopar.passes.analyze_batch import parameters_of
-from autopar.passes.choose import compares_methods
 from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
-from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, States, check_positions, describe_leaves
 from autopar.run.entry import Entry
@@ -55,6 +44,7 @@ from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_s
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states, warn_of_missed_states
 from autopar.tables.host import HostTable
+from autopar.ways.way import Way
 
 #: What to do in place of tables on hosts.
 ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
@@ -75,6 +65,7 @@ class Planner:
       per_device: Of a step that is written for one of several devices.
       stage_devices: Those of a pipeline's stages.
       clients: Those that train a replica each; `devices` are this one's.
+      way_of: Chooses the way to run a step with some options (`ways.table`).
       in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
     """
 
@@ -92,6 +83,7 @@ class Planner:
     stage_processes: StoreGroup | None = None
     clients: Clients | None = None
     in_stages: Callable[[], Planner] | None = None
+    way_of: Callable[[Options], Way] = dataclasses.field(kw_only=True)
 
     @property
     def name(self) -> str:
@@ -146,12 +138,12 @@ class Planner:
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
         options = self._options_of(program.inputs, leaves)
-        compiled = self._compile(program, options, example)
+        compiled, way = self._compile(program, options, example)
         own = self.devices if self.clients is None else self.clients.devices
         shards = in_shards(options, made_whole(compiled, own, leaves))
         if shards is not options:
             with contextlib.suppress(StrategyError):  # a warning says then that they are whole
-                compiled, options = self._compile(program, shards, example), shards
+                (compiled, way), options = self._compile(program, shards, example), shards
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
@@ -162,7 +154,8 @@ class Planner:
             else:  # paths of leaves that came there aren't the user's
                 options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
             program = self._program(call, states, traced.out_info, block, options.devices)
-            compiled = self._compile(program, options, example).with_reason(move.paths, move.reason)
+            compiled, way = self._compile(program, options, example)
+            compiled = compiled.with_reason(move.paths, move.reason)
         if self.in_stages is not None and self._exceeds_memory(compiled):
             planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
             if planned is not None:
@@ -172,9 +165,9 @@ class Planner:
         notes = [*notes, *shard_notes(options)]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
-        rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, options, self.machine)
+        rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
         more = {"stage_devices": self.stage_devices, "clients": self.clients}
-        return Entry(call, states, compiled, *rest, fun=fun, notes=tuple(notes), **more)
+        return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), **more)
 
     def _program(self, call: Call, states: States, outputs: Any, block: Block, devices: int) -> Program:
         """A call's program for so many devices. An evaluation reads rows of its spread parameters where they are, of
@@ -266,50 +259,26 @@ class Planner:
         """The same step once more, by another example and headroom."""
         old = entry.compiled.analysed
         program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
-        return self._compile(program, dataclasses.replace(entry.options, headroom=headroom), example)
+        return self._compile(program, dataclasses.replace(entry.options, headroom=headroom), example)[0]
 
-    def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> Compiled:
+    def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> tuple[Compiled, Way]:
         """Analyze, measure, compile; once more where rows turn out not to be deferrable."""
-        if options.pipeline is not None and options.pipeline.is_open:
-            options = self._with_pipeline(program, options)
+        way = self.way_of(options).settled(self, program)
         while True:
-            analysed = analyze_program(program, options)
-            measured = self._profiled(measure(analysed.program, options, self.machine, example), analysed, options)
+            analysed = analyze_program(program, way)
             try:
-                compiled = compile_program(analysed, options, measured)
+                compiled = compile_program(analysed, way, way.measured(self, analysed, example))
                 tables = {k for space in analysed.program.rows.spaces for k in space.tables}
-                known = replayed_in_vain(compiled.program, tables, options)
+                known = replayed_in_vain(compiled.program, tables, way.options)
                 if not known:
                     break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
-            options = dataclasses.replace(options, undeferred={**options.undeferred, **known})
+            undeferred = {**way.options.undeferred, **known}
+            way = self.way_of(dataclasses.replace(way.options, undeferred=undeferred))
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
-        return compiled
-
-    def _with_pipeline(self, program: Program, options: Options) -> Options:
-        """The options, a pipeline chosen."""
-        assert options.pipeline is not None, "there is a pipeline"
-        counts = microbatch_counts(analyze_program(program, options).program, options.pipeline)
-        analysed: dict[int, Analysed] = {}
-        measured: dict[int, Measurements] = {}
-        for count in reference_counts(counts):
-            options = dataclasses.replace(options, microbatches=count)
-            analysed[count] = own = analyze_program(program, options)
-            measured[count] = self._profiled(measure(own.program, options, self.machine, None), own, options)
-        return choose_pipeline(analysed, options, measured, counts)
-
-    def _profiled(self, measured: Measurements, analysed: Analysed, options: Options) -> Measurements:
-        """With the rates of this very step, where the user wants it profiled; those of the first process."""
-        if options.pipeline is None or not options.pipeline.profile or measured.stages is None:
-            return measured
-        block, count = gradient_program(analysed, options), options.microbatches
-        devices = [device for place in self.stage_devices for device in place.devices]
-        rates = profiled_rates(measured.stages, block, count, devices)
-        if self.processes is not None:
-            rates = first_rates(self.processes, rates)
-        return dataclasses.replace(measured, stages=rates)
+        return compiled, way
 
     def _written_for(self, call: Call) -> tuple[Callable[..., Any], Sequence[str]]:
         """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""
@@ -349,18 +318,6 @@ def _as_text(option: Any) -> str:
     if isinstance(option, Plan):
         return option.digest
     return repr(dict(option) if isinstance(option, Mapping) else option)
-
-
-def measure(program: Program, options: Options, machine: Machine, example: Sequence[Any] | None) -> Measurements:
-    """What there is to know before a plan is made of an analysed program, and no more than that."""
-    memory = machine.memory_bytes  # here, where all processes are
-    if options.pipeline is not None:
-        return Measurements(memory=memory, stages=None if machine.stages is None else machine.stages())
-    stages = machine.stages() if options.tensor > 1 and machine.stages is not None else None
-    if options.devices == 1:
-        return Measurements(memory=memory, stages=stages)
-    rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
-    return Measurements(rates, memory, looked_up(program, example), stages)
 
 
 def _reduction_notes(compiled: Compiled) -> list[str]:

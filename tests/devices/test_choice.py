@@ -14,6 +14,7 @@ from autopar.cost.rates import Curve, Measurements
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
+from autopar.ways.table import way_of
 from tests.support.meshes import mesh_of
 from tests.support.rates import rates
 from tests.support.row_steps import ids_in, make_state, same, step
@@ -90,7 +91,7 @@ def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) ->
     given = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), given.inputs, given.outputs)
     options, measured = Options(devices=4), Measurements(rates=rates(**dict.fromkeys(slow, 1.0)))
-    (told,) = compile_program(analyze_program(program, options), options, measured).plan.parameters
+    (told,) = compile_program(analyze_program(program, way_of(options)), way_of(options), measured).plan.parameters
     assert told.method in fast and told.lifted == (told.method != "allreduce")
     assert told.seconds[told.method] == min(told.seconds.values())
 

@@ -13,6 +13,7 @@ from autopar.compile import analyze_program
 from autopar.ir.options import Options
 from autopar.ir.program import Atom, Input, Output, Program
 from autopar.ir.trace import block_of
+from autopar.ways.table import way_of
 
 ROWS, IDS = 6, np.array([0, 1], np.int32)
 TABLE = np.linspace(-1, 1, 2 * ROWS, dtype=np.float32).reshape(ROWS, 2)
@@ -59,7 +60,7 @@ def claimed(update: Update) -> bool:
     block = block_of(jax.make_jaxpr(lambda *args: step(update)(*args)[0])(*shapes))
     inputs = (Input("table", "state"), Input("ids", "batch"), Input("s", "batch"))
     program = Program(block, inputs, (Output("table", 0),), "step")
-    program = analyze_program(program, Options(strategy="ps")).program
+    program = analyze_program(program, way_of(Options(strategy="ps"))).program
     last = next(e for e in program.block.equations if program.block.outputs[0] in e.outputs)
     rows: Atom = last.inputs[1]
     return Fates(program.block, program.rows.values, program.rows.roles).of([(rows, 0)]).may_differ

@@ -20,6 +20,7 @@ from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
 from autopar.passes.choose import choose, compares_methods
 from autopar.run.step import ParallelStep
+from autopar.ways.table import way_of
 from tests.support.programs import ROWS, projected, sgd, tied
 from tests.support.rates import RATES, calibrated, rates, slower
 
@@ -30,7 +31,7 @@ MACHINES = {"two cores": RATES, "slower": slower(2), "faster": slower(0.5), "cal
 
 def decided(program: Program, measured: Measurements | None = None, **options: Any) -> BoundPlan:
     given = Options(**options)
-    analysed = analyze_program(program, given).program
+    analysed = analyze_program(program, way_of(given)).program
     return choose(analysed, given, measured or Measurements())[0]
 
 
@@ -50,7 +51,7 @@ def test_what_is_named_and_cannot_be_is_an_error() -> None:
 
 
 def test_rates_are_wanted_where_methods_are_compared() -> None:
-    program = analyze_program(projected(), Options(devices=2)).program
+    program = analyze_program(projected(), way_of(Options(devices=2))).program
     assert compares_methods(program, Options(devices=2))
     for options in (Options(), Options(devices=2, strategy="ps"), Options(devices=2, sparse="off")):
         assert not compares_methods(program, options)
@@ -76,7 +77,7 @@ def test_memory_that_does_not_suffice_shards_a_table() -> None:
 def test_an_example_says_how_much_room_there_is() -> None:
     options = {"devices": 2, "strategy": "ps"}
     program = projected(ids_count=64)
-    analysed = analyze_program(program, Options(**options)).program
+    analysed = analyze_program(program, way_of(Options(**options))).program
     family = analysed.rows.spaces[0].family
     bound = choose(analysed, Options(**options))[0]
     ids = {family: [np.full((64,), ROWS - 1, np.int32)]}
@@ -140,7 +141,7 @@ def test_rows_wait_where_that_saves_more_than_it_may_cost(machine: str, rows: in
     analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
     program, options = Program(analysed.block, analysed.inputs, analysed.outputs, "step"), Options(devices=4)
     ids = np.random.default_rng(0).zipf(1.2, 512).astype(np.int32) % rows
-    found = analyze_program(program, options).program
+    found = analyze_program(program, way_of(options)).program
     measured = Measurements(rates=MACHINES[machine], ids={s.family: [ids] for s in found.rows.spaces})
     assert choose(found, options, measured)[0].plan.defers == waits
 

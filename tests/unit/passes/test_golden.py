@@ -19,15 +19,15 @@ import pytest
 
 from autopar import jax_compat
 from autopar.backends.emit import emit
-from autopar.compile import PIPELINE, Request
+from autopar.compile import analyze_program, compile_program
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Program, Var
 from autopar.ir.rowspace import Row, RowFacts
 from autopar.ir.trace import block_of
-from autopar.ir.verifier import verify_program
 from autopar.passes.normalize import merge_equal
+from autopar.ways.table import way_of
 from tests.support.programs import OPTIONS, PROGRAMS, ROWS, TOLD, sgd
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A pass, its note, and the program and plan after it."""
+    """A pass, its note, the program after it, and the plan."""
 
     name: str
     note: str
@@ -46,13 +46,10 @@ class Stage:
 
 
 def stages(name: str) -> list[Stage]:
-    program, request = PROGRAMS[name](), Request(OPTIONS.get(name, Options(strategy="ps")))
-    found, plan = [Stage("written", "by hand", program, None)], None
-    for name, run in PIPELINE:
-        program, plan, note = run(program, plan, request)
-        verify_program(program, None, name)
-        found.append(Stage(name, note, program, plan))
-    return found
+    program, way = PROGRAMS[name](), way_of(OPTIONS.get(name, Options(strategy="ps")))
+    compiled = compile_program(analyze_program(program, way), way)
+    found = [Stage("written", "by hand", program, None)]
+    return found + [Stage(r.name, r.note, r.program, compiled.bound) for r in compiled.records]
 
 
 def text(name: str) -> str:

@@ -12,15 +12,17 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.ir.verifier import verify_program
+from autopar.ways.table import way_of
 from tests.support.programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
 
 PROGRAMS = {p.__name__: p for p in (sgd, adagrad, scan, projected)}
 
 
-def compiled(program: Program, after: str, **options: object) -> Program:
+def compiled(program: Program, after: str | None, **options: object) -> Program:
+    """Returns a program after a pass, or after all."""
     given = Options(**{"strategy": "ps", **options})  # type: ignore[arg-type]
-    made = compile_program(analyze_program(program, given), given)
-    return next(r.program for r in made.records if r.name == after)
+    made = compile_program(analyze_program(program, way_of(given)), way_of(given))
+    return made.program if after is None else next(r.program for r in made.records if r.name == after)
 
 
 def ops(program: Program) -> list[str]:
@@ -43,7 +45,7 @@ def test_rows_are_pulled_first_and_committed_last(name: str) -> None:
 
 
 def test_nothing_is_lifted_of_a_dense_plan() -> None:
-    program = compiled(sgd(), "lift_rows", strategy="allreduce")
+    program = compiled(sgd(), None, strategy="allreduce")
     assert not any(op.startswith("ap.") for op in ops(program))
 
 

@@ -11,12 +11,13 @@ from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.passes.choose import choose
 from autopar.passes.choosing.place_of_tables import Move, move_tables
+from autopar.ways.table import way_of
 from tests.support.programs import projected, tied
 
 
 def moved(program: Program, memory: int | None, **options: Any) -> Move | None:
     given = Options(**options)
-    analysed = analyze_program(program, given).program
+    analysed = analyze_program(program, way_of(given)).program
     bound, _ = choose(analysed, given)
     return move_tables(analysed, bound, given, memory, devices=1, ranks=3)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.backends.emit import emit
-from autopar.compile import PIPELINE, Request, analyze_program, choose_pipeline
+from autopar.compile import analyze_program, compile_program
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.stage_time import pipeline_seconds
 from autopar.errors import StrategyError
@@ -22,9 +22,9 @@ from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
 from autopar.passes.staging import search
-from autopar.passes.staging.search import microbatch_counts, reference_counts
 from autopar.planning.notes import stage_notes
 from autopar.planning.replay import replay
+from autopar.ways.stages import InStages
 from tests.support.programs import IDS, WIDTH, microbatches
 
 COUNT = 3
@@ -35,19 +35,12 @@ def _options(pipeline: Pipeline) -> Options:
 
 
 def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[StagedStep, PipelinePlan]:
-    program, plan = microbatches(), None
-    options = _options(pipeline)
+    way = InStages(_options(pipeline))
     if pipeline.is_open:
-        counts = microbatch_counts(analyze_program(program, options).program, pipeline)
-        each = {n: dataclasses.replace(options, microbatches=n) for n in reference_counts(counts)}
-        analysed = {n: analyze_program(program, own) for n, own in each.items()}
-        options = choose_pipeline(analysed, options, dict.fromkeys(analysed, measured), counts)
-    for name, run in PIPELINE:
-        program, plan, _ = run(program, plan, Request(options, measured))
-        if name == "split_pipeline":
-            assert plan is not None and plan.plan.pipeline is not None
-            return program.staged, plan.plan.pipeline
-    raise AssertionError("the pipeline has the pass")
+        way = way.chosen(microbatches(), lambda *_: measured)
+    compiled = compile_program(analyze_program(microbatches(), way), way, measured)
+    assert compiled.plan.pipeline is not None
+    return compiled.program.staged, compiled.plan.pipeline
 
 
 def _staged(pipeline: Pipeline) -> tuple[Program, StagedStep]:

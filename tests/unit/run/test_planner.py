@@ -19,11 +19,12 @@ from autopar.measure.machine import NOWHERE
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
+from autopar.ways.table import way_of
 
 #: Of a Planner, what else than an option it is, and is compared in another way or follows from the options.
-_NO_OPTIONS = {"fun", "options", "machine", "in_stages", "stage_processes"}
+_NO_OPTIONS = {"fun", "options", "machine", "in_stages", "stage_processes", "way_of"}
 
-_PLAIN = Planner(abs, Options(), NOWHERE, True, None, None, NamedArguments())
+_PLAIN = Planner(abs, Options(), NOWHERE, True, None, None, NamedArguments(), way_of=way_of)
 _DEVICE = jax.devices()[0]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.run import slow_plans
+from autopar.ways.table import way_of
 
 H100, FLAG = "NVIDIA H100 80GB HBM3", "--xla_backend_extra_options=-nvptx-allow-ftz-atomics"
 
@@ -42,7 +43,7 @@ def test_a_step_that_adds_to_rows_is_told_of(dtype: str, monkeypatch: pytest.Mon
     step = autopar.parallelize(lambda t, i: (t - jax.grad(lambda t: t[i].sum())(t), i.sum()), strategy="ps")
     entry = step.entry(jnp.ones((9, 2), dtype), jnp.arange(3))
     monkeypatch.setattr(slow_plans, "has_slow_scatters", lambda kind: True)
-    entry.options = dataclasses.replace(entry.options, accelerators=True)
+    entry.way = way_of(dataclasses.replace(entry.options, accelerators=True))
     if dtype == "float32":
         with pytest.warns(autopar.SlowPlanWarning, match=r"as at .*test_slow_scatters.py:\d+.*" + FLAG):
             slow_plans.warn_of_slow_plan("step", entry)

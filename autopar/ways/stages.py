@@ -1,0 +1,144 @@
+"""Stages of the step are on devices of their own, through which microbatches follow one another (`pipeline=`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from autopar.analysis.local import NotLocal
+from autopar.collection import paused_collection
+from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
+from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.options import Options
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Program
+from autopar.measure.stage_rates import first_rates, profiled_rates
+from autopar.passes.localizing.tensor import localize_stages
+from autopar.passes.split_pipeline import split_pipeline
+from autopar.passes.staging.divided import DividedLeaves
+from autopar.passes.staging.search import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
+from autopar.run.planner import Planner
+from autopar.ways.way import Way, in_microbatches, lifting, rewriting
+
+
+class InStages(Way):
+    """A pipeline, with a flush or without (asynchronous stages)."""
+
+    @staticmethod
+    def takes(options: Options) -> bool:
+        """Takes pipelines."""
+        return options.pipeline is not None
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Returns the pipeline as it is asked for."""
+        assert self.options.pipeline is not None, "a pipeline is asked for"
+        return self.options.pipeline
+
+    @property
+    def defers(self) -> bool:
+        """Tables are dense."""
+        return False
+
+    @property
+    def divides(self) -> bool:
+        """Microbatches divide the batch."""
+        return True
+
+    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+        """Cuts the step into the programs of stages."""
+        made = [*self._updated_once(bound), ("split_pipeline", partial(self._split_pipeline, measured))]
+        if self.options.tensor > 1:
+            made.append(("localize_tensor", rewriting(self._localize)))
+        return tuple(made)
+
+    def _updated_once(self, bound: BoundPlan) -> tuple[Pass, ...]:
+        """Returns what divides a step into microbatches and their update."""
+        own = self.pipeline.statistics == "microbatch" or self.pipeline.is_asynchronous
+        return *lifting(bound), ("split_update", rewriting(partial(in_microbatches, own_statistics=own)))
+
+    def _split_pipeline(
+        self, measured: Measurements, program: Program, bound: BoundPlan
+    ) -> tuple[Program, BoundPlan, str]:
+        staged, plan = split_pipeline(program, self.pipeline, measured, _divided(program, bound))
+        plan = dataclasses.replace(plan, candidates=self.options.candidates)
+        program = dataclasses.replace(program, staged=staged)
+        return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
+
+    def _localize(self, program: Program, bound: BoundPlan) -> tuple[Program, str]:
+        try:
+            staged, note = localize_stages(program.staged, bound, self.options.tensor)
+        except NotLocal as error:
+            raise StrategyError(
+                f"pipeline: products of {program.name} can't be divided over the devices of a stage: {error}. Leave "
+                "them whole: a mesh without a tensor axis, or strategy='allreduce'"
+            ) from error
+        return dataclasses.replace(program, staged=staged), note
+
+    # --- what is measured and chosen ---
+
+    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Any] | None) -> Measurements:
+        """Returns the devices' memory and rates; with `profile` the rates of this very step, as the first process has
+        them."""
+        machine = planner.machine
+        found = Measurements(memory=machine.memory_bytes, stages=None if machine.stages is None else machine.stages())
+        if not self.pipeline.profile or found.stages is None:
+            return found
+        program, _ = self._cut(analysed, UNMEASURED)
+        block = next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
+        devices = [device for place in planner.stage_devices for device in place.devices]
+        rates = profiled_rates(found.stages, block, self.options.microbatches, devices)
+        if planner.processes is not None:
+            rates = first_rates(planner.processes, rates)
+        return dataclasses.replace(found, stages=rates)
+
+    def settled(self, planner: Planner, program: Program) -> Way:
+        """Returns the way with a pipeline that leaves nothing to choose."""
+        if not self.pipeline.is_open:
+            return self
+        return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))
+
+    def chosen(self, program: Program, measure: Callable[[InStages, Analysed], Measurements]) -> InStages:
+        """Chooses stages, schedule and microbatches, by the step as one or two numbers of microbatches cut it.
+
+        Args:
+          program: The traced step.
+          measure: Gives rates and memory of the devices, for one of these.
+        """
+        counts = microbatch_counts(analyze_program(program, self).program, self.pipeline)
+        references: dict[int, Reference] = {}
+        found: list[Measurements] = []
+        for count in reference_counts(counts):
+            way = InStages(dataclasses.replace(self.options, microbatches=count))
+            analysed = analyze_program(program, way)
+            found.append(measure(way, analysed))
+            cut, bound = way._cut(analysed, found[-1])
+            references[count] = Reference(cut, _divided(cut, bound), found[-1].stages)
+        candidates = search_pipeline(references, self.pipeline, found[0].memory, self.options.stage_devices, counts)
+        is_measured = all(each.stages is not None for each in found)
+        best = preferred(candidates).pipeline
+        options = dataclasses.replace(
+            self.options,
+            pipeline=best,
+            microbatches=best.microbatch_count,
+            candidates=tuple((str(c), c.seconds) for c in candidates) if is_measured else (),
+        )
+        return InStages(options)
+
+    def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, BoundPlan]:
+        """Returns the program as `split_update` cuts it, and the plan so far."""
+        with paused_collection():
+            bound, _ = decide(analysed, self, measured)
+            program, bound, _ = run_passes(self._updated_once(bound), analysed.program, bound)
+            return program, bound
+
+
+def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
+    """Returns the leaves that are divided over the devices of a tensor axis."""
+    if bound.plan.tensor is None:
+        return DividedLeaves()
+    return DividedLeaves(bound.plan.tensor.devices, {program.block.inputs[k]: a for k, a in bound.tensors.items()})

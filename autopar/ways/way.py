@@ -1,0 +1,160 @@
+"""`Way`: one way to run a step, and all that is particular about it. What all ways share asks it, and names none.
+
+A way is bound to the options that it takes. Ways compose: replicas wrap whatever runs a replica's own step (`inner`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from autopar.analysis.local import NotLocal
+from autopar.compile import Analysed, Analysis, Pass
+from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.errors import StrategyError
+from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.options import Options
+from autopar.ir.program import Program
+from autopar.measure.machine import looked_up
+from autopar.passes.analyze_batch import analyze_batch
+from autopar.passes.analyze_rows import analyze_rows
+from autopar.passes.choose import compares_methods
+from autopar.passes.classify import classify
+from autopar.passes.lift_rows import lift_rows
+from autopar.passes.merge_pushes import merge_pushes
+from autopar.passes.normalize import normalize
+from autopar.passes.share_logs import share_logs
+from autopar.passes.split_update import split_update
+
+if TYPE_CHECKING:  # names of those who ask
+    from autopar.run.planner import Planner
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """One way to run a step.
+
+    Attributes:
+      options: What the user chose for the whole step.
+      inner: The way in which each client runs the step by itself, if this one is made of several such.
+    """
+
+    options: Options
+    inner: Way | None = None
+
+    @staticmethod
+    def takes(options: Options) -> bool:
+        """Returns whether a step with these options is run so, if no way before it in the table takes it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def of_each(options: Options) -> Options | None:
+        """Returns the options by which each client runs the step, if there are clients."""
+        return None
+
+    # --- what it is compiled by ---
+
+    @property
+    def defers(self) -> bool:
+        """Whether rows may wait for later steps."""
+        return self.options.sparse == "exact"
+
+    @property
+    def divides(self) -> bool:
+        """Whether the batch is followed on one device, too; then devices divide it evenly or not at all."""
+        return False
+
+    @property
+    def analyses(self) -> tuple[Analysis, ...]:
+        """What finds out about a traced program, in this order."""
+        options = self.options
+        return (
+            ("normalize", normalize),
+            ("classify", self.classified),
+            (
+                "analyze_rows",
+                partial(analyze_rows, lazy=options.sparse == "lazy", defer=self.defers, undeferred=options.undeferred),
+            ),
+            (
+                "analyze_batch",
+                partial(
+                    analyze_batch,
+                    devices=options.devices,
+                    microbatches=options.microbatches,
+                    batch_axis=options.batch_axis,
+                    always=self.divides,
+                    uneven=not self.divides,
+                ),
+            ),
+        )
+
+    def classified(self, program: Program) -> tuple[Program, str]:
+        """Finds tables."""
+        return classify(program, self.options.strategy)
+
+    def settled(self, planner: Planner, program: Program) -> Way:
+        """Returns the way with all chosen that its options leave open, for a traced program."""
+        return self
+
+    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Any] | None) -> Measurements:
+        """Returns what there is to know before a plan is made, and no more than that.
+
+        Args:
+          planner: Whose machine it is.
+          analysed: The step.
+          example: Arguments, of which ids are read.
+        """
+        program, options, machine = analysed.program, self.options, planner.machine
+        memory = machine.memory_bytes  # here, where all processes are
+        stages = machine.stages() if options.tensor > 1 and machine.stages is not None else None
+        if options.devices == 1:
+            return Measurements(memory=memory, stages=stages)
+        rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
+        return Measurements(rates, memory, looked_up(program, example), stages)
+
+    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+        """Returns what makes a program of a plan, in this order; only what does something."""
+        raise NotImplementedError
+
+
+def rewriting(
+    run: Callable[[Program, BoundPlan], tuple[Program, str]],
+) -> Callable[..., tuple[Program, BoundPlan, str]]:
+    """Returns a pass that leaves the plan as it is."""
+
+    def rewrite(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+        program, note = run(program, bound)
+        return program, bound, note
+
+    return rewrite
+
+
+def lifting(bound: BoundPlan) -> tuple[Pass, ...]:
+    """Returns what puts a step on the rows that it touches, if it has such tables."""
+    if not bound.families:
+        return ()
+    shared: tuple[Pass, ...] = (("share_logs", rewriting(share_logs)),) if bound.plan.defers else ()
+    return ("lift_rows", rewriting(lift_rows)), *shared, ("merge_pushes", rewriting(merge_pushes))
+
+
+def in_microbatches(
+    program: Program, bound: BoundPlan, *, own_statistics: bool = False, option: str = "pipeline="
+) -> tuple[Program, str]:
+    """Runs `split_update`.
+
+    Raises:
+      StrategyError: the batch can't be divided, or tables are on hosts.
+    """
+    if bound.on_hosts:
+        raise StrategyError(
+            f"microbatches={bound.plan.microbatches}: {program.name} has tables on hosts, whose steps take a batch as "
+            "a whole. Leave microbatches= out, or the tables on the devices"
+        )
+    return split_update(program, bound, own_statistics=own_statistics, option=option)
+
+
+def without_own_program(program: Program, error: NotLocal) -> StrategyError:
+    """Returns the user's error for a step of which a device can't run its part."""
+    return StrategyError(f"{program.name} can't be written as the program of one device of several: {error}")
