@@ -18,6 +18,7 @@ from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.local import REDUCES, NotLocal, place_spread
 from autopar.analysis.primitives import MOVES
 from autopar.analysis.work import flops
+from autopar.ir.figures import wire_bytes
 from autopar.ir.program import Atom, Equation, Program, Source, Var
 
 #: In place of an axis: each device has a partial sum.
@@ -44,8 +45,7 @@ class Exchange:
 
     def sent(self, devices: int) -> float:
         """Returns bytes that each device sends."""
-        rounds = 2 if self.collective == "all-reduce" else 1
-        return rounds * self.times * self.nbytes * (devices - 1) / devices
+        return wire_bytes(self.collective, devices, self.times * self.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec, Link
+from autopar.ir.figures import wire_bytes
 
 #: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.rings`).
 _OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")
@@ -32,13 +33,13 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     """Bytes that each of some participants sends over its link, and in how many messages one after the other.
 
     Args:
-      collective: "all_reduce" (rings: Patarasuk and Yuan, 2009), "all_gather" or "all_to_all".
+      collective: "all_reduce", "all_gather" or "all_to_all".
       count: Participants.
       size: Bytes of the sum; that each one gives to all; that each one gives to each other one.
     """
     others = count - 1
     if collective == "all_reduce":
-        return 2 * others * size / count, 2 * others
+        return wire_bytes("all-reduce", count, size), 2 * others
     assert collective in ("all_gather", "all_to_all"), f"no collective is called {collective!r}"
     return others * size, others
 

@@ -10,11 +10,12 @@ co-located server's own bytes, so that AllGather never wins for N > 2. It is sho
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, HostRates, Rates
-from autopar.ir.figures import Term
+from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
+from autopar.ir.figures import Term, wire_bytes
 from autopar.ir.sizes import Sizes
 from autopar.ir.strategy import HOSTED
 
@@ -38,7 +39,8 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     s, row, host = sizes, sizes.row_bytes, rates.host
 
     def sent(name: str, size: int) -> Term:
-        return Term(name, host.all_to_all(s.requested * size), (s.devices - 1) * s.requested * size // s.devices)
+        nbytes = s.requested * size
+        return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
 
     ids = () if s.constant else (Term("route ids", host.route(s.ids)), sent("send ids", ID_BYTES))
     return (
@@ -68,22 +70,23 @@ def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
 
 def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     """Method -> all that it does in a step, in the order in which it is done."""
-    s, row, others = sizes, sizes.row_bytes, sizes.devices - 1
+    s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_requested, sent = s.devices * s.requested, s.devices * s.capacity
 
+    def sends(name: str, curve: Curve, collective: str, size: int, spread: bool = True) -> Term:
+        return Term(name, curve(size), int(wire_bytes(collective, s.devices, size)) if spread else 0, collective)
+
     def gathered(name: str, count: int, size: int) -> Term:
-        sent = others * count * size if s.spread else 0
-        return Term(name, rates.all_gather(s.devices * count * size), sent, "all-gather")
+        return sends(name, rates.all_gather, "all-gather", s.devices * count * size, s.spread)
 
     def reduced(name: str, size: int) -> Term:
-        sent = 2 * others * size // s.devices if s.spread else 0
-        return Term(name, rates.all_reduce(size), sent, "all-reduce")
+        return sends(name, rates.all_reduce, "all-reduce", size, s.spread)
 
     def routed(name: str, size: int) -> Term:
-        return Term(name, rates.all_to_all(sent * size), others * s.capacity * size, "all-to-all")
+        return sends(name, rates.all_to_all, "all-to-all", sent * size)
 
     terms: dict[str, tuple[Term, ...]] = {
         "ps": (
@@ -194,7 +197,7 @@ def step_parts(
 def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
     """Sums over examples, together; where times are measured in whole steps, one by one, as XLA has them there."""
     size = dense.gradient_bytes
-    sent = 2 * (devices - 1) * size // devices
+    sent = int(wire_bytes("all-reduce", devices, size))
     if not size:
         return ()
     if dense.by_mpi and devices > 1:
@@ -216,6 +219,20 @@ def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
         Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),
     )
+
+
+def with_bounds(
+    terms: Mapping[str, Sequence[Term]], bounds: Mapping[str, Sequence[Term]]
+) -> Mapping[str, tuple[Term, ...]]:
+    """Returns terms by method, or by part, with their bounds: the same terms by rates that are bandwidths alone
+    (`Rates.bound`), which have none for what is fixed."""
+    return {
+        name: tuple(
+            dataclasses.replace(term, bound_s=0.0 if bound is None else bound.seconds)
+            for term, bound in itertools.zip_longest(own, bounds[name])
+        )
+        for name, own in terms.items()
+    }
 
 
 def total(parts: Mapping[str, Sequence[Term]]) -> float:

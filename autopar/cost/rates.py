@@ -49,6 +49,16 @@ class Curve:
             return high + max(0.0, slope) * (size - b)
         return low + slope * (size - a)
 
+    @property
+    def bound(self) -> Curve:
+        """Returns what bandwidth alone takes, the best that the curve has: it begins at 0, and is nowhere above it."""
+        last, seconds = self.points[-1]
+        if not last:
+            return self
+        best = min(s / size for size, s in self.points if size)
+        beyond = min(best, (self(2 * last) - seconds) / last)
+        return Curve(((0.0, 0.0), (last, best * last), (2 * last, (best + beyond) * last)))
+
 
 #: What needs no exchange.
 FREE = Curve(((0.0, 0.0),))
@@ -109,6 +119,21 @@ class Rates:
         """Seconds of a model's values of the batch, so many bytes of them."""
         return size * self.moved_byte_s or self.walk(size)
 
+    @property
+    def bound(self) -> Rates:
+        """Returns what bandwidths alone take, and the rate of large products: no latency, no call, no row by itself."""
+        return Rates(
+            all_to_all=self.all_to_all.bound,
+            all_gather=self.all_gather.bound,
+            all_reduce=self.all_reduce.bound,
+            route=self.route.bound,
+            walk=self.walk.bound,
+            gather=replace(self.gather, row_s=0.0),
+            scatter=replace(self.scatter, row_s=0.0),
+            fixed={},
+            flop_s=self.flop_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
@@ -154,6 +179,11 @@ class HostRates:
     host: Rates
     copy: Curve
 
+    @property
+    def bound(self) -> HostRates:
+        """Returns what bandwidths alone take."""
+        return HostRates(self.host.bound, self.copy.bound)
+
 
 #: Of hosts that take no time for anything.
 NO_HOST_TIME = HostRates(NO_TIME, FREE)
@@ -169,6 +199,13 @@ def planned_rates(cluster: ClusterSpec) -> Rates:
         flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
         **_in_memory(cluster.device.memory_bytes_s),
     )
+
+
+def bound_rates(cluster: ClusterSpec) -> Rates:
+    """Returns the least that anything can take on the devices: bandwidths, and their full rate of operations; ids are
+    read and written once."""
+    route = _line(lambda ids: 2 * 4 * ids / cluster.device.memory_bytes_s)
+    return replace(planned_rates(cluster).bound, flop_s=1 / cluster.device.flops_s, route=route.bound)
 
 
 def planned_stage_rates(cluster: ClusterSpec) -> StageRates:

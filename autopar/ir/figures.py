@@ -1,9 +1,12 @@
-"""Figures of a plan: rows that a step touches, and the parts of what it takes. Data; `measure` and `cost` find them."""
+"""Figures of a plan: rows that a step touches, bytes of exchanges, and the parts of what it takes.
+
+Plain data; `measure` and `cost` find them.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,21 @@ def distinct(extent: int, endless: float) -> float:
     return -extent * math.expm1(-endless / extent)
 
 
+def wire_bytes(collective: str, count: int, size: float) -> float:
+    """Returns the bytes that each of `count` devices sends in a collective (rings: Patarasuk and Yuan, 2009; messages
+    from each to each).
+
+    Args:
+      collective: As XLA calls it: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute".
+      count: Devices that take part.
+      size: Bytes of the result on each device.
+    """
+    if collective == "collective-permute":
+        return size
+    rounds = {"all-reduce": 2, "reduce-scatter": count}.get(collective, 1)
+    return rounds * (count - 1) * size / count
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """One part of what a method takes.
@@ -75,6 +93,8 @@ class Term:
       sent: Bytes that each device sends for it.
       collective: By which collective, as XLA calls it; "" where nothing is sent, or not by XLA.
       fixed: Whether it is what the method costs however little there is to do.
+      bound_s: Seconds that it takes by bandwidths alone, of wires or of memory, and by the devices' full rate: nothing
+        is faster. None where these aren't known; no file holds it.
     """
 
     name: str
@@ -82,6 +102,7 @@ class Term:
     sent: int = 0
     collective: str = ""
     fixed: bool = False
+    bound_s: float | None = field(default=None, compare=False, metadata={"saved": False})
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,12 @@ class TablePlan:
         """Method -> what its exchanges and updates are predicted to take in a step."""
         return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
 
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        """Method -> the least that these can take, by bandwidths alone; empty where they aren't known."""
+        known = {method: [t.bound_s for t in terms if t.bound_s is not None] for method, terms in self.terms.items()}
+        return {method: sum(bounds) for method, bounds in known.items() if bounds}
+
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:

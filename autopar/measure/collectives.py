@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.ir.figures import wire_bytes
+
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
 _OPS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
@@ -53,12 +55,7 @@ class Collective:
 
     def sent(self, devices: int) -> int:
         """Bytes that one of the devices sends each time (rings, and direct messages)."""
-        share = (devices - 1) * self.nbytes
-        if self.op == "collective-permute":
-            return self.nbytes
-        if self.op == "reduce-scatter":
-            return share
-        return (2 if self.op == "all-reduce" else 1) * share // devices
+        return int(wire_bytes(self.op, devices, self.nbytes))
 
 
 def _bits(dtype: str) -> int:

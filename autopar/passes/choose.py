@@ -16,6 +16,7 @@ from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.cluster import STATE_SHARE, state_budget
+from autopar.ir.figures import wire_bytes
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
@@ -313,8 +314,7 @@ def shard_dense(
         slots = f", {len(shards) - 1} slot{'s' * (len(shards) > 2)} with it" if len(shards) > 1 else ""
         use = "looked up at its owners" if shards & tables else "gathered for use"
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
-        once = (devices - 1) * type_.nbytes // devices
-        sent = {"ps": 2 * once, "allreduce": 2 * once}
+        sent = dict.fromkeys(("ps", "allreduce"), 2 * int(wire_bytes("all-gather", devices, type_.nbytes)))
         plans[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
     return axes, list(plans.values())
 

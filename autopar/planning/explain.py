@@ -36,6 +36,7 @@ from autopar.planning.notes import (
     tensor_notes,
 )
 from autopar.planning.plan import plan_of
+from autopar.planning.predictions import predict
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
@@ -90,8 +91,9 @@ def _explain(
     rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    there = () if cluster is None or plan.devices == 1 else (predicted_note(plan_of(entry, name, leaves, cluster)),)
-    there += emission_notes(entry, verbose)
+    there = emission_notes(entry, verbose)
+    if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
+        there = predicted_note(predict(plan_of(entry, name, leaves, cluster))), *there
     bound = entry.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))
@@ -280,6 +282,10 @@ class _Line:
     @property
     def seconds(self) -> Mapping[str, float]:
         return self._total(lambda leaf: leaf.seconds)
+
+    @property
+    def bounds(self) -> Mapping[str, float]:
+        return self._total(lambda leaf: leaf.plan.bounds if isinstance(leaf.plan, TablePlan) else {})
 
     def _total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
         """Adds up the figures of all leaves, which have the same methods."""
@@ -504,6 +510,10 @@ def _reason(row: ExplainedLeaf) -> str:
     return f"{text}. To change it: {remedy}" if remedy else text
 
 
+def _milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
 def _short(line: str) -> str:
     """A path below the working directory, relative to it."""
     relative = os.path.relpath(line) if line else ""
@@ -515,7 +525,8 @@ def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
     figures = (
         (f"each {unit} sends", [line.sent for line in lines], format_bytes),
         ("Parallax's table 3", [line.table_3 for line in lines], format_bytes),
-        ("predicted", [line.seconds for line in lines], lambda seconds: f"{1e3 * seconds:.2f} ms"),
+        ("predicted", [line.seconds for line in lines], _milliseconds),
+        ("at least", [line.bounds for line in lines], _milliseconds),
     )
     methods = [dict.fromkeys(method for _, of_lines, _ in figures for method in of_lines[k]) for k in range(len(lines))]
     rows = [(k, method) for k in range(len(lines)) for method in methods[k]]
@@ -525,5 +536,5 @@ def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
     for title, of_lines, shown in figures:
         if any(of_lines):
             cells = [shown(of_lines[k][method]) if method in of_lines[k] else "" for k, method in rows]
-            columns.append(Column(title, cells, "right"))
+            columns.append(Column(title, cells, "right", optional=title == "at least"))
     return Columns(columns)

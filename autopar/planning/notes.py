@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -17,6 +17,7 @@ from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.planning.plan import once_per_row_of
+from autopar.planning.predictions import Prediction
 from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.planning.workload import table_bytes
 from autopar.run.entry import Entry
@@ -44,11 +45,18 @@ def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
     return "Values of all examples that every device has whole:", *shown, *more
 
 
-def predicted_note(made: Plan) -> str:
-    """What a step is predicted to take, by part."""
-    parts = {part: sum(t.seconds for t in terms) for part, terms in made.parts.items()}
-    shown = ", ".join(f"{part} {seconds * 1e3:.2f}" for part, seconds in parts.items() if seconds)
-    return f"A step is predicted to take {made.seconds * 1e3:.2f} ms: {shown}."
+def predicted_note(step: Prediction) -> str:
+    """Tells what a step is predicted to take, by part, and what each part takes at least."""
+
+    def by_part(seconds: Mapping[str, float | None]) -> str:
+        return ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items() if each)
+
+    predicted = by_part({part.name: part.seconds for part in step.parts})
+    text = f"A step is predicted to take {1e3 * (step.seconds or 0.0):.2f} ms: {predicted}."
+    if step.bound_s is None:
+        return text
+    least = by_part({part.name: part.bound_s for part in step.parts})
+    return f"{text} At the full rate of devices, memory and links it takes {1e3 * step.bound_s:.2f} ms: {least}."
 
 
 def tensor_notes(plan: Plan) -> tuple[str, ...]:

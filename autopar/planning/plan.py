@@ -19,8 +19,8 @@ from autopar.analysis.local import OncePerRow
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
 from autopar.cost import Growth, Rates, Term, step_terms
-from autopar.cost.exchange import DenseLoad, host_terms, step_parts
-from autopar.cost.rates import NO_HOST_TIME, HostRates, planned_host_rates
+from autopar.cost.exchange import DenseLoad, host_terms, step_parts, with_bounds
+from autopar.cost.rates import NO_HOST_TIME, NO_TIME, HostRates, bound_rates, planned_host_rates
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
@@ -74,6 +74,7 @@ def plan_of(
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
     measure = entry.machine.step_rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
+    least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     tables = []
     for space in program.rows.spaces:
@@ -82,10 +83,20 @@ def plan_of(
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             touched = _touched(program, space, leaves, made.devices, seen)
             changed = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
-            tables.append(dataclasses.replace(changed, terms=_terms(entry, changed, rates, hosts)))
+            terms = _earlier_terms(entry, changed)
+            if rates is not None:
+                terms = with_bounds(_terms(changed, rates, hosts), _terms(changed, least, hosts.bound))
+            tables.append(dataclasses.replace(changed, terms=terms))
     fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(entry, leaves)}
     changed = dataclasses.replace(made, **fields)
-    return changed if rates is None else dataclasses.replace(changed, parts=_parts(changed, rates, hosts))
+    if rates is None:
+        return changed
+    parts = with_bounds(_parts(changed, rates, hosts), _parts(changed, least, hosts.bound))
+    if changed.tensor is not None:
+        taken = changed.tensor.taken
+        sums = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in taken)
+        parts = {**parts, "divided products": sums}
+    return dataclasses.replace(changed, parts=parts)
 
 
 def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
@@ -111,11 +122,7 @@ def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
     """What the whole step is predicted to take."""
     tables = [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
-    parts = step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
-    if decided.tensor is None:
-        return parts
-    sent = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in decided.tensor.taken)
-    return {**parts, "divided products": sent}
+    return step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
 
 
 def dense_load(decided: Plan) -> DenseLoad:
@@ -158,17 +165,21 @@ def _touched(
     return _Touched(most(ids, extent, devices), None)
 
 
-def _terms(entry: Entry, table: TablePlan, rates: Rates | None, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    """What each method does, by rates; of a step that is run by a plan what that one says, if it is of these sizes."""
+def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
+    """Predicts what each method does."""
     if table.sizes is None:
         return {}
     if table.where == "hosts":
-        there = {} if rates is None else step_terms(rates, table.sizes.on_devices())
-        return {HOSTED: host_terms(table.sizes, hosts), **there} if there else {}
-    if rates is not None:
-        return step_terms(rates, table.sizes)
-    earlier = None if entry.options.plan is None else entry.options.plan.table(table.path)
-    return earlier.terms if earlier is not None and earlier.sizes == table.sizes else {}
+        return {HOSTED: host_terms(table.sizes, hosts), **step_terms(rates, table.sizes.on_devices())}
+    return step_terms(rates, table.sizes)
+
+
+def _earlier_terms(entry: Entry, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:
+    """Returns what the plan says that the step is run by, if it is of these sizes, on devices."""
+    if table.sizes is None or table.where == "hosts" or entry.options.plan is None:
+        return {}
+    earlier = entry.options.plan.table(table.path)
+    return earlier.terms if earlier.sizes == table.sizes else {}
 
 
 def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | None:

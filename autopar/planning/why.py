@@ -3,49 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.cost import Term, step_terms
-from autopar.cost.exchange import host_terms
-from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.asynchronous import Calls
-from autopar.ir.plan import Plan, TablePlan, require_plan
+from autopar.ir.figures import Term
+from autopar.ir.plan import Plan, require_plan
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
-
-
-@dataclass(frozen=True, slots=True)
-class Alternative:
-    """One way for a table's gradient: all that is done in a step, for the table's whole family.
-
-    Attributes:
-      name: The method, "ps on hosts" for that.
-      terms: In order. Where times aren't known: what sends something.
-      timed: Whether the terms have times.
-    """
-
-    name: str
-    terms: tuple[Term, ...]
-    timed: bool
-
-    @property
-    def sent(self) -> int:
-        """Bytes that each device sends."""
-        return sum(t.sent for t in self.terms)
-
-    @property
-    def seconds(self) -> float | None:
-        """What it is predicted to take; None if that isn't known."""
-        return sum(t.seconds for t in self.terms) if self.timed else None
-
-    def lines(self) -> list[str]:
-        """Terms and totals, as text."""
-        shown = [*self.terms, Term("in all", self.seconds or 0.0, self.sent)]
-        return [self.name, *(f"  {t.name:<40}{_sent(t):>12}{_ms(t, self.timed)}" for t in shown)]
+from autopar.planning.predictions import Prediction, predict_method
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +30,8 @@ class Why:
 
     path: str
     text: str
-    chosen: Alternative | None = None
-    other: Alternative | None = None
+    chosen: Prediction | None = None
+    other: Prediction | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -76,7 +45,7 @@ class Why:
 
     def __str__(self) -> str:
         ways = [way for way in (self.chosen, self.other) if way is not None]
-        lines = [f"{self.path}: {self.text}", *(line for way in ways for line in way.lines())]
+        lines = [f"{self.path}: {self.text}", *(line for way in ways for line in _lines(way))]
         if self.ratio is not None:
             timed = all(way.timed for way in ways)
             what = "takes {} times as long" if timed else "sends {} times as many bytes; times aren't known"
@@ -122,8 +91,8 @@ def why(plan: Plan, path: str, method: Method) -> Why:
         raise ArgumentsError(
             "'tensor' is no method of tables; explain(step, ...) says which products are divided, and why"
         )
-    table, name = plan.table(path), _name(wanted, where)
-    chosen, taken = _alternative(table, table.method, table.where), table.taken
+    table, name = plan.table(path), f"{wanted} on hosts" if where == "hosts" else wanted
+    chosen, taken = predict_method(table, table.taken), table.taken
     if name == taken:
         return Why(path, f"{name} is what was chosen ({table.reason})", chosen)
     if table.refused and wanted != "allreduce":
@@ -134,26 +103,17 @@ def why(plan: Plan, path: str, method: Method) -> Why:
     if plan.devices == 1:
         rows = "" if table.alpha is None else f": a step touches {table.alpha.rows} of {table.alpha.extent} rows"
         return Why(path, f"{text}. On one device nothing is sent{rows}")
-    other = _alternative(table, wanted, where)
+    other = predict_method(table, name)
     return Why(path, text if other is not None else f"{text}. What {name} would take isn't known", chosen, other)
 
 
-def _name(method: str, where: str) -> str:
-    return f"{method} on hosts" if where == "hosts" else method
-
-
-def _alternative(table: TablePlan, method: str, where: str) -> Alternative | None:
-    """What a method takes, as far as it is known."""
-    if (name := _name(method, where)) in table.terms:
-        return Alternative(name, tuple(table.terms[name]), timed=True)
-    if table.sizes is None:
-        return None
-    terms: Sequence[Term]
-    if where == "hosts":
-        terms = host_terms(table.sizes)
-    else:
-        terms = step_terms(NO_TIME, table.sizes.on_devices() if table.where == "hosts" else table.sizes)[method]
-    return Alternative(name, tuple(t for t in terms if t.sent), timed=False)
+def _lines(way: Prediction) -> Iterator[str]:
+    """Yields a way's terms and totals: bytes, milliseconds, and the least that these can be."""
+    yield way.name
+    total = Term("in all", way.seconds or 0.0, way.sent, bound_s=way.bound_s)
+    for term in (*way.terms, total):
+        least = "" if term.bound_s is None else f"  (at least {term.bound_s * 1e3:.3f})"
+        yield f"  {term.name:<40}{_sent(term):>12}{_ms(term, way.timed)}{least}"
 
 
 def _sent(term: Term) -> str:

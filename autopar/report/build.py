@@ -14,6 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.cluster import require_cluster
+from autopar.planning.predictions import predict
 from autopar.planning.simulate import Simulation, simulate_devices
 from autopar.planning.staleness import Staleness
 from autopar.report.page import Parts, Report
@@ -256,11 +257,12 @@ def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 
 
 def _add_times(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan | None) -> None:
-    made.tables["parts"] = part_rows(plan)
+    step = predict(plan)
+    made.tables["parts"] = part_rows(step)
     made.draw(
         "parts",
         f"Predicted time of a step on {plan.devices} devices, by part, one after the other.",
-        figures.parts_figure(plan.parts),
+        figures.parts_figure(step),
     )
     if table is not None and table.terms:
         made.draw(

@@ -18,6 +18,7 @@ from autopar.cost import Term
 from autopar.cost.stage_time import simulate_pipeline
 from autopar.cost.units import format_bytes
 from autopar.ir.stage_plan import PipelinePlan
+from autopar.planning.predictions import Prediction
 from autopar.planning.staleness import Staleness
 from autopar.report.style import (
     BLUE,
@@ -129,9 +130,9 @@ def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> ReportFig
     return fit_size(figure)
 
 
-def parts_figure(parts: Mapping[str, Sequence[Term]]) -> ReportFigure:
-    """A bar for each part of a step."""
-    seconds = {part: sum(t.seconds for t in terms) for part, terms in parts.items()}
+def parts_figure(step: Prediction) -> ReportFigure:
+    """Draws a bar for each part of a step."""
+    seconds = {part.name: part.seconds or 0.0 for part in step.parts}
     figure, (axes,) = blank(height=0.5 + 0.24 * len(seconds))
     names = list(seconds)
     axes.barh(names, [1e3 * s for s in seconds.values()], color=BLUE, height=0.65)

@@ -22,6 +22,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.sizes import Sizes
 from autopar.planning import workload
+from autopar.planning.predictions import Prediction
 from autopar.planning.simulate import Simulation
 from autopar.planning.workload import table_load
 
@@ -150,6 +151,7 @@ def method_rows(plan: Plan) -> list[TableRow]:
                     "bytes a device sends": sent,
                     "bytes by Parallax's table 3": formulas.get(method, ""),
                     "predicted ms": "" if seconds is None else 1e3 * seconds,
+                    "at least, ms": 1e3 * table.bounds[method] if method in table.bounds else "",
                 }
             )
     return rows
@@ -164,12 +166,19 @@ def crossing_rows(curves: Mapping[str, Curves]) -> list[TableRow]:
     ]
 
 
-def part_rows(plan: Plan) -> list[TableRow]:
-    """All that a step does, by part, as predicted."""
+def part_rows(step: Prediction) -> list[TableRow]:
+    """Returns all that a step does, by part, as predicted, and what it takes at least."""
     return [
-        {"part": part, "what": t.name, "predicted ms": 1e3 * t.seconds, "bytes a device sends": t.sent}
-        for part, terms in plan.parts.items()
-        for t in terms
+        {
+            "part": part.name,
+            "what": term.name,
+            "predicted ms": 1e3 * term.seconds,
+            "at least, ms": "" if term.bound_s is None else 1e3 * term.bound_s,
+            "bytes a device sends": term.sent,
+        }
+        for part in step.parts
+        if isinstance(part, Prediction)
+        for term in part.terms
     ]
 
 

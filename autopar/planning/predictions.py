@@ -1,0 +1,141 @@
+"""One tree of predictions for each plan: a step, its parts, and for each what it sends, takes, and can take at least.
+
+`predict` makes it of a plan, which holds its figures; `explain`, `why` and `report` print views of it. Each way to run a
+step has one builder here. The bound beside a prediction is what bandwidths alone take (`Rates.bound`): bytes over the
+bandwidth of the wire or the memory, and operations at the devices' full rate.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.cost.exchange import HOSTED, host_terms, step_terms
+from autopar.cost.rates import NO_TIME
+from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.figures import Term
+from autopar.ir.plan import Plan, TablePlan
+from autopar.ir.stage_plan import PipelinePlan, StagePlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """Predicts a step, or a part of it.
+
+    Attributes:
+      name: Of the part.
+      parts: What it is made of, in order; a `Term` isn't divided further.
+      timed: Whether seconds are known.
+      source: Where they come from.
+      simulated_s: Seconds of parts that go on at once, on devices of their own; None: one part follows the other.
+    """
+
+    name: str
+    parts: tuple[Prediction | Term, ...] = ()
+    timed: bool = True
+    source: str = ""
+    simulated_s: float | None = None
+
+    @property
+    def terms(self) -> tuple[Term, ...]:
+        """Returns all that isn't divided further."""
+        return tuple(t for part in self.parts for t in (part.terms if isinstance(part, Prediction) else (part,)))
+
+    @property
+    def sent(self) -> int:
+        """Counts the bytes that each device sends in a step; a client, where clients train; the busiest device, where
+        parts go on at once."""
+        sent = [part.sent for part in self.parts]
+        return sum(sent) if self.simulated_s is None else max(sent, default=0)
+
+    @property
+    def seconds(self) -> float | None:
+        """Predicts what it takes; None where that isn't known."""
+        if not self.timed:
+            return None
+        return sum(part.seconds or 0.0 for part in self.parts) if self.simulated_s is None else self.simulated_s
+
+    @property
+    def bound_s(self) -> float | None:
+        """Says what it takes at least, by all parts whose bandwidths are known; None where none are."""
+        bounds = [part.bound_s for part in self.parts if part.bound_s is not None]
+        if not bounds:
+            return None
+        return sum(bounds) if self.simulated_s is None else max(bounds)
+
+
+def predict(plan: Plan) -> Prediction:
+    """Predicts a step of a plan."""
+    source = "measured here" if plan.cluster is None else f"figures of {plan.cluster.name}"
+    if plan.pipeline is not None:
+        step = _of_stages(plan.pipeline, plan.cluster)
+    elif plan.way is not None:
+        step = _of_clients(plan)
+    else:
+        step = _of_devices(plan)
+    return replace(step, name=plan.step, source=source if step.timed else "")
+
+
+def predict_method(table: TablePlan, method: str) -> Prediction | None:
+    """Predicts what a table's family takes by a method; without times only what sends something; None where nothing is
+    known.
+
+    Args:
+      table: Of a plan.
+      method: As in `TablePlan.taken`.
+    """
+    if method in table.terms:
+        return Prediction(method, tuple(table.terms[method]))
+    if table.sizes is None:
+        return None
+    if method == HOSTED:
+        terms = host_terms(table.sizes)
+    else:
+        terms = step_terms(NO_TIME, table.sizes.on_devices() if table.where == "hosts" else table.sizes)[method]
+    return Prediction(method, tuple(t for t in terms if t.sent), timed=False)
+
+
+def _of_devices(plan: Plan) -> Prediction:
+    if plan.parts:
+        return Prediction("step", tuple(Prediction(name, tuple(terms)) for name, terms in plan.parts.items()))
+    tables = (predict_method(table, table.taken) for table in plan.families)
+    dense = [leaf.sent[leaf.taken] for leaf in plan.dense if leaf.sent]
+    sums = Term("sums of dense gradients", 0.0, sum(dense))
+    return Prediction("step", (*(table for table in tables if table is not None), *[sums] * bool(dense)), timed=False)
+
+
+def _of_clients(plan: Plan) -> Prediction:
+    """Predicts a client's own step, and counts what it exchanges with others behind or beside it."""
+    assert plan.way is not None, "clients train"
+    return Prediction("step", (_of_devices(plan), Term("exchange", 0.0, round(plan.way.sent_bytes))), timed=False)
+
+
+def _of_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:
+    """Predicts stages, which work at once; a step's microbatches, or a minibatch without a flush."""
+    seconds, simulated = pipeline_seconds(plan), simulate_pipeline(plan)
+    stages = tuple(_of_stage(k, plan, stage, cluster) for k, stage in enumerate(plan.stages))
+    at_once = simulated.period if plan.updates else simulated.seconds
+    parts: tuple[Prediction | Term, ...] = (Prediction("stages", stages, plan.is_timed, simulated_s=at_once),)
+    if not plan.updates:
+        tied_s = plan.tied_bytes * plan.send_byte_s
+        parts += (
+            Term("slowest update", max(0.0, seconds - at_once - tied_s)),
+            Term("tied weights", tied_s, plan.tied_bytes),
+        )
+    return Prediction("step", parts, plan.is_timed)
+
+
+def _of_stage(number: int, plan: PipelinePlan, stage: StagePlan, cluster: ClusterSpec | None) -> Prediction:
+    """Predicts a device of a stage: its share of the microbatches."""
+    count = (1 if plan.updates else plan.microbatches) / len(stage.devices)
+    flops_s = None if cluster is None else cluster.device.flops_s
+    sends = {"ahead": stage.ahead_bytes, "back": stage.back_bytes, "within": stage.exchanged_bytes}
+    seconds = {name: count * nbytes * plan.send_byte_s for name, nbytes in sends.items()}
+    return Prediction(
+        f"stage {number}",
+        (
+            Term("tasks", count * sum(stage.seconds.values()), bound_s=flops_s and count * stage.flops / flops_s),
+            *(Term(f"send {k}", s, round(count * sends[k]), bound_s=flops_s and s) for k, s in seconds.items()),
+        ),
+        plan.is_timed,
+    )
