@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.exchange import HOSTED, DenseLoad, Term, step_parts, step_terms
-from autopar.cost.rates import planned_host_rates, planned_rates
+from autopar.cost.exchange import HOSTED, DenseLoad, Term, step_parts, step_terms, with_bounds
+from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.strategy import ROW_METHODS
@@ -89,6 +89,12 @@ class StepTime:
         return {**seconds, "stragglers": self.waiting_s}
 
     @property
+    def bound_s(self) -> float:
+        """Returns what it takes at least, by bandwidths and operations alone, less what may be hidden; 0: unknown."""
+        least = {part: sum(t.bound_s or 0.0 for t in terms) for part, terms in self.parts.items()}
+        return sum(least.values()) - min(self.hidden_s, least["dense gradients"])
+
+    @property
     def limit(self) -> str:
         """The part that takes longest."""
         parts = self.by_part()
@@ -133,7 +139,9 @@ def simulate_step(
             state += size / n if method == "ps" else size
     hosted = [t.hosted for t in work.tables if chosen[t.path] == HOSTED]
     by_mpi = bool(hosted) and (work.dense.by_mpi or not any(t.hosted for t in work.tables))
-    parts = dict(step_parts(rates, replace(work.dense, by_mpi=by_mpi), loads, n, hosts))
+    dense_load = replace(work.dense, by_mpi=by_mpi)
+    least = step_parts(bound_rates(cluster), dense_load, loads, n, hosts.bound)
+    parts = with_bounds(step_parts(rates, dense_load, loads, n, hosts), least)
     model = sum(t.seconds for part in ("model", "lookups") for t in parts[part])
     dense = sum(t.seconds for t in parts["dense gradients"])
     waiting, hidden = variation * model * expected_maximum(n), min(overlap * dense, BACKWARD * model)

@@ -1,7 +1,7 @@
-"""One tree of predictions for each plan: a step, its parts, and for each what it sends, takes, and can take at least.
+"""One tree of predictions for each plan: a step, its parts, and for each what it sends, takes, and takes at least.
 
-`predict` makes it of a plan, which holds its figures; `explain`, `why` and `report` print views of it. Each way to run a
-step has one builder here. The bound beside a prediction is what bandwidths alone take (`Rates.bound`): bytes over the
+`predict` makes it of a plan, which holds its figures; `explain`, `why` and `report` print views of it. Each way to run
+a step has one builder here. The bound beside a prediction is what bandwidths alone take (`Rates.bound`): bytes over the
 bandwidth of the wire or the memory, and operations at the devices' full rate.
 """
 
@@ -68,7 +68,7 @@ def predict(plan: Plan) -> Prediction:
     """Predicts a step of a plan."""
     source = "measured here" if plan.cluster is None else f"figures of {plan.cluster.name}"
     if plan.pipeline is not None:
-        step = _of_stages(plan.pipeline, plan.cluster)
+        step = predict_stages(plan.pipeline, plan.cluster)
     elif plan.way is not None:
         step = _of_clients(plan)
     else:
@@ -110,7 +110,7 @@ def _of_clients(plan: Plan) -> Prediction:
     return Prediction("step", (_of_devices(plan), Term("exchange", 0.0, round(plan.way.sent_bytes))), timed=False)
 
 
-def _of_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:
+def predict_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:
     """Predicts stages, which work at once; a step's microbatches, or a minibatch without a flush."""
     seconds, simulated = pipeline_seconds(plan), simulate_pipeline(plan)
     stages = tuple(_of_stage(k, plan, stage, cluster) for k, stage in enumerate(plan.stages))

@@ -23,6 +23,7 @@ from autopar.ir.plan import Plan, require_plan
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.ir.strategy import Method
 from autopar.measure.cluster import require_cluster
+from autopar.planning.predictions import predict_stages
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
 from autopar.planning.workload import named_methods, workload
 
@@ -59,11 +60,13 @@ class Simulation:
         lines = [
             f"{self.step} on {self.cluster.device.name} ({self.cluster.name}), simulated; as many examples a device"
         ]
-        lines.append(f"{'devices':>8}{'ms a step':>12}{'speed-up':>10}  most of it       methods")
+        lines.append(f"{'devices':>8}{'ms a step':>12}{'at least':>10}{'speed-up':>10}  most of it       methods")
         for t, speedup in zip(self.times, self.speedups, strict=True):
             methods = ", ".join(f"{path} {method}" for path, method in t.methods.items())
             fits = "" if t.fits else " (the state doesn't fit)"
-            lines.append(f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{speedup:>10.1f}  {t.limit:<17}{methods}{fits}")
+            least = f"{1e3 * t.bound_s:.2f}" if t.bound_s else "-"
+            times = f"{t.devices:>8}{1e3 * t.seconds:>12.2f}{least:>10}{speedup:>10.1f}"
+            lines.append(f"{times}  {t.limit:<17}{methods}{fits}")
         return "\n".join([*lines, *self.crossovers])
 
     __repr__ = __str__
@@ -193,7 +196,7 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
     model = simulated.period if own.updates else simulated.seconds
     sums, sent = _sums(plan, cluster, copies)
     parts = {
-        "model": (Term("microbatches through the stages", model),),
+        "model": (Term("microbatches through the stages", model, bound_s=predict_stages(own, there).bound_s),),
         "dense gradients": (Term("sums of the copies' gradients", sums, sent),),
         "dense updates": (Term("the slowest stage's update", max(stage.update_s for stage in own.stages)),),
     }

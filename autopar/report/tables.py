@@ -188,6 +188,7 @@ def scaling_rows(simulation: Simulation) -> list[TableRow]:
         {
             "devices": t.devices,
             "predicted ms": 1e3 * t.seconds,
+            "at least, ms": 1e3 * t.bound_s,
             "speed-up": speedup,
             "most of it": t.limit,
             "methods": ", ".join(f"{path} {method}" for path, method in t.methods.items()),
