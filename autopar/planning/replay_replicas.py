@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.clients import Clients, check_ring, mean_of
@@ -100,45 +101,34 @@ def replay_replicas(
       minibatches: Of each step, for each client its flat arguments. States are taken from the first step's; all clients
         have the same then.
     """
-    states, averaging, touched = program.new_states, runner.averaging, runner.touched
+    states, touched = program.new_states, runner.touched
     leaves: list[dict[int, Any]] = []
     shared: list[Replicas] = []
-    since = touched.none(averaging.weights)
     for step in minibatches:
         if not leaves:
             made = [{k: copied(materialize(x)) for k, x in enumerate(first) if k in states} for first in step]
             leaves = [{k: runner.clients.placed(x) for k, x in own.items()} for own in made]
-            shared = [averaging.begin(runner.clients, Weights(own)) for own in leaves]
+            shared = [runner.first(Weights(own)) for own in leaves]
         calls = [[own.get(k, x) for k, x in enumerate(given)] for own, given in zip(leaves, step, strict=True)]
-        for call in calls:
-            since = touched.after(since, call)
+        rows = [touched.after(each.touched, call) for each, call in zip(shared, calls, strict=True)]
         # One after the other: collectives of two programs could wait for each other's threads.
         results = [jax.block_until_ready(jax.tree.leaves(runner.inner(call))) for call in calls]
-        shared = [dataclasses.replace(each, steps=each.steps + 1) for each in shared]
-        weights = [Weights({k: own[states[k]] for k in averaging.weights}) for own in results]
-        pairs = [averaging.arrived(*pair) for pair in zip(shared, weights, strict=True)]
-        shared = [each for each, _ in pairs]
-        weights = [own.but(new) for (_, new), own in zip(pairs, weights, strict=True)]
-        sent = [averaging.sent(*pair) for pair in zip(shared, weights, strict=True)]
-        rows = {k: touched.rows(k, since[k].bits) for k in sent[0] if k in touched}
-        if not averaging.is_ring:
-            since |= touched.none(sent[0])
+        weights = [Weights({k: own[states[k]] for k in runner.weights}) for own in results]
+        shared = [
+            dataclasses.replace(each, steps=each.steps + 1, touched=some)
+            for each, some in zip(shared, rows, strict=True)
+        ]
+        exchanges = [runner.exchange(*pair) for pair in zip(shared, weights, strict=True)]
+        unions = [np.bitwise_or.reduce(bits) for bits in zip(*map(next, exchanges), strict=True)]
+        sent = [exchange.send(unions) for exchange in exchanges]
+        # All means first, as what is sent is updated in place.
+        means = []
+        for c, each in enumerate(shared):
+            partners = runner.partners(c, each.steps, len(sent))
+            means.append([_mean(parts) for parts in zip(*(sent[other] for other in partners), strict=True)])
         for c, own in enumerate(results):
-            kept: dict[int, Any] = {}
-            means: dict[int, Any] = {}
-            theirs = [sent[other] for other in averaging.partners(c, shared[c], len(sent))]
-            for k, mine in sent[c].items():
-                some = rows.get(k)
-                mean = _mean([each[k] if some is None else touched.picked(k, each[k], some) for each in theirs])
-                if some is None:
-                    kept[k], means[k] = copied(mine) if averaging.is_beside else mine, mean
-                elif averaging.is_beside:
-                    kept[k] = touched.rows_of(k, some, touched.picked(k, mine, some))
-                    means[k] = touched.rows_of(k, some, mean)
-                else:
-                    means[k] = touched.put(k, mine, some, mean, in_place=False)
-            shared[c], new = averaging.merged(shared[c], weights[c], kept, means)
-            for k, array in {**pairs[c][1], **new}.items():
+            shared[c], new = exchanges[c].send(means[c])
+            for k, array in new.items():
                 own[states[k]] = array
             leaves[c] = {k: own[out] for k, out in states.items()}
         yield results

@@ -59,7 +59,7 @@ class ElasticRunner(ExchangeRunner):
             )
         return self._centered(anchors, int(saved["own_steps"][0]))
 
-    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+    def first(self, weights: Mapping[int, Array]) -> Replicas:
         return self._centered(weights, 0)
 
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
@@ -86,7 +86,7 @@ class RingRunner(ExchangeRunner):
             )
         return Replicas(self.clients, self.mode, int(saved["own_steps"][0]))
 
-    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+    def first(self, weights: Mapping[int, Array]) -> Replicas:
         return Replicas(self.clients, self.mode)
 
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:

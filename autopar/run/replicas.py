@@ -80,7 +80,7 @@ class ReplicaRunner(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _first(self, weights: Mapping[int, Array]) -> Replicas:
+    def first(self, weights: Mapping[int, Array]) -> Replicas:
         """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
 
     @abc.abstractmethod
@@ -140,7 +140,7 @@ class ReplicaRunner(abc.ABC):
         if self._sync.curvature == "measure" and self.clients.own == 0 and self.clients.leads:
             states = {k: self._new_states[k] for k in self.weights}
             self._sync.check_stable(slope_of(self._plain, [local(materialize(x)) for x in leaves], states))
-        return self._first(weights)
+        return self.first(weights)
 
     def _own(self, leaf: Any) -> Any:
         """What a client's step is given: of an array over devices of other clients, too, a copy."""
