@@ -30,7 +30,7 @@ _ADDED_PASSES = 3
 
 
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
-    """Bytes that each of some participants sends over its link, and in how many messages one after the other.
+    """Returns bytes that each of some participants sends over its link, and in how many messages one after the other.
 
     Args:
       collective: "all_reduce", "all_gather" or "all_to_all".
@@ -45,9 +45,9 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
 
 
 def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copies: int = 1) -> float:
-    """A sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines, gathered
-    inside. `by`: what was measured of it, "mpi_all_reduce" between ranks. `copies`: how many such sums there are at
-    once, of other devices of the same machines, whose interfaces they share."""
+    """Predicts a sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines,
+    gathered inside. `by`: what was measured of it, "mpi_all_reduce" between ranks. `copies`: how many such sums there
+    are at once, of other devices of the same machines, whose interfaces they share."""
     m, d = cluster.machines, cluster.devices
     inside, messages = traffic("all_reduce", d, size)
     part, rounds = traffic("all_reduce", m, size / d)
@@ -56,7 +56,7 @@ def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copi
 
 
 def host_all_reduce_s(cluster: ClusterSpec, size: float) -> float:
-    """A sum of `size` bytes that every rank gets, by MPI or in rings, whichever was measured to be faster.
+    """Predicts a sum of `size` bytes that every rank gets, by MPI or in rings, whichever was measured to be faster.
 
     With N ranks 2 (N - 1) alpha + 2 (N - 1) / N size beta + (N - 1) / N size gamma (MXNET-MPI, section 6.2): latency,
     seconds of a byte that is sent, and of one that is added. What was measured has gamma in its beta.
@@ -85,7 +85,7 @@ def bucket_bytes(cluster: ClusterSpec) -> int | None:
 
 
 class Reductions(NamedTuple):
-    """How ranks add up.
+    """Says how ranks add up.
 
     Attributes:
       rings_from: Bytes from which on they do so in rings; None: never.
@@ -102,7 +102,6 @@ def reductions(cluster: ClusterSpec) -> Reductions:
 
 
 def _least(holds: Callable[[int], bool]) -> int | None:
-    """The least size from which on something holds for all."""
     exponent = max((k for k in _EXPONENTS if not holds(1 << k)), default=_EXPONENTS[0] - 1) + 1
     return 1 << exponent if exponent in _EXPONENTS else None
 
@@ -113,7 +112,8 @@ def _are_rings_faster(cluster: ClusterSpec, size: int) -> bool:
 
 
 def all_gather_s(cluster: ClusterSpec, size: float) -> float:
-    """`size` bytes of each device that every device gets: Parallax's AllGatherv, (N - 1) * size received by each."""
+    """Predicts an exchange of `size` bytes of each device that every device gets: Parallax's AllGatherv, (N - 1) * size
+    received by each."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_gather", m, size)
     inside, messages = traffic("all_gather", d, m * size)
@@ -122,7 +122,7 @@ def all_gather_s(cluster: ClusterSpec, size: float) -> float:
 
 
 def all_to_all_s(cluster: ClusterSpec, size: float, by: str = "all_to_all") -> float:
-    """`size` bytes from each device to each other one. `by`: as for `all_reduce_s`."""
+    """Predicts an exchange of `size` bytes from each device to each other one. `by`: as for `all_reduce_s`."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_to_all", m, d * size)
     between = cluster.link("between", by)(d * part, d * rounds)
@@ -138,7 +138,7 @@ class Fit:
 
 
 def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
-    """The link that explains some times best; its bandwidth is infinite where larger sizes don't take longer.
+    """Fits the link that explains some times best; its bandwidth is infinite where larger sizes don't take longer.
 
     Args:
       points: (bytes, seconds); of two different sizes at least, and positive times.
@@ -162,7 +162,7 @@ def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
 
 
 def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int = 1) -> Link:
-    """The link that a collective has, by the traffic that `cost.collectives` says it makes; `source` has the error.
+    """Fits the link that a collective has, by the traffic that it makes (`traffic`); `source` has the error.
 
     Args:
       count: Participants, at least 2.

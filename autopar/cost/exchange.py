@@ -26,12 +26,12 @@ ID_TERMS = ("send ids", "gather ids")
 
 
 def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """Method -> bytes that each device sends in a step."""
+    """Maps methods to the bytes that each device sends in a step."""
     return {method: sum(t.sent for t in terms) for method, terms in step_terms(NO_TIME, sizes).items()}
 
 
 def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
-    """What a rank does for a table on hosts, for itself and as an owner of a shard.
+    """Lists what a rank does for a table on hosts, for itself and as an owner of a shard.
 
     Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
     the same rows.
@@ -56,7 +56,8 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
 
 
 def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """Method -> bytes that each rank sends, of a table on hosts. The other methods are those the devices would use."""
+    """Maps methods to the bytes that each rank sends, of a table on hosts. The other methods are those the devices
+    would use."""
     others = sent_bytes(sizes)
     hosts = sum(t.sent for t in host_terms(sizes))
     methods = ("allreduce",) if sizes.constant else ("allgather", "allreduce")
@@ -64,12 +65,12 @@ def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
 
 
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
-    """Method -> seconds of a step."""
+    """Maps methods to the seconds of a step."""
     return {method: sum(t.seconds for t in terms) for method, terms in step_terms(rates, sizes).items()}
 
 
 def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
-    """Method -> all that it does in a step, in the order in which it is done."""
+    """Maps methods to all that each does in a step, in the order in which it is done."""
     s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
@@ -131,7 +132,6 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
 
 
 def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
-    """The optimizer, on so many rows and their slots."""
     moved = rates.gather(rows, sizes.family_bytes) + rates.scatter(rows, sizes.family_bytes)
     return (
         Term("pull and commit rows", moved),
@@ -141,7 +141,7 @@ def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DenseLoad:
-    """What a step does with all that isn't looked up by rows, on each device.
+    """Says what a step does with all that isn't looked up by rows, on each device.
 
     Attributes:
       flops: Floating-point operations of its matrix products and convolutions.
@@ -159,12 +159,12 @@ class DenseLoad:
 
     @property
     def state_bytes(self) -> int:
-        """Of all parameters and slots."""
+        """Returns the bytes of all parameters and slots."""
         return sum(self.leaves)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of all sums over examples."""
+        """Returns the bytes of all sums over examples."""
         return sum(size * count for size, count in self.sums)
 
 
@@ -175,8 +175,8 @@ def step_parts(
     devices: int,
     hosts: HostRates = NO_HOST_TIME,
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Part -> its terms, in the order of a step on so many devices. `tables`: method (or `HOSTED`) and sizes of each
-    family."""
+    """Maps parts to their terms, in the order of a step on so many devices. `tables`: method (or `HOSTED`) and sizes of
+    each family."""
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     updates = rates.update_s(3 * dense.state_bytes)
     if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
@@ -214,7 +214,7 @@ def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> t
 
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
-    """What all methods have in common: a device reads its ids' rows, and adds up their gradients."""
+    """Lists what all methods have in common: a device reads its ids' rows, and adds up their gradients."""
     return (
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
         Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),
@@ -236,12 +236,12 @@ def with_bounds(
 
 
 def total(parts: Mapping[str, Sequence[Term]]) -> float:
-    """Seconds of all parts, one after the other."""
+    """Adds up the seconds of all parts, one after the other."""
     return sum(term.seconds for terms in parts.values() for term in terms)
 
 
 def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1.0) -> float:
-    """Bytes that one worker transfers in a step for one parameter (Parallax, section 5.3.1, table 3, verbatim).
+    """Returns bytes that one worker transfers in a step for one parameter (Parallax, section 5.3.1, table 3, verbatim).
 
     Args:
       method: "ps", "allreduce" (dense parameters) or "allgather" (sparse ones).
@@ -268,7 +268,7 @@ def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1
 
 
 def table_3(*, b: float, n: int, alpha: float) -> Mapping[str, float]:
-    """Method -> the table's bytes of one parameter: as a sparse one, and as a dense one by "allreduce"."""
+    """Maps methods to the table's bytes of one parameter: as a sparse one, and as a dense one by "allreduce"."""
     return {
         "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
         "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),

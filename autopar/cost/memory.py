@@ -27,7 +27,8 @@ class Shardable:
 
 
 def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]:
-    """Which families to shard, so that each device has `excess` bytes less: those that cost least for each byte first.
+    """Chooses which families to shard, so that each device has `excess` bytes less: those that cost least for each byte
+    first.
 
     Only bytes that are still too many count. What turns out not to be needed once others are taken is given back, the
     dearest first. Equal ones go by their order. If sharding all isn't enough, all of them.
@@ -47,7 +48,7 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
 
 
 def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
-    """The least number of devices with which a state fits; None if no number is enough.
+    """Returns the least number of devices with which a state fits; None if no number is enough.
 
     Args:
       whole: Bytes that every device has, however many there are.
@@ -68,35 +69,33 @@ def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
 
 
 def _whole_bytes(program: Program, leaf: int) -> int:
-    """Bytes of a leaf of the state; none of what is no array."""
+    """Returns the bytes of a leaf of the state; none of what is no array."""
     return int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
 
 
 def leaf_bytes(program: Program, bound: BoundPlan, leaf: int) -> int:
-    """Bytes of a leaf of the state on each device."""
+    """Returns bytes of a leaf of the state on each device."""
     size = _whole_bytes(program, leaf)
     size = size if bound.placements[leaf] is None else -(-size // bound.devices)
     return size if leaf not in bound.tensors or bound.plan.tensor is None else -(-size // bound.plan.tensor.devices)
 
 
 def state_bytes(program: Program, bound: BoundPlan) -> int:
-    """Bytes of the state on each device, without what is on hosts."""
+    """Returns bytes of the state on each device, without what is on hosts."""
     return sum(leaf_bytes(program, bound, k) for k in _on_devices(program, bound))
 
 
 def hosted_bytes(program: Program, bound: BoundPlan) -> int:
-    """Bytes of what is on hosts, all of them together."""
+    """Returns bytes of what is on hosts, all of them together."""
     return sum(_whole_bytes(program, k) for k in _on_hosts(program, bound))
 
 
 def _on_hosts(program: Program, bound: BoundPlan) -> set[int]:
-    """Leaves of the state that are there."""
     hosted = {f.family for f in bound.families if f.on_hosts}
     return {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
 
 
 def _on_devices(program: Program, bound: BoundPlan) -> list[int]:
-    """Leaves of the state that aren't on hosts."""
     away = _on_hosts(program, bound)
     return [k for k, input_ in enumerate(program.inputs) if input_.role == "state" and k not in away]
 
@@ -114,12 +113,12 @@ class Shortage:
     devices: int | None
 
     def machines(self, devices: int) -> int | None:
-        """The least number of machines of so many devices."""
+        """Returns the least number of machines of so many devices."""
         return None if self.devices is None else math.ceil(self.devices / devices)
 
 
 def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
-    """By how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
+    """Says by how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
     missing = state_bytes(program, bound) - state_budget(memory)
     if missing <= 0:
         return None
@@ -134,5 +133,5 @@ def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory
 
 
 def is_open(program: Program, space: RowSpace, strategy: Strategy) -> bool:
-    """Whether the strategy leaves all tables of a family to autopar."""
+    """Says whether the strategy leaves all tables of a family to autopar."""
     return all(asked_of(strategy, program.inputs[k].path).method == "auto" for k in space.tables)

@@ -18,7 +18,7 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What lies between two places at which a step can be cut.
+    """Describes what lies between two places at which a step can be cut.
 
     Attributes:
       seconds: Of a microbatch's forward and backward.
@@ -68,20 +68,21 @@ class Chain:
     memory: float | None = None
 
     def stage_seconds(self, start: int, end: int, replicas: int) -> float:
-        """Of a stage, for each microbatch."""
+        """Returns the seconds of a stage, for each microbatch."""
         own = self.layers[start:end]
         reduced = 2 * (replicas - 1) / replicas * sum(x.gradient for x in own) * self.byte_s / self.microbatches
         return sum(x.seconds for x in own) / replicas + reduced
 
     def stage_bytes(self, start: int, end: int, replicas: int, before: int) -> float:
-        """Memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
+        """Returns memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
         own = self.layers[start:end]
         held = -(-min(self.microbatches, self.devices - before) // replicas)
         return sum(x.state + x.gradient + held * x.activation for x in own)
 
 
 def partition(chain: Chain, stages: int | None = None, replicas: Sequence[int] | None = None) -> Partition | None:
-    """The best stages, of so many if `stages` says so, each of so many devices if `replicas` does; None: none fit.
+    """Finds the best stages, of so many if `stages` says so, each of so many devices if `replicas` does; None: none
+    fit.
 
     Of stages that are equally good, those with the least seconds in all.
     """

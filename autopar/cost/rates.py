@@ -38,7 +38,7 @@ class Curve:
             raise ValueError(f"a curve goes through points of growing sizes, not {sizes}")
 
     def __call__(self, size: float) -> float:
-        """Seconds for a size; the first point's for what is smaller."""
+        """Returns the seconds for a size; the first point's for what is smaller."""
         points = self.points
         if size <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -77,7 +77,7 @@ class RowRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What calibration finds.
+    """Holds what calibration finds.
 
     Attributes:
       all_to_all, all_gather, all_reduce: Seconds by bytes of the result on one device.
@@ -112,11 +112,11 @@ class Rates:
     assumed: tuple[str, ...] = ()
 
     def update_s(self, size: float) -> float:
-        """Seconds of an optimizer's update that reads and writes so many bytes."""
+        """Returns seconds of an optimizer's update that reads and writes so many bytes."""
         return (self.walk if self.update is None else self.update)(size)
 
     def moved_s(self, size: float) -> float:
-        """Seconds of a model's values of the batch, so many bytes of them."""
+        """Returns seconds of a model's values of the batch, so many bytes of them."""
         return size * self.moved_byte_s or self.walk(size)
 
     @property
@@ -137,7 +137,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """What the programs of a pipeline's stages take, each on a device of its own.
+    """Says what the programs of a pipeline's stages take, each on a device of its own.
 
     Attributes:
       flop_s: Seconds of a floating-point operation in large matrix products.
@@ -152,11 +152,11 @@ class StageRates:
     send_byte_s: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Of a program."""
+        """Returns the seconds of a program."""
         return self.call_s + flops * self.flop_s + moved_bytes * self.byte_s
 
     def scaled(self, factor: float) -> StageRates:
-        """Of devices that take so many times as long for the same work."""
+        """Returns the rates of devices that take so many times as long for the same work."""
         return replace(self, flop_s=factor * self.flop_s, byte_s=factor * self.byte_s)
 
 
@@ -169,7 +169,7 @@ NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """What a step with tables on hosts takes there, of all ranks at work at once.
+    """Says what a step with tables on hosts takes there, of all ranks at work at once.
 
     Attributes:
       host: Of a rank's share of its host, and of MPI between ranks.
@@ -190,7 +190,7 @@ NO_HOST_TIME = HostRates(NO_TIME, FREE)
 
 
 def planned_rates(cluster: ClusterSpec) -> Rates:
-    """Rates of the devices, by the bytes of the result on one of them, as `Rates` has them."""
+    """Returns rates of the devices, by the bytes of the result on one of them, as `Rates` has them."""
     n = cluster.count
     return Rates(
         all_to_all=_line(lambda size: all_to_all_s(cluster, size / n)),
@@ -209,7 +209,8 @@ def bound_rates(cluster: ClusterSpec) -> Rates:
 
 
 def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
-    """Rates of the programs of stages, or of divided products; sends are between machines, if there are several."""
+    """Returns rates of the programs of stages, or of divided products; sends are between machines, if there are
+    several."""
     link = cluster.between if cluster.machines > 1 else cluster.inside
     return StageRates(
         flop_s=1 / (_EFFICIENCY * cluster.device.flops_s),
@@ -220,7 +221,7 @@ def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
 
 
 def planned_host_rates(cluster: ClusterSpec) -> HostRates:
-    """Rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory.
+    """Returns rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory.
 
     What they send each other inside of a machine goes through it, written and read once.
     """
@@ -237,12 +238,10 @@ def planned_host_rates(cluster: ClusterSpec) -> HostRates:
 
 
 def _line(seconds: Callable[[float], float]) -> Curve:
-    """Of what takes a latency and a time for each byte."""
     return Curve(((1.0, seconds(1.0)), (_LARGE, seconds(_LARGE))))
 
 
 def _in_memory(bytes_s: float) -> Any:
-    """The rates that follow from a memory's bandwidth."""
     return {
         "route": _line(lambda ids: _SORT_PASSES * 2 * 4 * ids / bytes_s),
         "walk": _line(lambda size: size / bytes_s),
@@ -254,7 +253,7 @@ def _in_memory(bytes_s: float) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurements:
-    """What is known of the devices and of an example batch.
+    """Holds what is known of the devices and of an example batch.
 
     Attributes:
       rates: What exchanges and updates take on the devices; None: the fewest bytes are chosen.

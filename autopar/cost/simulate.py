@@ -26,7 +26,7 @@ SIMULATED = ("allreduce", *ROW_METHODS)
 
 @dataclass(frozen=True, slots=True)
 class TableLoad:
-    """What a device asks of one table, however many devices there are.
+    """Says what a device asks of one table, however many devices there are.
 
     Attributes:
       path: Of the table.
@@ -79,11 +79,11 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Adds up the whole step."""
         return sum(self.by_part().values())
 
     def by_part(self) -> Mapping[str, float]:
-        """Part -> seconds; what is hidden is taken off the dense gradients."""
+        """Maps parts to seconds; what is hidden is taken off the dense gradients."""
         seconds = {part: sum(t.seconds for t in terms) for part, terms in self.parts.items()}
         seconds["dense gradients"] -= self.hidden_s
         return {**seconds, "stragglers": self.waiting_s}
@@ -96,7 +96,7 @@ class StepTime:
 
     @property
     def limit(self) -> str:
-        """The part that takes longest."""
+        """Returns the part that takes longest."""
         parts = self.by_part()
         return max(parts, key=lambda part: parts[part])
 
@@ -109,7 +109,7 @@ def simulate_step(
     overlap: float = 0.0,
     variation: float = 0.0,
 ) -> StepTime:
-    """A step on all devices of a cluster.
+    """Simulates a step on all devices of a cluster.
 
     Args:
       methods: Of each table, or of all; "auto": the fastest for which there is memory; what is on hosts stays there.
@@ -151,13 +151,13 @@ def simulate_step(
 
 
 def scaling(work: Workload, cluster: ClusterSpec, counts: Iterable[int], **options: object) -> list[StepTime]:
-    """The same for several numbers of the cluster's devices: machines are filled one after the other."""
+    """Simulates a step on several numbers of the cluster's devices: machines are filled one after the other."""
     shapes = ((math.ceil(n / cluster.devices), min(n, cluster.devices)) for n in counts)
     return [simulate_step(work, cluster.of(*shape), **options) for shape in shapes]  # type: ignore[arg-type]
 
 
 def crossovers(times: Sequence[StepTime]) -> list[str]:
-    """Where the methods change, or what limits does: one line each."""
+    """Says where the methods or what limits a step changes: a line each."""
     lines = []
     for old, new in itertools.pairwise(times):
         for path, method in new.methods.items():
@@ -169,7 +169,7 @@ def crossovers(times: Sequence[StepTime]) -> list[str]:
 
 
 def sizes_at(table: TableLoad, devices: int) -> Sizes:
-    """What a step of N devices does with a table: the arrays of the compiled step, whose shapes are static."""
+    """Returns what a step of N devices does with a table: the arrays of the compiled step, whose shapes are static."""
     requested = min(table.extent, table.ids)
     shard_rows = -(-table.extent // devices)
     capacity = min(requested, shard_rows, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
@@ -190,15 +190,16 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
 
 
 def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
-    """The same of a table on hosts, where messages are as long as they must be: a device's distinct rows; and the rows
-    that the busiest of N owners is asked for, if they are distributed cyclically (its load is Poisson's)."""
+    """Returns what a step of N devices does with a table on hosts, where messages are as long as they must be: a
+    device's distinct rows; and the rows that the busiest of N owners is asked for, if they are distributed cyclically
+    (its load is Poisson's)."""
     rows = math.ceil(min(table.rows(1), table.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
     return replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
 
 
 def busiest(rows: float, devices: int) -> int:
-    """Rows in the longest of N^2 messages, if each device asks N owners for so many rows that are distributed
+    """Returns rows in the longest of N^2 messages, if each device asks N owners for so many rows that are distributed
     cyclically.
 
     Loads are Poisson's; the longest message is the least length that fewer than half a message exceeds on average
@@ -218,5 +219,5 @@ def busiest(rows: float, devices: int) -> int:
 
 
 def expected_maximum(count: int) -> float:
-    """Of so many standard normal numbers (Blom, 1958)."""
+    """Returns the expected maximum of so many standard normal numbers (Blom, 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0

@@ -38,7 +38,7 @@ class StageTimes:
     activations: Sequence[float] = ()
 
     def of(self, task: Task, splits_backward: bool) -> float:
-        """Seconds of a task."""
+        """Returns the seconds of a task."""
         seconds = self.seconds[task.kind][task.stage]
         whole = task.kind == "B" and not splits_backward and "W" in self.seconds
         return seconds + self.seconds["W"][task.stage] if whole else seconds
@@ -63,19 +63,20 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """The share of the devices' time in which they wait."""
+        """Returns the share of the devices' time in which they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
     @property
     def period(self) -> float:
-        """Seconds from one minibatch's end to the next one's, where they follow one another without a flush."""
+        """Returns the seconds from one minibatch's end to the next one's, where they follow one another without a
+        flush."""
         ends = sorted(end for task, end in self.ends.items() if task.kind == "B" and task.stage == 0)
         half = len(ends) // 2
         return (ends[-1] - ends[half]) / max(1, len(ends) - 1 - half)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
-    """The schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
+    """Simulates the schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     links: dict[tuple[int, int], float] = {}
@@ -216,8 +217,8 @@ def choose_slack(places: Places, times: StageTimes) -> int:
 
 
 def _updated(calls: Calls, stage: int, device: int, schedule: Schedule, simulated: Simulated) -> Iterator[float]:
-    """When a device has done each update of its stage: behind the backward that it follows, and behind what the device
-    has been issued until then."""
+    """Yields when a device has done each update of its stage: behind the backward that it follows, and behind what the
+    device has been issued until then."""
     ends = simulated.ends
     issued = {"F": calls.forward(stage), "B": calls.backward(stage)}
     own = [(task.microbatch + issued[task.kind], ends[task]) for task in schedule.orders[device]]

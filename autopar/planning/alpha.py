@@ -27,7 +27,7 @@ from autopar.run.step import ParallelStep
 
 @dataclass(frozen=True, slots=True)
 class TableAlpha:
-    """What workers touch of a table in a step.
+    """Says what workers touch of a table in a step.
 
     Attributes:
       path: Of the table.
@@ -48,27 +48,27 @@ class TableAlpha:
 
     @property
     def share(self) -> float:
-        """Rows that all workers that were measured touch together, over all rows."""
+        """Returns rows that all workers that were measured touch together, over all rows."""
         return self.union / self.growth.extent
 
     def rows_at(self, n: float) -> float:
-        """Distinct rows that n workers are expected to touch together."""
+        """Returns distinct rows that n workers are expected to touch together."""
         return self.growth.rows(n)
 
     def alpha_at(self, n: float) -> float:
-        """The same over all rows; of one worker it is the paper's alpha."""
+        """Returns `rows_at` over all rows; of one worker it is the paper's alpha."""
         return self.growth.rows(n) / self.growth.extent
 
 
 @dataclass(frozen=True, slots=True)
 class Alphas:
-    """What `measure_alpha` returns, by table; `str()` is a table."""
+    """Holds what `measure_alpha` found, by table; `str()` is a table."""
 
     step: str
     tables: tuple[TableAlpha, ...]
 
     def table(self, path: str) -> TableAlpha:
-        """The table of a path.
+        """Returns the table of a path.
 
         Raises:
           ArgumentsError: there is none.
@@ -96,7 +96,7 @@ def measure_alpha(
     workers: int = 1,
     per_machine: int = 1,
 ) -> Alphas:
-    """Rows of each table that one worker touches, those of a machine together, and n of them together.
+    """Measure the rows of each table that one worker touches, those of a machine together, and n of them together.
 
     Nothing of the step is run but the equations that ids depend on. What n workers touch is measured for 1, 2, 4, ...
     workers up to all that there are, on average over disjoint groups, and fitted (`autopar.cost.heaps`), so that
@@ -148,7 +148,7 @@ def measure_alpha(
 
 @dataclass(eq=False)
 class _Measured:
-    """What was read of a table: its workers' distinct rows, and how many ids they had."""
+    """Holds what was read of a table: its workers' distinct rows, and how many ids they had."""
 
     path: str
     extent: int
@@ -180,7 +180,7 @@ class _Reader:
         self._readers: dict[Entry, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
 
     def read(self, args: Sequence[Any], number: int) -> None:
-        """The rows of one call, the `number`th."""
+        """Reads the rows of one call, the `number`th."""
         pure, arrays, named = unwrapped(self._step, args, {}, "measure_alpha")
         own = self._own.setdefault(pure, on_devices(pure, self._spread))
         with warnings.catch_warnings():
@@ -217,7 +217,6 @@ class _Reader:
 
 
 def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
-    """Each family that is looked up, its ids, and what reads them of a call's leaves."""
     for space in program.rows.spaces:
         if space.accesses:
             ids = program.ids[space.family]
@@ -225,7 +224,6 @@ def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[...,
 
 
 def _line(table: TableAlpha) -> list[str]:
-    """Its row of the printed table."""
     extent, growth = table.growth.extent, table.growth
     rows = [f"{rows:.0f} ({rows / extent:.2%})" for rows in (table.worker, table.machine, table.union)]
     return [table.path, str(extent), *rows, f"{growth.k:.3g}", f"{growth.beta:.3f}", f"{growth.residual:.1%}"]

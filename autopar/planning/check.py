@@ -79,13 +79,13 @@ class CheckRow:
 
     @property
     def ok(self) -> bool:
-        """Whether the compiled program does what the plan says, if that says anything."""
+        """Says whether the compiled program does what the plan says, if that says anything."""
         if self.planned is None or self.at_most:
             return self.planned is None or self.compiled <= _SLACK * self.planned
         return self.planned == self.compiled
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text."""
+        """Returns the row as text."""
         planned = "not in the plan"
         if self.planned is not None:
             planned = f"planned{' at most' * self.at_most} {format_bytes(self.planned)}"
@@ -96,7 +96,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What `check` returns; `str()` is a table, and it is true if all is as planned."""
+    """Holds what `check` found; `str()` is a table, and it is true if all is as planned."""
 
     step: str
     devices: int
@@ -104,7 +104,7 @@ class Check:
 
     @property
     def ok(self) -> bool:
-        """Whether all is as planned."""
+        """Says whether all is as planned."""
         return all(row.ok for row in self.rows)
 
     def __bool__(self) -> bool:
@@ -165,7 +165,6 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
 
 
 def _is_divided(collective: Collective, devices: Devices) -> bool:
-    """Whether a collective is between devices that divide products."""
     assert devices.tensor_axis is not None, "there is a tensor axis"
     shape, along = devices.mesh.devices.shape, devices.mesh.axis_names.index(devices.tensor_axis)
     groups = collective.groups or (tuple(range(devices.mesh.size)),)
@@ -174,7 +173,7 @@ def _is_divided(collective: Collective, devices: Devices) -> bool:
 
 
 def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> list[CheckRow]:
-    """What the devices that divide products exchange: nothing but sums, unless something is to be gathered."""
+    """Compares what the devices that divide products exchange: nothing but sums, unless something is to be gathered."""
     rows = []
     gathers = any(group.gathers for group in plan.taken)
     for op in dict.fromkeys(("all-reduce", *(c.op for c in collectives))):
@@ -187,7 +186,8 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
 
 
 def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRow]:
-    """What the devices that divide products within stages exchange for the microbatches; in this process's stages.
+    """Compares what the devices that divide products within stages exchange for the microbatches; in this process's
+    stages.
 
     All stages make one row: the plan counts a sum where it is read, and the stage before may have made it.
     """
@@ -202,8 +202,8 @@ def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRo
 
 
 def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
-    """A pipeline's plan and what its devices send: for microbatches, by stage (by device, if it has several stages);
-    the rest is sums, norms, results and weights of several stages."""
+    """Compares a pipeline's plan with what its devices send: for microbatches, by stage (by device, if it has several
+    stages); the rest is sums, norms, results and weights of several stages."""
     rows, sent, count = [], list(timeline.sends()), timeline.microbatches
     tasks = [run for run in timeline.actions if isinstance(run, Run) and run.program.phase in ("F", "B", "W")]
     made = {value for run in tasks for value in run.writes}
@@ -235,7 +235,8 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
 def compare_collectives(
     plan: Plan, collectives: Sequence[Collective], own: Sequence[Collective] | None = None
 ) -> Check:
-    """A plan and the collectives of a program that was compiled by it; `own`: those that are written in the program."""
+    """Compares a plan with the collectives of a program that was compiled by it; `own`: those that are written in the
+    program."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
         return Check(plan.step, 1, tuple(rows))
@@ -276,7 +277,7 @@ def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices
 
 @dataclass(slots=True)
 class _Pool:
-    """What a program sends that isn't explained yet: (collective, bytes of the array, bytes that a device sends).
+    """Holds what a program sends that isn't explained yet: (collective, bytes of the array, bytes that a device sends).
 
     Flags, of whatever collective, are by themselves, as "any".
     """
@@ -294,7 +295,7 @@ class _Pool:
         return _Pool(arrays)
 
     def take(self, op: str, nbytes: int) -> tuple[int, int]:
-        """One array of so many bytes: what is sent of it, and 1; zeros if there is none."""
+        """Takes one array of so many bytes: returns what is sent of it, and 1; zeros if there is none."""
         taken = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
         if taken is None:
             return 0, 0
@@ -302,7 +303,8 @@ class _Pool:
         return taken[2], 1
 
     def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
-        """All arrays of a collective, or those of some sizes: what is sent of them, and how many they are."""
+        """Takes all arrays of a collective, or those of some sizes: returns what is sent of them, and how many they
+        are."""
 
         def is_one(array: tuple[str, int, int]) -> bool:
             return array[0] == op and (sizes is None or array[1] in sizes)
@@ -313,7 +315,7 @@ class _Pool:
 
 
 def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """What is reduced of a table's gradient: all rows, or those that are touched."""
+    """Compares what is reduced of a table's gradient: all rows, or those that are touched."""
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
         return []
@@ -329,7 +331,7 @@ def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[Check
 
 
 def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """What is exchanged of all tables' rows by one collective, and what is gathered besides."""
+    """Compares what is exchanged of all tables' rows by one collective, and what is gathered besides."""
     whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
     sent, count = pool.rest(op)
     if any(table.lifted and table.sizes is None for table in plan.tables):
@@ -347,7 +349,8 @@ def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[
 
 
 def _possible(plan: Plan, op: str) -> set[int]:
-    """Bytes that the tables' exchanges by one collective may take: families of the same ids may send them once."""
+    """Returns the bytes that the tables' exchanges by one collective may take: families of the same ids may send them
+    once."""
     totals, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
         terms = [t for t in _terms(table) if t.collective == op]
@@ -362,12 +365,10 @@ def _possible(plan: Plan, op: str) -> set[int]:
 
 
 def _terms(table: TablePlan) -> Sequence[Term]:
-    """What a lifted table's family does in a step."""
     return () if table.sizes is None or not table.lifted else step_terms(NO_TIME, table.sizes)[table.method]
 
 
 def _sizes_of(leaves: Sequence[TablePlan | DensePlan]) -> frozenset[int]:
-    """Bytes of arrays, scalars left out."""
     return frozenset(_nbytes(leaf.shape, leaf.dtype) for leaf in leaves if leaf.shape)
 
 
@@ -376,12 +377,10 @@ def _lifted_sizes(plan: Plan) -> frozenset[int]:
 
 
 def _has_shards(plan: Plan) -> bool:
-    """Whether XLA gathers and scatters leaves of its own accord."""
     return any(leaf.sharded for leaf in plan.dense) or any(t.method == "ps" and not t.lifted for t in plan.tables)
 
 
 def _nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of an array; of a key, of which nothing is known, none."""
     return 0 if dtype.startswith("key<") else math.prod(shape) * jax.numpy.dtype(dtype).itemsize
 
 
@@ -430,6 +429,5 @@ def _collective(op: str, nbytes: int, times: int, dtype: str = "u8") -> Collecti
 
 
 def _known_turns(written: Collective, compiled: Sequence[Collective]) -> int:
-    """Returns how often a loop turns by what XLA knows; 0 if it doesn't."""
     alike = (c.times for c in compiled if c.op == written.op and written.nbytes in c.sizes)
     return max((times for times in alike if times > 1), default=0)

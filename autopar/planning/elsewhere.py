@@ -15,7 +15,7 @@ from autopar.run.step import ParallelStep
 
 
 def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
-    """The step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
+    """Returns the step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
 
     Tables that the strategy puts on hosts are there, with a rank for each device.
     """
@@ -52,7 +52,7 @@ def on_devices(
     *,
     hosts: bool = False,
 ) -> ParallelStep:
-    """The same on so many devices, of no particular kind if nothing is said of them.
+    """Returns the step on so many devices, of no particular kind if nothing is said of them.
 
     Args:
       step: The step.

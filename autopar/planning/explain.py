@@ -49,7 +49,7 @@ _LINES = 8
 def explain(
     step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, verbose: bool = False, **kwargs: Any
 ) -> Explanation:
-    """The plan of a step, per parameter, with the reasons.
+    """Explain the plan of a step: each parameter, and why it is treated so.
 
     Its text is as wide as the terminal, or as the environment variable COLUMNS says; 80 columns where neither is known.
     Where there are many, dense leaves that are treated alike share a line, and so do tables that differ in their sizes
@@ -131,7 +131,7 @@ def _explain(
 
 
 def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
-    """A dense leaf's row: one in shards is updated on its owner, one that is divided where its products are."""
+    """Returns a dense leaf's row: one in shards is updated on its owner, one that is divided where its products are."""
     size = leaf.nbytes
     action, kept = ("dense, in shards, ps", size // plan.devices) if leaf.sharded else ("dense", size)
     action, kept = _divided(plan, leaf.path, action, kept)
@@ -139,14 +139,13 @@ def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
 
 
 def _divided(plan: Plan, path: str, action: str, touched: int) -> tuple[str, int]:
-    """How a leaf is updated, and the bytes of that, if it is divided over the devices of a tensor axis."""
     if plan.tensor is None or path not in plan.tensor.axes:
         return action, touched
     return "tensor", touched // plan.tensor.devices
 
 
 def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | None) -> ExplainedLeaf:
-    """A table's row; the family's slots, and what is exchanged, are counted with its first table."""
+    """Returns a table's row; the family's slots, and what is exchanged, are counted with its first table."""
     program, bound, plan = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan
     devices = plan.devices
     table, first = bound.plan.table(program.inputs[k].path), k == space.tables[0]
@@ -180,7 +179,6 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | No
 
 
 def _log_bytes(entry: Entry, family: int) -> int:
-    """Bytes of a family's update log: stamps, records, segments."""
     program = entry.compiled.program
     lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
@@ -218,17 +216,17 @@ class ExplainedLeaf:
 
     @property
     def path(self) -> str:
-        """As in the state."""
+        """Returns its path in the state."""
         return self.plan.path
 
     @property
     def kind(self) -> str:
-        """ "sparse" (looked up by rows) or "dense"."""
+        """Returns "sparse" (looked up by rows) or "dense"."""
         return "sparse" if isinstance(self.plan, TablePlan) else "dense"
 
     @property
     def reason(self) -> str:
-        """Why it is updated so; empty where there is nothing to say."""
+        """Says why it is updated so; empty where there is nothing to say."""
         return "; ".join(filter(None, (self.plan.reason, self.deferred)))
 
 
@@ -288,7 +286,6 @@ class _Line:
         return self._total(lambda leaf: leaf.plan.bounds if isinstance(leaf.plan, TablePlan) else {})
 
     def _total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
-        """Adds up the figures of all leaves, which have the same methods."""
         return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
 
     @property
@@ -332,12 +329,12 @@ class Explanation:
 
     @property
     def dense_bytes(self) -> int:
-        """Memory traffic of all updates in a plain step."""
+        """Returns memory traffic of all updates in a plain step."""
         return sum(r.dense_bytes for r in self.rows)
 
     @property
     def planned_bytes(self) -> int:
-        """Memory traffic of all updates in the planned step."""
+        """Returns memory traffic of all updates in the planned step."""
         return sum(r.planned_bytes for r in self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -401,8 +398,8 @@ class Explanation:
         return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
 
     def _lines(self) -> Sequence[_Line]:
-        """Tables, and then dense leaves, the largest ones first: those that are treated alike are folded, where there
-        are many."""
+        """Returns lines of tables, then of dense leaves, the largest first; those that are treated alike share one,
+        where there are many."""
         tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
         lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.nbytes)
         return [*_folded(tables, others=[row.path for row in dense]), *lines]
@@ -437,7 +434,6 @@ def _with_slots(rows: Sequence[ExplainedLeaf]) -> Sequence[ExplainedLeaf]:
 
 
 def _sum(leaves: Sequence[ExplainedLeaf]) -> ExplainedLeaf:
-    """Returns the first leaf with the bytes of all."""
     nbytes, dense, planned = (
         sum(figures) for figures in zip(*((r.nbytes, r.dense_bytes, r.planned_bytes) for r in leaves), strict=True)
     )
@@ -445,7 +441,6 @@ def _sum(leaves: Sequence[ExplainedLeaf]) -> ExplainedLeaf:
 
 
 def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequence[_Line]:
-    """Makes lines of leaves, under names that stand for none of the others."""
     by_path = {row.path: row for row in rows}
     folded = fold_paths({row.path: _treatment(row) for row in rows}, _LINES, others)
     return [_Line(name, tuple(by_path[path] for path in paths)) for name, paths in folded.items()]
@@ -473,7 +468,6 @@ def _table(lines: Sequence[_Line]) -> Columns:
 
 
 def _definitions(lines: Sequence[_Line]) -> Iterator[str]:
-    """Yields what the words of the table mean, if it has them."""
     if any(line.first.action.startswith("sparse") for line in lines):
         yield "sparse: an update writes the rows that a batch touches; dense: it writes all elements."
     if any(line.alpha for line in lines):
@@ -515,13 +509,12 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _short(line: str) -> str:
-    """A path below the working directory, relative to it."""
     relative = os.path.relpath(line) if line else ""
     return relative if relative and not relative.startswith("..") else line
 
 
 def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
-    """A row for each method that a parameter has or could have; ">" marks the one it has."""
+    """Makes a row for each method that a parameter has or could have; ">" marks the one it has."""
     figures = (
         (f"each {unit} sends", [line.sent for line in lines], format_bytes),
         ("Parallax's table 3", [line.table_3 for line in lines], format_bytes),

@@ -60,7 +60,7 @@ def predicted_note(step: Prediction) -> str:
 
 
 def tensor_notes(plan: Plan) -> tuple[str, ...]:
-    """Which products are divided over the devices of a tensor axis, what that takes, and why."""
+    """Tells which products are divided over the devices of a tensor axis, what that takes, and why."""
     if plan.tensor is None:
         return ()
     alike: dict[str, list[TensorGroupPlan]] = {}
@@ -80,7 +80,7 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
-    """For which machines it is planned, if not for those here, and whether the state fits their devices."""
+    """Tells for which machines it is planned, if not for those here, and whether the state fits their devices."""
     program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options
     memory = entry.machine.memory_bytes
     if plan.plan.pipeline is not None:  # which says what each device holds
@@ -102,7 +102,7 @@ def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
 
 
 def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
-    """How many devices would be enough."""
+    """Tells how many devices would be enough."""
     if shortage.devices is None:
         return (
             "more devices don't help, for too much of it is on each of them: give parts of it to the devices, by "
@@ -114,7 +114,7 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
 
 
 def hosted_text(entry: Entry, leaves: Sequence[Any] | None) -> str:
-    """What is done between ranks, and for distinct rows by each of their devices, in words."""
+    """Tells what is done between ranks, and for distinct rows by each of their devices."""
     plan = entry.compiled.plan
     why = plan.reduction_reason
     text = {
@@ -129,7 +129,7 @@ def hosted_text(entry: Entry, leaves: Sequence[Any] | None) -> str:
 
 
 def replica_notes(plan: Plan) -> Iterator[str]:
-    """Lines on what clients do with replicas of their own."""
+    """Yields lines on what clients do with replicas of their own."""
     sync = plan.sync
     if sync is None:
         return
@@ -217,7 +217,7 @@ def _own_notes(sync: SyncPlan) -> Iterator[str]:
 
 
 def server_notes(plan: Plan) -> Iterator[str]:
-    """Lines on a state that servers keep."""
+    """Yields lines on a state that servers keep."""
     served = plan.served
     if served is None:
         return
@@ -254,14 +254,12 @@ def server_notes(plan: Plan) -> Iterator[str]:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Names servers that are processes of their own."""
     if not ranks:
         return ""
     return f"; {'they are ranks' if len(ranks) > 1 else 'it is rank'} {', '.join(map(str, ranks))}, which only serve"
 
 
 def _homes(served: ServedPlan, path: str) -> str:
-    """Says which servers keep a table."""
     homes = [n for n, server in enumerate(served.servers) if server.part_of(path)]
     if len(homes) == 1:
         return f"{path} is on server {homes[0]}, whole"
@@ -270,7 +268,7 @@ def _homes(served: ServedPlan, path: str) -> str:
 
 
 def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
-    """A table with a row for each stage, its weights, and what follows from the schedule."""
+    """Yields a table with a row for each stage, its weights, and what follows from the schedule."""
     stages = plan.stages
     kinds = [k for k in ("F", "B", "W") if any(k in stage.seconds for stage in stages)]
     times = {f"{kind} ms": [stage.seconds.get(kind, 0.0) for stage in stages] for kind in kinds}
@@ -321,7 +319,7 @@ def _versions(plan: PipelinePlan) -> Columns:
 
 
 def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
-    """Each stage's weights; of a stack, those of the same rows ("[0:3]") are folded together."""
+    """Lists the weights of each stage; of a stack, those of the same rows ("[0:3]") are folded together."""
     names: list[list[str]] = [[] for _ in plan.stages]
     owners: dict[str, dict[str, int]] = {}
     for k, stage in enumerate(plan.stages):
@@ -335,7 +333,7 @@ def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
 
 
 def stage_notes(plan: PipelinePlan) -> Sequence[str]:
-    """What follows from the schedule."""
+    """Tells what follows from the schedule."""
     held = ", ".join(format_bytes(size) for size in pipeline_memory(plan))
     notes = [
         *(_asynchronous_notes(plan) if plan.updates else [_synchronous_note(plan)]),

@@ -43,7 +43,7 @@ def plan(
     alphas: Alphas | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """The plan of a step, as plain data.
+    """Make the plan of a step, as plain data.
 
     Args:
       step, *args, cluster, **kwargs: As for `explain`.
@@ -68,7 +68,7 @@ def plan_of(
     cluster: ClusterSpec | None = None,
     alphas: Alphas | None = None,
 ) -> Plan:
-    """The same of an entry; `leaves` are flat arguments, by which alpha is measured."""
+    """Makes the plan of an entry; `leaves` are flat arguments, by which alpha is measured."""
     program, made = entry.compiled.analysed, entry.compiled.plan
     decided = {t.path: t for t in made.tables}
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
@@ -100,8 +100,8 @@ def plan_of(
 
 
 def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
-    """What the step computes; of devices' own programs with the sums that these have, which stand after loops. Those of
-    tables that are trained whole aren't among them (`dense_load`)."""
+    """Counts what the step computes; of devices' own programs with the sums that these have, which stand after loops.
+    Those of tables that are trained whole aren't among them (`dense_load`)."""
     work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
     once = once_per_row_of(entry, leaves)
     if once is not None:
@@ -114,19 +114,17 @@ def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
 
 
 def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
-    """Returns the tables that are looked up by rows but trained whole, each with its bytes."""
     whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]
     return [(math.prod(t.shape) * np.dtype(t.dtype).itemsize, t) for t in whole]
 
 
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    """What the whole step is predicted to take."""
     tables = [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
     return step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
 
 
 def dense_load(decided: Plan) -> DenseLoad:
-    """What a step does on each device with all leaves whose rows don't go by themselves."""
+    """Says what a step does on each device with all leaves whose rows don't go by themselves."""
     sizes = _trained_whole(decided)
     divided = {} if decided.tensor is None else dict.fromkeys(decided.tensor.axes, decided.tensor.devices)
     leaves = [leaf.nbytes // (decided.devices if leaf.sharded else divided.get(leaf.path, 1)) for leaf in decided.dense]
@@ -141,7 +139,7 @@ def dense_load(decided: Plan) -> DenseLoad:
 
 @dataclass(frozen=True, slots=True)
 class _Touched:
-    """What rows a step looks up in a family."""
+    """Says what rows a step looks up in a family."""
 
     alpha: Alpha | None
     growth: Growth | None
@@ -150,7 +148,8 @@ class _Touched:
 def _touched(
     program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: Growth | None
 ) -> _Touched:
-    """By the batch, as far as it is known, and by what was seen of others."""
+    """Returns the rows that a step looks up: those of the batch, where it is known, else those expected by what was
+    seen of others, else as many as there can be."""
     if not space.accesses:
         return _Touched(None, None)
     ids, extent = program.ids[space.family], space.extent
@@ -166,7 +165,6 @@ def _touched(
 
 
 def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    """Predicts what each method does."""
     if table.sizes is None:
         return {}
     if table.where == "hosts":
@@ -183,7 +181,7 @@ def _earlier_terms(entry: Entry, table: TablePlan) -> Mapping[str, tuple[Term, .
 
 
 def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | None:
-    """What a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
+    """Returns what a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
 
     Args:
       entry: Of any step.

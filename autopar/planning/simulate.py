@@ -47,13 +47,13 @@ class Simulation:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """Examples a second over those of the first of `times`, which has the fewest devices."""
+        """Returns examples a second over those of the first of `times`, which has the fewest devices."""
         first = self.times[0]
         return tuple(t.devices / first.devices * first.seconds / t.seconds for t in self.times)
 
     @property
     def crossovers(self) -> list[str]:
-        """Where the methods or what limits a step changes: a line each."""
+        """Says where the methods or what limits a step changes: a line each."""
         return crossovers(self.times)
 
     def __str__(self) -> str:
@@ -141,7 +141,6 @@ def simulate(
 
 
 def _counts(plan: Plan, cluster: ClusterSpec) -> Sequence[int]:
-    """Returns the numbers of devices that are simulated by default."""
     if plan.way is not None:
         return [cluster.count]
     if plan.pipeline is None:
@@ -168,7 +167,7 @@ def simulate_devices(
 def stage_times(
     name: str, plan: PipelinePlan, cluster: ClusterSpec, counts: Sequence[int], *, overlap: float, variation: float
 ) -> tuple[StepTime, ...]:
-    """A step for each number of devices; see `planning.simulate`.
+    """Simulates a step for each number of devices; see `simulate`.
 
     Raises:
       ArgumentsError: a number of devices that isn't a multiple of the pipeline's.
@@ -205,7 +204,6 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
 
 
 def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
-    """A stage by other rates; kinds of tasks in the proportions of the plan."""
     total = sum(stage.seconds.values())
     seconds = rates.seconds(stage.flops, stage.activation_bytes + stage.ahead_bytes + stage.back_bytes)
     seconds += rates.send_byte_s * stage.exchanged_bytes + rates.call_s * stage.exchanges
@@ -215,7 +213,7 @@ def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
 
 
 def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float, int]:
-    """Seconds and bytes of the AllReduces over the copies: the stages of a machine share what connects it."""
+    """Returns seconds and bytes of the AllReduces over the copies: the stages of a machine share what connects it."""
     if copies == 1:
         return 0.0, 0
     each = (plan.tensor * len(stage.devices) * [stage.gradient_bytes] for stage in plan.stages)

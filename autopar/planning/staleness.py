@@ -29,7 +29,7 @@ Array = Any
 
 @dataclass(frozen=True, slots=True)
 class TaskStaleness:
-    """How stale the forwards or the backwards of a stage are.
+    """Says how stale the forwards or the backwards of a stage are.
 
     Attributes:
       stage: Its number.
@@ -49,7 +49,7 @@ class TaskStaleness:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """How stale the tasks of a pipeline are, those whose s isn't 0; `str()` is a table of medians."""
+    """Says how stale the tasks of a pipeline are, those whose s isn't 0; `str()` is a table of medians."""
 
     schedule: str
     tasks: tuple[TaskStaleness, ...]
@@ -159,7 +159,6 @@ class _Watched:
 
 @jax.jit
 def _errors(ahead: int, before: Sequence[Array], then: Sequence[Array], now: Sequence[Array]) -> tuple[Array, Array]:
-    """The RMSE of weights as they were, and as they are predicted."""
     size = sum(w.size for w in now)
 
     def rmse(guesses: Iterable[Array]) -> Array:

@@ -62,30 +62,30 @@ class Column:
 
     @property
     def roomy(self) -> int:
-        """Its width, with its title in one line, and each cell."""
+        """Returns its width, with its title in one line, and each cell."""
         return max(cell_len(self.title), self.natural)
 
     @property
     def natural(self) -> int:
-        """Its width, with each cell in one line."""
+        """Returns its width, with each cell in one line."""
         return max(map(cell_len, [*self.title.split(), *self.cells]), default=0)
 
     @property
     def least(self) -> int:
-        """Its width, with cells broken wherever they may be."""
+        """Returns its width, with cells broken wherever they may be."""
         pieces = [piece.rstrip() for cell in self.cells for piece in self._pieces(cell)]
         return max(map(cell_len, [*self.title.split(), *pieces]), default=0)
 
     @property
     def narrow(self) -> int:
-        """Its width, with parts of cells broken that are too long."""
+        """Returns its width, with parts of cells broken that are too long."""
         return min(self.least, max(_NARROW, *map(cell_len, self.title.split()))) if self.breaks else self.least
 
     def _pieces(self, cell: str) -> Sequence[str]:
         return re.split(self.breaks, cell) if self.breaks else [cell]
 
     def wrapped(self, k: int, width: int) -> str:
-        """The cell of a row, in lines of this width as far as it can be broken."""
+        """Returns the cell of a row, in lines of this width as far as it can be broken."""
         lines = [""]
         for piece in self._pieces(self.cells[k]):
             if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
@@ -135,7 +135,6 @@ class Columns:
 
 
 def _total(widths: Iterable[int]) -> int:
-    """The width of a table whose columns have these."""
     sizes = list(widths)
     return sum(sizes) + _GAP * (len(sizes) - 1)
 
@@ -209,7 +208,6 @@ def _fold_at(decided: Mapping[str, Hashable], depth: int, others: Collection[str
 
 
 def _prefixes(path: str) -> Sequence[str]:
-    """Lists what a path begins with, from nothing to itself."""
     parts = path.split("/")
     return ["/".join(parts[:k]) for k in range(len(parts) + 1)]
 

@@ -87,7 +87,6 @@ def _stage_events(step: str, plan: PipelinePlan) -> Iterator[Event]:
 
 
 def _client_events(process: int, time: SyncTime) -> Iterator[Event]:
-    """Yields the own steps of clients."""
     yield from _names(process, f"{time.devices} devices, simulated", "client", len(time.clients))
     for w, client in enumerate(time.clients):
         for n, (start, seconds) in enumerate(client.own_steps):
@@ -95,7 +94,6 @@ def _client_events(process: int, time: SyncTime) -> Iterator[Event]:
 
 
 def _names(process: int, name: str, noun: str, tracks: int) -> Iterator[Event]:
-    """Yields what a process and its tracks are called, in their order."""
     yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}}
     for k in range(tracks):
         yield {"ph": "M", "name": "thread_name", "pid": process, "tid": k, "args": {"name": f"{noun} {k}"}}

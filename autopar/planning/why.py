@@ -19,7 +19,7 @@ from autopar.planning.predictions import Prediction, predict_method
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """What `why` returns; `str()` is a table.
+    """Holds what `why` found; `str()` is a table.
 
     Attributes:
       path: Of the table.
@@ -35,7 +35,7 @@ class Why:
 
     @property
     def ratio(self) -> float | None:
-        """The other one over the chosen one: by time, or else by bytes; None where that isn't known."""
+        """Divides the other one by the chosen one: by time, or else by bytes; None where these aren't known."""
         if self.chosen is None or self.other is None:
             return None
         a, b = self.chosen.seconds, self.other.seconds
@@ -56,7 +56,7 @@ class Why:
 
 
 def why(plan: Plan, path: str, method: Method) -> Why:
-    """Why a table isn't trained by another method: what that would take, beside what was chosen.
+    """Explain why a table isn't trained by another method: what that would take, beside what was chosen.
 
     Of a weight in a pipeline's stage, `method` may be a schedule: which updates its tasks miss by that one.
 

@@ -17,7 +17,7 @@ from autopar.planning.plan import dense_load
 
 
 def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:
-    """Methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
+    """Returns methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
 
     def name(method: Any) -> str:
         method_ = HOSTED if method == ("ps", "hosts") else method
@@ -63,7 +63,7 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
     growth = table.growth if table.growth is None or ids is None else table.growth.with_ids(ids)
 
     def rows(n: int) -> float:
-        """Where growth isn't known: all ids differ."""
+        """Returns the rows that n devices touch; where growth isn't known all ids differ."""
         return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
 
     return TableLoad(

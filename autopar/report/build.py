@@ -49,7 +49,7 @@ def report(
     staleness: Staleness | None = None,
     timeline: Timeline | None = None,
 ) -> Report:
-    """Figures and tables of a plan: what each method sends, what a step takes, and what limits it on more devices.
+    """Draw a plan: what each method sends, what a step takes, and what limits it on more devices.
 
     Figures, as far as the plan has what they need (`Report.notes` says what is left out, and why):
 
@@ -188,7 +188,7 @@ def _add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None
 
 
 def require_figures() -> ModuleType:
-    """The module that draws; an ArgumentsError if matplotlib isn't installed."""
+    """Returns the module that draws; raises an ArgumentsError if matplotlib isn't installed."""
     try:
         from autopar.report import figures
     except ImportError as error:
@@ -199,7 +199,6 @@ def require_figures() -> ModuleType:
 
 
 def _shown(plan: Plan, path: str | None) -> TablePlan | None:
-    """The table of the figures."""
     if path is None:
         return largest(plan)
     wanted = plan.table(path)
@@ -245,7 +244,6 @@ def _add_bytes(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan) -
 
 
 def _crossed(curves: Curves, where: Callable[..., str]) -> str:
-    """What its crossings say."""
     if not curves.crossings:
         smallest = min(curves.sent, key=lambda m: curves.sent[m][0])
         return f"{smallest} sends the least everywhere."
@@ -295,7 +293,6 @@ def _add_scaling(
 
 
 def _limits(simulation: Simulation, table: TablePlan | None) -> str:
-    """What takes most of a step, and how the table goes, as they change."""
     said = f"Most of a step is {_changes(simulation, lambda time: time.limit)}."
     if table is None:
         return said
@@ -303,7 +300,6 @@ def _limits(simulation: Simulation, table: TablePlan | None) -> str:
 
 
 def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
-    """What something is on the fewest devices, and what it becomes on more."""
     pairs = itertools.pairwise(simulation.times)
     changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
     first = of(simulation.times[0])

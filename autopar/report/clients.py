@@ -139,7 +139,7 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
 
 
 def straggler_figure(found: Stragglers) -> ReportFigure:
-    """Minibatches of all clients against c, by way, beside the two formulas; the plan's way is the thick one."""
+    """Draws minibatches of all clients against c, by way, beside the two formulas; the plan's way is the thick one."""
     figure, (axes,) = blank()
     for values in (found.free, found.tied):
         axes.plot(FACTORS, values, color=PALE, linewidth=2.5, zorder=1)
@@ -157,7 +157,7 @@ def straggler_figure(found: Stragglers) -> ReportFigure:
 
 
 def staleness_figure(timeline: Timeline) -> ReportFigure:
-    """The share of pushes by their staleness, and the mean."""
+    """Draws the share of pushes by their staleness, and the mean."""
     late = timeline.staleness
     width = -(-(int(late.max()) + 1) // _MOST_BARS)
     counts = np.bincount(late // width)
@@ -176,7 +176,7 @@ def staleness_figure(timeline: Timeline) -> ReportFigure:
 
 
 def worker_figure(timeline: Timeline, noun: str) -> ReportFigure:
-    """A bar for each worker."""
+    """Draws a bar for each worker."""
     steps = timeline.steps
     figure, (axes,) = blank(height=0.8 + 0.22 * min(len(steps), _MOST_BARS))
     axes.barh(range(len(steps)), steps, color=BLUE, height=0.65)
@@ -195,7 +195,8 @@ def worker_figure(timeline: Timeline, noun: str) -> ReportFigure:
 
 
 def exchange_rows(plan: Plan) -> Sequence[TableRow]:
-    """A row for each server, or for each fragment of the weights that is averaged or pulled to a centre at a time."""
+    """Returns a row for each server, or for each fragment of the weights that is averaged or pulled to a centre at a
+    time."""
     if plan.served is not None:
         return [
             {
@@ -216,7 +217,7 @@ def exchange_rows(plan: Plan) -> Sequence[TableRow]:
 
 
 def straggler_rows(found: Stragglers) -> Sequence[TableRow]:
-    """A row for each way and c."""
+    """Returns a row for each way and c."""
     return [
         {
             "c": factor,
@@ -233,7 +234,7 @@ def straggler_rows(found: Stragglers) -> Sequence[TableRow]:
 
 
 def staleness_rows(timeline: Timeline) -> Sequence[TableRow]:
-    """A row for each staleness that pushes had."""
+    """Returns a row for each staleness that pushes had."""
     values, counts = np.unique(timeline.staleness, return_counts=True)
     return [
         {"staleness": int(value), "pushes": int(count), "share": float(count / counts.sum())}
@@ -242,7 +243,7 @@ def staleness_rows(timeline: Timeline) -> Sequence[TableRow]:
 
 
 def worker_rows(timeline: Timeline, noun: str) -> Sequence[TableRow]:
-    """A row for each worker."""
+    """Returns a row for each worker."""
     if timeline.ring:
         ring = Ring(timeline.workers)
         return [
@@ -418,7 +419,6 @@ def _served(plan: Plan) -> ServedPlan:
 
 
 def _weight_bytes(plan: Plan, served: ServedPlan) -> int:
-    """Returns the bytes of all that workers pull, with whole tables."""
     rest = (untouched_bytes(table, 1) for table in plan.tables if table.path in served.by_rows)
     return round(sum(server.pull_bytes for server in served.servers) + sum(rest))
 

@@ -63,7 +63,7 @@ _NARROW = 0.015
 
 
 def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
-    """Bytes by method against "alpha" or "devices"; circles where the least changes, a dot for the plan."""
+    """Draws bytes by method against "alpha" or "devices"; circles where the least changes, a dot for the plan."""
     figure, (axes,) = blank()
     for method, sent in curves.sent.items():
         _line(axes, curves.x, sent, method)
@@ -84,7 +84,6 @@ def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
 
 
 def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -> None:
-    """A line down from each crossing, and words at its foot, where no curve is: a crossing is of the lowest ones."""
     foot = axes.get_ylim()[0]
     for k, crossing in enumerate(curves.crossings):
         axes.plot([crossing.x] * 2, [foot, crossing.sent], color=INK, linewidth=0.6, linestyle=(0, (1, 2)))
@@ -95,7 +94,7 @@ def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -
 
 
 def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> ReportFigure:
-    """A panel for each method of which the paper's table says something else: what is sent, and what it says."""
+    """Draws a panel for each method of which the paper's table says something else: what is sent, and what it says."""
     figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
     for axes, (method, values) in zip(panels, theirs.items(), strict=True):
         _line(axes, ours.x, ours.sent[method], method)
@@ -143,7 +142,7 @@ def parts_figure(step: Prediction) -> ReportFigure:
 
 
 def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> ReportFigure:
-    """A bar for each method of a table: exchanges, and work on rows."""
+    """Draws a bar for each method of a table: exchanges, and work on rows."""
     figure, (axes,) = blank(height=1.0 + 0.24 * len(terms))
     kinds = {"exchanges": BLUE, "rows": SKY, "fixed": PALE}
     split = [_split(seconds) for seconds in terms.values()]
@@ -164,7 +163,6 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
 
 
 def _split(terms: Sequence[Term]) -> Mapping[str, float]:
-    """Seconds of exchanges, of work on rows, and of what is there however little there is to do."""
     seconds = {"exchanges": 0.0, "rows": 0.0, "fixed": 0.0}
     for term in terms:
         seconds["fixed" if term.fixed else "exchanges" if term.collective else "rows"] += term.seconds
@@ -172,7 +170,7 @@ def _split(terms: Sequence[Term]) -> Mapping[str, float]:
 
 
 def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> ReportFigure:
-    """Speed-up against N, the ideal one beside it; colours and names for what takes most of a step."""
+    """Draws speed-up against N, the ideal one beside it; colours and names for what takes most of a step."""
     figure, (axes,) = blank()
     axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
     axes.plot(devices, speedups, color=INK, linewidth=0.8, zorder=2)
@@ -189,7 +187,7 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
 
 
 def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
-    """Predicted against measured times: on the diagonal they are equal, in the band within 20%.
+    """Draws predicted against measured times: on the diagonal they are equal, in the band within 20%.
 
     Of many only those outside the band have their labels, and none whose label would lie on another one.
     """
@@ -216,14 +214,13 @@ def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
 
 
 def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> Annotation:
-    """Words below a point, towards the middle of the panel."""
     if _across(axes, x) < 0.55:
         return write(axes, words, (x, y), (4, -3), up="top", bold=bold)
     return write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
 
 
 def _across(axes: Axes, x: float) -> float:
-    """Where x lies in a panel with a logarithmic axis: 0 at its left end, 1 at its right one."""
+    """Says where x lies in a panel with a logarithmic axis: 0 at its left end, 1 at its right one."""
     low, high = axes.get_xlim()
     return math.log(x / low) / math.log(high / low)
 
@@ -235,7 +232,7 @@ def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) ->
 
 
 def schedule_figure(plan: PipelinePlan) -> ReportFigure:
-    """Each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
+    """Draws each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
     simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
     is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
@@ -270,7 +267,7 @@ def schedule_figure(plan: PipelinePlan) -> ReportFigure:
 
 
 def device_figure(plan: PipelinePlan) -> ReportFigure:
-    """What each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
+    """Draws what each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
     simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
     for device, busy in enumerate(simulated.busy):
@@ -286,8 +283,8 @@ def device_figure(plan: PipelinePlan) -> ReportFigure:
 
 
 def staleness_figure(measured: Staleness) -> ReportFigure:
-    """How far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as predicted.
-    Of each stage's forwards, or of backwards where these miss nothing."""
+    """Draws how far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as
+    predicted. Of each stage's forwards, or of backwards where these miss nothing."""
     tasks = {task.stage: task for task in reversed(measured.tasks)}
     shown = [tasks[stage] for stage in sorted(tasks)]
     figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
@@ -304,7 +301,7 @@ def staleness_figure(measured: Staleness) -> ReportFigure:
 
 
 def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
-    """A row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
+    """Returns a row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
     return [
         {
             "stage": task.stage,
@@ -318,7 +315,8 @@ def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
 
 
 def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """A row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about it."""
+    """Returns a row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about
+    it."""
     return [
         {
             "stage": k,
@@ -332,7 +330,7 @@ def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
 
 
 def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """A row for each stage; times and bytes of a microbatch."""
+    """Returns a row for each stage; times and bytes of a microbatch."""
     return [
         {
             "stage": k,

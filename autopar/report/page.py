@@ -47,7 +47,7 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What `report` returns.
+    """Holds what `report` made.
 
     Attributes:
       title: Of which step, on what.
@@ -68,7 +68,7 @@ class Report:
         return f"<Report of {self.title}: figures {', '.join(self.figures) or 'none'}; tables {', '.join(self.tables)}>"
 
     def _repr_html_(self) -> str:
-        """Figures, then tables; nothing in it is loaded from elsewhere."""
+        """Returns figures, then tables; nothing in it is loaded from elsewhere."""
         lines = [f"<style>{_STYLE}</style>", '<div class="autopar-report">', f"<h2>{escape(self.title)}</h2>"]
         lines += [f"<p>{escape(note)}</p>" for note in self.notes]
         lines += [_figure(figure, self.captions[name]) for name, figure in self.figures.items()]

@@ -40,7 +40,7 @@ class ReportFigure(Figure):
 
     @property
     def shown_width(self) -> int:
-        """Pixels of a page."""
+        """Returns its width in pixels of a page."""
         return round(self.get_figwidth() * DPI / 2)
 
     def png(self) -> bytes:
@@ -55,7 +55,7 @@ class ReportFigure(Figure):
 
 
 def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tuple[ReportFigure, list[Axes]]:
-    """A figure of some panels side by side, without frames around them."""
+    """Returns a figure of some panels side by side, without frames around them."""
     figure = ReportFigure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
@@ -67,7 +67,7 @@ def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tupl
 
 
 def fit_size(figure: ReportFigure) -> ReportFigure:
-    """Lay a figure out for good: it is drawn the same from then on."""
+    """Lays a figure out for good: it is drawn the same from then on."""
     figure.draw_without_rendering()
     figure.draw_without_rendering()  # panels that share an axis find their place in two
     figure.set_layout_engine("none")
@@ -75,14 +75,14 @@ def fit_size(figure: ReportFigure) -> ReportFigure:
 
 
 def name_axes(axes: Axes, x: str, y: str = "", title: str = "") -> None:
-    """Labels and a title, in the size of all text."""
+    """Writes labels and a title, in the size of all text."""
     axes.set_xlabel(x, fontsize=FONT)
     axes.set_ylabel(y, fontsize=FONT)
     axes.set_title(title, fontsize=FONT, loc="left")
 
 
 def log_axes(axes: Axes, x: str = "count", y: str = "count", most: int = 5) -> None:
-    """Make both axes of what is drawn logarithmic, with numbers as "count" (1,000), "bytes" (1 kB), "share" (0.1%) or
+    """Makes both axes of what is drawn logarithmic, with numbers as "count" (1,000), "bytes" (1 kB), "share" (0.1%) or
     "seconds" (1 ms), `most` of them on the x axis."""
     axes.set_xscale("log")
     axes.set_yscale("log")
@@ -95,8 +95,8 @@ def log_axes(axes: Axes, x: str = "count", y: str = "count", most: int = 5) -> N
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Powers of ten between two numbers, every second or third one if there are too many; 1, 2 and 5 times them if
-    there are fewer than three.
+    """Returns powers of ten between two numbers, every second or third one if there are too many; 1, 2 and 5 times them
+    if there are fewer than three.
 
     >>> log_ticks(3, 20_000, 5), log_ticks(3, 20_000, 3), log_ticks(0.9, 25, 5)
     ([10.0, 100.0, 1000.0, 10000.0], [10.0, 1000.0], [1.0, 2.0, 5.0, 10.0, 20.0])
@@ -120,7 +120,8 @@ def write(
     colour: str = INK,
     bold: bool = False,
 ) -> Annotation:
-    """Words beside a point of a panel, some points of type away from it; `across` and `up`: which part of them is."""
+    """Writes words beside a point of a panel, some points of type away from it; `across` and `up`: which part of them
+    is."""
     weight = "bold" if bold else "normal"
     text = axes.annotate(
         words, at, offset, textcoords="offset points", fontsize=FONT, ha=across, va=up, color=colour, weight=weight
@@ -130,7 +131,7 @@ def write(
 
 
 def lay_bars(axes: Axes, x: str) -> None:
-    """Put the first of horizontal bars on top, with room for their numbers."""
+    """Puts the first of horizontal bars on top, with room for their numbers."""
     axes.invert_yaxis()
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
@@ -139,7 +140,7 @@ def lay_bars(axes: Axes, x: str) -> None:
 
 
 def legend_above(axes: Axes, columns: int = 3) -> None:
-    """Name the colours of bars above a panel."""
+    """Names the colours of bars above a panel."""
     gaps = {"handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0, "borderpad": 0.2, "borderaxespad": 0.0}
     axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False, ncols=columns, **gaps)
 
@@ -156,8 +157,8 @@ def keep_apart(texts: Sequence[Annotation]) -> None:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Texts at the right of the panel, (y, text, colour), at the height of their lines, moved apart where they would
-    overlap."""
+    """Writes texts at the right of the panel, (y, text, colour), at the height of their lines, moved apart where they
+    would overlap."""
     figure = axes.get_figure(root=True)
     assert figure is not None, "a panel is in a figure"
     height = figure.get_figheight() * 0.72 * 72  # points of a panel: the rest is for the labels of axes
@@ -171,7 +172,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Ascending heights, moved as little as one pass up and one down do, so that neighbours are `gap` apart.
+    """Returns ascending heights, moved as little as one pass up and one down do, so that neighbours are `gap` apart.
 
     >>> spread_labels([10, 12, 98], 25, 100)
     [10, 35, 98]
@@ -187,27 +188,26 @@ def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[floa
 
 
 def format_count(value: float) -> str:
-    """1000 as '1,000'."""
+    """Writes 1000 as '1,000'."""
     return f"{value:,.0f}" if value >= 1 else f"{value:g}"
 
 
 def format_size(value: float) -> str:
-    """1000 as '1 kB'."""
+    """Writes 1000 as '1 kB'."""
     return _in_units(value, {"TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0})
 
 
 def format_share(value: float) -> str:
-    """0.001 as '0.1%'."""
+    """Writes 0.001 as '0.1%'."""
     return f"{100 * value:.3g}%"
 
 
 def format_seconds(value: float) -> str:
-    """0.001 as '1 ms'."""
+    """Writes 0.001 as '1 ms'."""
     return _in_units(value, {"s": 1.0, "ms": 1e-3, "µs": 1e-6})
 
 
 def _in_units(value: float, sizes: Mapping[str, float]) -> str:
-    """In the largest unit of which it is at least one, else the smallest; those are in descending order."""
     unit = next((unit for unit, size in sizes.items() if value >= size), list(sizes)[-1])
     return f"{value / sizes[unit]:.3g} {unit}"
 

@@ -50,17 +50,18 @@ class Timing:
 
     @property
     def ratio(self) -> float:
-        """Predicted over measured."""
+        """Returns the predicted time over the measured one."""
         return self.predicted_s / self.measured_s
 
     @property
     def near(self) -> bool:
-        """Whether the prediction is off by 20% of what was measured at most."""
+        """Says whether the prediction is off by 20% of what was measured at most."""
         return abs(self.ratio - 1) <= NEAR
 
 
 def timings(measured: Measured) -> tuple[Timing, ...]:
-    """What a user gives; an ArgumentsError if it has another form, or a time that is no positive number."""
+    """Returns the times that a user gives; raises an ArgumentsError if they have another form, or one is no positive
+    number."""
     pairs: Iterable[Any] = measured
     if isinstance(measured, Mapping):
         pairs = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
@@ -81,17 +82,17 @@ def _timing(row: tuple[Any, ...]) -> Timing:
 
 
 def largest(plan: Plan) -> TablePlan | None:
-    """Of the tables whose sizes are known the one with the most bytes; None where there is none."""
+    """Returns the table with the most bytes of those whose sizes are known; None where there is none."""
     return max((t for t in plan.families if t.sizes is not None), key=table_bytes, default=None)
 
 
 def table_bytes(table: TablePlan) -> int:
-    """Of all its rows; of the family's tables together. 0 where its sizes aren't known."""
+    """Returns the bytes of all rows of a family's tables together; 0 where sizes aren't known."""
     return 0 if table.sizes is None else table.sizes.extent * table.sizes.row_bytes
 
 
 def parameter_rows(plan: Plan) -> list[TableRow]:
-    """The state, by parameter."""
+    """Returns a row for each parameter of the state."""
     rows: list[TableRow] = [
         {
             "parameter": t.path,
@@ -135,7 +136,7 @@ def update_rows(plan: Plan) -> list[TableRow]:
 
 
 def method_rows(plan: Plan) -> list[TableRow]:
-    """What each method would send and take in a step of the plan, by table."""
+    """Returns what each method would send and take in a step of the plan, by table."""
     rows: list[TableRow] = []
     for table in plan.families:
         if table.sizes is None:
@@ -158,7 +159,7 @@ def method_rows(plan: Plan) -> list[TableRow]:
 
 
 def crossing_rows(curves: Mapping[str, Curves]) -> list[TableRow]:
-    """Where another method sends the least; `curves` by what they are drawn against."""
+    """Returns where another method sends the least; `curves` by what they are drawn against."""
     return [
         {"table": c.path, "against": axis, "from": x.x, "least is sent by": x.new, "before": x.old, "bytes": x.sent}
         for axis, c in curves.items()
@@ -183,7 +184,7 @@ def part_rows(step: Prediction) -> list[TableRow]:
 
 
 def scaling_rows(simulation: Simulation) -> list[TableRow]:
-    """Steps by number of devices."""
+    """Returns a row for each number of devices."""
     return [
         {
             "devices": t.devices,
@@ -198,7 +199,7 @@ def scaling_rows(simulation: Simulation) -> list[TableRow]:
 
 
 def timing_rows(timings_: Sequence[Timing]) -> list[TableRow]:
-    """Predicted and measured times."""
+    """Returns a row for each predicted and measured time."""
     return [
         {
             "step": t.label,
@@ -250,13 +251,14 @@ class Curves:
 
 
 def by_devices(table: TablePlan) -> Curves:
-    """Against N, 2 to 10,000, each device looking up as many ids as in the plan."""
+    """Returns curves against N, 2 to 10,000, each device looking up as many ids as in the plan."""
     own = _of(table).devices
     return _curves(table, spaced(2, max(own, MOST_DEVICES)), float, lambda n: sent_at(table, n), own)
 
 
 def by_alpha(table: TablePlan) -> Curves:
-    """Against the share of the rows that a device touches, at the plan's N: it looks up more ids, or fewer."""
+    """Returns curves against the share of the rows that a device touches, at the plan's N: it looks up more ids, or
+    fewer."""
     sizes = _of(table)
     last = sizes.ids
     while alpha_at(table, last) < _MOST_ALPHA and last < _MOST_IDS * sizes.extent:
@@ -272,14 +274,15 @@ def by_alpha(table: TablePlan) -> Curves:
 
 
 def by_table_3(table: TablePlan) -> tuple[Curves, Mapping[str, tuple[float, ...]]]:
-    """`by_devices`, and at the same N what Parallax's table 3 says of the same methods, of a table of as many bytes."""
+    """Returns `by_devices`, and at the same N what Parallax's table 3 says of the same methods, of a table of as many
+    bytes."""
     ours, sizes = by_devices(table), _of(table)
     formulas = [table_3(b=sizes.extent * sizes.row_bytes, n=round(n), alpha=local_alpha(table)) for n in ours.x]
     return ours, {method: tuple(row[method] for row in formulas) for method in formulas[0]}
 
 
 def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[str, int]:
-    """Method -> bytes that each device sends in a step of N devices that look up so many ids each."""
+    """Maps methods to the bytes that each device sends in a step of N devices that look up so many ids each."""
     load, own = table_load(table, ids), _of(table)
     if table.where == "hosts":
         return host_sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread))
@@ -291,23 +294,23 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
 
 
 def alpha_at(table: TablePlan, ids: int) -> float:
-    """The share of the rows that a device touches which looks up so many ids."""
+    """Returns the share of the rows that a device touches which looks up so many ids."""
     load = table_load(table, ids)
     return load.rows(1) / load.extent
 
 
 def local_alpha(table: TablePlan) -> float:
-    """The share of the rows that a device of the plan touches: the paper's alpha."""
+    """Returns the share of the rows that a device of the plan touches: the paper's alpha."""
     return alpha_at(table, _of(table).ids) if table.alpha is None else table.alpha.local_share
 
 
 def least(sent: Mapping[str, float]) -> str:
-    """The method that sends the least; of equal ones "ps", as in plans."""
+    """Returns the method that sends the least; of equal ones "ps", as in plans."""
     return min(sent, key=lambda method: (sent[method], method != "ps"))
 
 
 def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -> list[tuple[int, str, str]]:
-    """Where the method changes that sends the least: the first number of each, the old method, the new one.
+    """Returns where the method changes that sends the least: the first number of each, the old method, the new one.
 
     `at`: number (of devices, of ids) -> what each method sends. `points`: growing numbers, between neighbours of which
     no method is the least only for a while.
@@ -328,7 +331,7 @@ def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -
 
 
 def spaced(first: int, last: int, count: int = _POINTS) -> list[int]:
-    """About so many whole numbers from the first to the last, each the same number of times the one before."""
+    """Returns about so many whole numbers from the first to the last, each the same number of times the one before."""
     if first == last:
         return [first]
     return sorted({round(first * (last / first) ** (k / (count - 1))) for k in range(count)})
@@ -349,7 +352,7 @@ def _curves(
 
 
 def own_bytes(table: TablePlan) -> Mapping[str, int]:
-    """Method -> bytes that each device sends in a step of the plan."""
+    """Maps methods to the bytes that each device sends in a step of the plan."""
     return (host_sent_bytes if table.where == "hosts" else sent_bytes)(_of(table))
 
 
