@@ -1,7 +1,7 @@
 """Protocols of `autopar.sync`, without IO: what a client asks of servers in a step, and what servers count.
 
 A client's step is a generator of what it does next. Who drives it knows what that takes: MPI (`servers.exchanges`), a
-recorded timeline (`servers.job`), or a clock (`cost.served`).
+recorded timeline (`servers.job`), or a clock (`cost.client_times`).
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Standing:
     """
 
     def __init__(self, workers: int, bound: int | None) -> None:
-        """`bound`: s; None: there is none."""
+        """Begin with all workers there, at step 0. `bound`: s; None: there is none."""
         self.applied, self.limit = [0] * workers, float("inf")
         self._bound, self._base, self._gone = bound, [0] * workers, set[int]()
         self._set_limit()

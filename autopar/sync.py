@@ -41,12 +41,12 @@ class Replicated(abc.ABC):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether no client waits for another one."""
+        """Says whether no client waits for another one."""
         return self.partners in ("center", "neighbors")
 
     @property
     def is_ring(self) -> bool:
-        """Whether clients exchange weights with neighbours alone."""
+        """Says whether clients exchange weights with neighbours alone."""
         return self.partners in ("pairs", "neighbors")
 
     @property
@@ -204,12 +204,12 @@ class Async:
 
     @property
     def is_joined(self) -> bool:
-        """Whether some steps are trained by data parallelism."""
+        """Says whether some steps are trained by data parallelism."""
         return self.staleness == 0 or self.warmup > 0
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """Returns what it is called."""
         return "asynchronous SGD" if self.staleness is None else f"staleness at most {self.staleness}"
 
 
@@ -362,7 +362,7 @@ Sync = Replicated | Async
 
 
 def stable_slope(delay: int) -> float:
-    """The eta h up to which gradients that are some steps late make a quadratic of one parameter converge:
+    """Returns the eta h up to which gradients that are some steps late make a quadratic of one parameter converge:
     2 sin(pi / (4D + 2)), the root of z^(D+1) - z^D + eta h that leaves the unit circle first.
 
     Args:
@@ -372,7 +372,7 @@ def stable_slope(delay: int) -> float:
 
 
 def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, synchronous: bool = False) -> float:
-    """The largest alpha of `Elastic` by which a quadratic of one parameter doesn't diverge (Zhang et al., section 4.1).
+    """Returns the largest alpha of `Elastic` by which a quadratic doesn't diverge (Zhang et al., section 4.1).
 
     Args:
       learning_rate, curvature: eta, h.

@@ -25,7 +25,7 @@ _LEFT = 0.5
 
 
 def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -> Growth:
-    """The growth through some points, by least squares in log space.
+    """Fits the growth through some points, by least squares in log space.
 
     Args:
       extent: V, rows of the table.
@@ -51,5 +51,4 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
 
 
 def _endless(extent: int, rows: float) -> float:
-    """The reverse of it."""
     return -extent * math.log1p(-min(rows, extent - _LEFT) / extent)

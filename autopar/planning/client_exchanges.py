@@ -6,10 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.clients import ClientLoad
+from autopar.cost.client_times import ClientLoad, Pairs, Served, ServerLoad
 from autopar.cost.collectives import all_reduce_s
-from autopar.cost.pairs import Pairs
-from autopar.cost.served import Served, ServerLoad
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
@@ -136,7 +134,6 @@ def _neighbors(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoa
 
 
 def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
-    """Returns the bytes of each weight, of tables of all rows."""
     sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table_bytes(table) for table in plan.tables}
     return [sizes[path] for fragment in sync.fragments for path in fragment]
 

@@ -312,7 +312,6 @@ def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
 
 
 def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
-    """The largest value and difference of some pairs."""
     plain = [[materialize(x.own if isinstance(x, Replica) else x) for x in pair] for pair in pairs]
     sizes, errors = zip(*(compared_values(a, b) for a, b in plain), strict=True)
     return max(sizes), max(errors)

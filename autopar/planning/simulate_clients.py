@@ -11,9 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost.clients import ClientLoad, ClientTime, simulate_averages
-from autopar.cost.pairs import simulate_pairs
-from autopar.cost.served import simulate_served
+from autopar.cost.client_times import ClientLoad, ClientTime, simulate_averages, simulate_pairs, simulate_served
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
@@ -115,7 +113,7 @@ class SyncTime:
 
     @property
     def has_servers(self) -> bool:
-        """Whether servers keep something, and not the clients of a ring for each other."""
+        """Says whether servers keep something, and not the clients of a ring for each other."""
         return self.timeline is not None and not self.timeline.ring
 
     @property

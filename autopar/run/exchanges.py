@@ -67,7 +67,6 @@ class ElasticRunner(ExchangeRunner):
         return replicas, replicas.center
 
     def _centered(self, weights: Mapping[int, Array], steps: int) -> Replicas:
-        """Returns what replicas share, with a centre that begins with some weights. Collective."""
         sync = self._sync
         assert isinstance(sync, Elastic), "there is a centre"
         first = {k: jnp.asarray(local(weights[k])) for k in self.weights}
@@ -182,7 +181,6 @@ class RingEnd(End):
         return rows
 
     def _picked(self, k: int, array: Array, places: np.ndarray) -> np.ndarray:
-        """Returns rows of a table, [n, ...], by as few programs as possible."""
         return np.asarray(local(self._rows.picked(k, array, self._rows.padded(places))))[: places.size]
 
     def _neighbors(self, client: int) -> list[int]:

@@ -92,7 +92,7 @@ class ReplicaRunner(abc.ABC):
         """Returns what replicas share behind a step, and the weights that aren't those that it returned."""
 
     def lower(self) -> Any:
-        """A mean over clients is a program of its own."""
+        """Refuse: a mean over clients is a program of its own."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> Sequence[int] | None:
@@ -100,7 +100,7 @@ class ReplicaRunner(abc.ABC):
         return self.inner.loads()
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments: its new state as replicas, and what this client's minibatch gave."""
+        """Returns the step's results, of flat arguments: its new state as replicas, and what its minibatch gave."""
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
         for k in self._new_states:
@@ -143,7 +143,7 @@ class ReplicaRunner(abc.ABC):
         return self.first(weights)
 
     def _own(self, leaf: Any) -> Any:
-        """What a client's step is given: of an array over devices of other clients, too, a copy."""
+        """Returns what a client's step is given: of an array over devices of other clients, too, a copy."""
         if isinstance(leaf, Replica):
             return leaf.own
         is_elsewhere = is_global(leaf) and not leaf.sharding.device_set <= set(self.clients.devices.mesh.devices.flat)

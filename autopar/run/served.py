@@ -45,15 +45,14 @@ class ServedRunner:
         self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}
 
     def lower(self) -> Any:
-        """A worker's step is several programs with messages between them."""
+        """Refuse: a worker's step is several programs with messages between them."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> None:
         """None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments: the new state as leaves that servers keep, and what this worker's
-        minibatch gave."""
+        """Returns the results, of flat arguments: leaves that servers keep, and what this worker's minibatch gave."""
         session = session_of(leaves)
         if session is None:
             session = self._begun(leaves)

@@ -1,4 +1,4 @@
-"""Which rows of tables clients have touched since their last mean: only these differ, and are sent.
+"""`TouchedRows`: finds the rows of tables that clients have touched since their last mean. Only these differ.
 
 That is so for tables whose rows a step leaves alone where it doesn't look them up (`SyncPlan.by_rows`).
 """
@@ -48,7 +48,7 @@ class TouchedRows:
         return {k: Touched(space.extent) for k, space in self._families.items() if k in tables}
 
     def after(self, touched: Mapping[int, Touched], leaves: Sequence[Any]) -> dict[int, Touched]:
-        """Table -> the rows touched so far, all where nobody kept count, and in one more call.
+        """Returns table -> the rows touched so far, all where nobody kept count, and in one more call.
 
         Args:
           touched: So far.
@@ -67,11 +67,11 @@ class TouchedRows:
         return made
 
     def of_bits(self, k: int, bits: np.ndarray) -> Touched:
-        """The rows of a table that a checkpoint names."""
+        """Returns the rows of a table that a checkpoint names."""
         return Touched.of_bits(self._families[k].extent, bits)
 
     def rows(self, k: int, bits: np.ndarray) -> np.ndarray | None:
-        """The rows that bits name, some of them several times; None if they are so many that all are sent."""
+        """Returns the rows that bits name, some several times; None if they are so many that all are sent."""
         extent = self._families[k].extent
         (rows,) = np.nonzero(np.unpackbits(bits, count=extent))
         padded = self.padded(rows)
@@ -87,15 +87,15 @@ class TouchedRows:
         return np.arange(self._families[k].extent)
 
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
-        """[n, ...]: rows of a table."""
+        """Returns rows of a table, [n, ...]."""
         return _picked(array, rows.astype(np.int32), self.axis(k))
 
     def rows_of(self, k: int, rows: np.ndarray, values: Array) -> Rows:
-        """Rows of a table by themselves, [n, ...]."""
+        """Returns some rows of a table with their numbers."""
         return Rows(self.axis(k), rows.astype(np.int32), values)
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
-        """The table with other rows."""
+        """Returns the table with other rows."""
         return _putter(in_place)(array, rows.astype(np.int32), values, self.axis(k))
 
     def axis(self, k: int) -> int:

@@ -80,6 +80,6 @@ class CenterSpec(Spec):
 
 @jax.jit
 def _exchanged(center: Sequence[Array], weights: Sequence[Array], alpha: float) -> tuple[list[Array], list[Array]]:
-    """The centre that follows, and how far the weights are to move: e = alpha (x - c), c + e."""
+    """Returns the centre that follows, c + e, and how far weights are to move: e = alpha (x - c)."""
     moves = [(alpha * (x - c)).astype(c.dtype) for x, c in zip(weights, center, strict=True)]
     return [c + e for c, e in zip(center, moves, strict=True)], moves

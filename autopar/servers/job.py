@@ -97,7 +97,7 @@ class Job:
         return [reply for ((_, reply),) in replies if isinstance(reply, Kept)]
 
     def state(self) -> dict[int, Array]:
-        """The state now, by number of the step's input (`state_of`)."""
+        """Returns the state now, by number of the step's input (`state_of`)."""
         clocks = {k: on_host(x) for k, x in self._clocks[0].items()}
         return self._programs.step.whole_leaves(state_of(clocks, self.kept()))
 

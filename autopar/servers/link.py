@@ -64,7 +64,7 @@ class Link:
 
     @property
     def number(self) -> int:
-        """This worker's."""
+        """Returns this worker's number."""
         return self._clients.own
 
     @property
@@ -170,7 +170,6 @@ class Link:
             self._next(n)
 
     def _place(self, server: int) -> int:
-        """Returns the rank of a server."""
         return self._places[server]
 
     def _request(self, server: int, message: Any) -> None:

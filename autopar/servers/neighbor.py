@@ -174,7 +174,7 @@ class Neighbor(Center):
 
 @jax.jit
 def _added(now: Sequence[Array], stepped: Sequence[Array], begun: Sequence[Array]) -> list[Array]:
-    """The weights behind a step, while which they were averaged with others."""
+    """Returns the weights behind a step, during which they were averaged with others."""
     return [x + (new - old) for x, new, old in zip(now, stepped, begun, strict=True)]
 
 

@@ -70,7 +70,7 @@ class Session:
 
     @property
     def served(self) -> Mapping[int, Sequence[int]]:
-        """Leaf -> the servers that keep it."""
+        """Returns leaf -> the servers that keep it."""
         return {k: [n for n, _ in places] for k, places in self._step.homes.items()}
 
     def step(self, programs: ServedPrograms, leaves: Sequence[Array]) -> dict[int, Array]:
@@ -103,7 +103,7 @@ class Session:
         return results
 
     def read(self, leaf: int) -> Array:
-        """A leaf of the state as it is now."""
+        """Returns a leaf of the state as it is now."""
         if leaf in self.clocks:
             return self.clocks[leaf]
         kept = {number: self.link.read(n, number) for n, number in self._step.homes[leaf]}
@@ -118,7 +118,7 @@ class Session:
             self.link.tell(n, Leave(self.link.number))
 
     def settled(self) -> dict[int, Array]:
-        """The state by number of the step's input, once all workers have done their steps: `state_of`. Collective."""
+        """Returns the state by number of the step's input, once all workers have done their steps. Collective."""
         kept, clocks = self._kept()
         return self._step.whole_leaves(state_of(clocks, kept))
 
@@ -127,7 +127,6 @@ class Session:
         return Timeline(self.link.workers, self._staleness, [kept.events for kept in self._kept()[0]])
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:
-        """Returns what each server keeps, and the first worker's own. Nobody waits for this worker until it goes on."""
         self.leave()
         own = {k: on_host(local(x)) for k, x in self.clocks.items()}
         kept = self.link.settled(own, Return(self.link.number))

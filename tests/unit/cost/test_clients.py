@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.cost import Device, Link
-from autopar.cost.clients import ClientLoad, simulate_averages
-from autopar.cost.served import Served, ServerLoad, simulate_served
+from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_averages, simulate_served
 from autopar.ir.cluster import ClusterSpec
 from autopar.servers.timeline import Timeline
 

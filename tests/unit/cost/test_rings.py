@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 from autopar.cost import Link
-from autopar.cost.clients import ClientLoad, simulate_averages
-from autopar.cost.pairs import Pairs, simulate_pairs
-from autopar.cost.served import Served, ServerLoad, simulate_served
+from autopar.cost.client_times import (
+    ClientLoad,
+    Pairs,
+    Served,
+    ServerLoad,
+    simulate_averages,
+    simulate_pairs,
+    simulate_served,
+)
 from autopar.ir.ring import Ring
 from tests.unit.cost.test_clients import STEP, machines, throughput
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost.served import Served
+from autopar.cost.client_times import Served
 from autopar.ir.balance import center_shares
 from autopar.planning import simulate_clients
 from autopar.servers.exchanges import CenterParts

@@ -1,0 +1,562 @@
+"""Clients in time: what each one's own steps take, how long it waits, and how many minibatches it does.
+
+Means over all replicas go in rounds. Pairs of a ring, workers and servers, and rings whose active clients ask passive
+ones are simulated event by event, with a clock and wires that all share: a message takes its sender's outgoing wire and
+its receiver's incoming one, each of which carries one message after the other, in the order in which they come; what
+waits for the second one doesn't keep the first one busy. A server takes one message after the other, too. Clients and
+servers follow `autopar.protocols`. Source: MXNET-MPI, section 2.3 (a server's link is shared by all workers).
+"""
+
+from __future__ import annotations
+
+import abc
+import bisect
+import functools
+import heapq
+import itertools
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.ir.cluster import ClusterSpec, Level
+from autopar.ir.ring import Ring
+from autopar.protocols import Compute, Log, Send, Want, elastic_step, pulling_step, ring_step
+
+#: Of workers that are slow: so many times the steps are simulated at most, until all have done a few.
+_MOST = 20
+#: What was measured of messages between ranks, if something was.
+_MEASURED = "mpi_all_to_all"
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ClientLoad:
+    """Says what clients do between exchanges.
+
+    Attributes:
+      count: C.
+      step_s: Seconds of a client's own step that nobody disturbs.
+      steps: Steps of a client that are simulated, on average.
+      slow: Client -> how many times as long its own steps take.
+      variation: Standard deviation of a step's seconds over their mean.
+    """
+
+    count: int
+    step_s: float
+    steps: int
+    slow: Mapping[int, float] = field(default_factory=dict)
+    variation: float = 0.0
+
+    def seconds(self, client: int) -> Iterator[float]:
+        """Yields what each of a client's own steps takes, the same in each mode. They vary as gamma's distribution,
+        which has no negative times."""
+        mean, shape = self.step_s * self.slow.get(client, 1.0), self.variation**-2 if self.variation else 0.0
+        if not shape:
+            return itertools.repeat(mean)
+        drawn = random.Random(client)
+        return (mean / shape * drawn.gammavariate(shape, 1.0) for _ in itertools.count())
+
+
+@dataclass(slots=True)
+class ClientTime:
+    """Says what a client did.
+
+    Attributes:
+      ends: When each of its minibatches was done: applied by all servers, or merged.
+      own_steps: When each of its own steps begins, and its seconds.
+      computing_s: Seconds of its own steps.
+      slowest_s: Seconds for which it waited for slower clients: a mean's, or those that a staleness bound holds it for.
+      exchange_s: Seconds for which it waited for wires, servers and copies.
+      hidden_s: Seconds for which exchanges that it waits for were on their way while it did something else.
+    """
+
+    ends: list[float] = field(default_factory=list)
+    own_steps: list[tuple[float, float]] = field(default_factory=list)
+    computing_s: float = 0.0
+    slowest_s: float = 0.0
+    exchange_s: float = 0.0
+    hidden_s: float = 0.0
+
+    @property
+    def minibatches(self) -> int:
+        """Returns how many it did."""
+        return len(self.ends)
+
+    @property
+    def waiting(self) -> float:
+        """Returns the share of its time in which it waited."""
+        waited = self.slowest_s + self.exchange_s
+        return waited / (waited + self.computing_s) if waited else 0.0
+
+    def compute(self, now: float, seconds: float) -> None:
+        """Begin a step of its own."""
+        self.own_steps.append((now, seconds))
+        self.computing_s += seconds
+
+    def rate(self, until: float, period: int) -> float:
+        """Returns its minibatches a second, in the second half of what it did until a time, in whole periods of so many
+        steps; over all of its time where it did less than two periods."""
+        count = bisect.bisect_right(self.ends, until)
+        first, last = (n // period * period for n in (count // 2, count))
+        if not 0 < first < last:
+            return count / self.ends[count - 1] if count else 0.0
+        return (last - first) / (self.ends[last - 1] - self.ends[first - 1])
+
+
+@dataclass(frozen=True, slots=True)
+class ClientRun:
+    """Says what all clients did.
+
+    Attributes:
+      clients: Each of them.
+      until: When the simulation stopped to begin steps.
+      period: Steps from an exchange to the next.
+      events: For each server its pushes, or exchanges, in order, int64[n, 3]: worker, step, version it was made of.
+    """
+
+    clients: Sequence[ClientTime]
+    until: float
+    period: int = 1
+    events: Sequence[np.ndarray] = ()
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Returns the minibatches a second of each client."""
+        return tuple(client.rate(self.until, self.period) for client in self.clients)
+
+
+def simulate_averages(
+    load: ClientLoad,
+    *,
+    means_s: Sequence[float],
+    due: Callable[[int], Sequence[int]],
+    every: int = 1,
+    delay: int = 0,
+) -> ClientRun:
+    """Simulate clients whose weights become their mean now and then.
+
+    Args:
+      load: What they do.
+      means_s: Seconds of each fragment's mean, once all clients have sent it. One after the other is on its way.
+      due: Step, counted from 1 -> the fragments whose mean is taken behind it.
+      every: k, steps from one mean of a fragment to its next.
+      delay: d, steps after which a mean is merged; clients wait for it then, if it isn't there.
+    """
+    clients, own = [ClientTime() for _ in range(load.count)], [load.seconds(w) for w in range(load.count)]
+    now, wires_free = [0.0] * load.count, 0.0
+    on_their_way: list[tuple[int, float, float, float]] = []  # the step that merges it; when it was sent, begun, there
+    steps = -(-load.steps // (2 * every)) * 2 * every
+    for step in range(1, steps + 1):
+        for w, client in enumerate(clients):
+            seconds = next(own[w])
+            client.compute(now[w], seconds)
+            now[w] += seconds
+        for n in due(step):
+            begun = max(wires_free, *now)
+            wires_free = begun + means_s[n]
+            on_their_way.append((step + delay, max(now), begun, wires_free))
+        merged = [way for way in on_their_way if way[0] <= step]
+        on_their_way = [way for way in on_their_way if way[0] > step]
+        for w, client in enumerate(clients):
+            done = now[w]
+            for _, sent, begun, there in merged:
+                client.hidden_s += max(0.0, min(done, there) - begun)
+                client.slowest_s += max(0.0, sent - now[w])
+                now[w] = max(now[w], sent)
+                client.exchange_s += max(0.0, there - now[w])
+                now[w] = max(now[w], there)
+            client.ends.append(now[w])
+    return ClientRun(clients, max(now), every)
+
+
+class Clock:
+    """Does what is to be done, in its order in time."""
+
+    def __init__(self) -> None:
+        self.now, self._numbers = 0.0, itertools.count()
+        self._due: list[tuple[float, int, Action]] = []
+
+    def at(self, time: float, action: Action) -> None:
+        """Do something at a time, behind all else that is to be done then."""
+        heapq.heappush(self._due, (time, next(self._numbers), action))
+
+    def after(self, seconds: float, action: Action) -> None:
+        """Do something in so many seconds."""
+        self.at(self.now + seconds, action)
+
+    def run(self) -> None:
+        """Do everything."""
+        while self._due:
+            self.now, _, action = heapq.heappop(self._due)
+            action()
+
+
+class Wires:
+    """Carries messages between devices: inside of a machine each device has a link of its own, between machines all
+    devices of one share it."""
+
+    def __init__(self, clock: Clock, cluster: ClusterSpec) -> None:
+        self._clock, self._each = clock, cluster.devices
+        levels: tuple[Level, ...] = ("inside", "between")
+        self._links = {level: cluster.link(level, _MEASURED) for level in levels}
+        self._free: dict[tuple[str, str, int], float] = {}
+
+    def send(self, source: int, target: int, size: float, arrive: Action) -> None:
+        """Send a message from a device to another. To itself it takes no time."""
+        if source == target:
+            self._clock.after(0.0, arrive)
+            return
+        ends = source // self._each, target // self._each
+        level: Level = "inside" if ends[0] == ends[1] else "between"
+        if level == "inside":
+            ends = source, target
+        link = self._links[level]
+        seconds = size / link.bytes_s
+
+        def enter() -> None:
+            end = self._occupied(("in", level, ends[1]), seconds) + seconds
+            self._clock.at(end + link.latency_s, arrive)
+
+        self._clock.at(self._occupied(("out", level, ends[0]), seconds), enter)
+
+    def _occupied(self, wire: tuple[str, str, int], seconds: float) -> float:
+        """Have a wire carry something behind what it carries already; returns when it begins. Times of a wire never
+        decrease, not by rounding either: messages don't overtake each other."""
+        start = max(self._clock.now, self._free.get(wire, 0.0))
+        self._free[wire] = start + seconds
+        return start
+
+
+class Training(abc.ABC):
+    """Lets clients train until there is enough of it.
+
+    Args:
+      load: What they do.
+      cluster: What connects them.
+      period: Steps from an exchange of a client to its next one of the same kind.
+    """
+
+    def __init__(self, load: ClientLoad, cluster: ClusterSpec, period: int) -> None:
+        self.clients = [ClientTime() for _ in range(load.count)]
+        self._load, self._clock, self._period = load, Clock(), period
+        self._wires = Wires(self._clock, cluster)
+        self._seconds = [load.seconds(w) for w in range(load.count)]
+        self._done, self._until = 0, float("inf")
+
+    def run(self) -> ClientRun:
+        """Returns what everyone did: `load.steps` minibatches on average, and the slowest client a few."""
+        for w in range(self._load.count):
+            self._begin(w)
+        self._clock.run()
+        return ClientRun(self.clients, self._until, self._period, self._events())
+
+    @abc.abstractmethod
+    def _begin(self, worker: int) -> None:
+        """Let a client begin its next step."""
+
+    def _events(self) -> Sequence[np.ndarray]:
+        """Returns what servers did, if there are any."""
+        return ()
+
+    def _compute(self, worker: int, then: Callable[[int], None]) -> None:
+        seconds = next(self._seconds[worker])
+        self.clients[worker].compute(self._clock.now, seconds)
+        self._clock.after(seconds, functools.partial(then, worker))
+
+    def _end(self, worker: int) -> None:
+        """Count a minibatch."""
+        self.clients[worker].ends.append(self._clock.now)
+        self._done += 1
+        wanted = self._load.count * self._load.steps
+        if self._done < wanted or self._is_over:
+            return
+        if self._done >= _MOST * wanted or min(c.minibatches for c in self.clients) >= 2 * self._period:
+            self._until = self._clock.now
+
+    @property
+    def _is_over(self) -> bool:
+        return self._until <= self._clock.now
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Says how clients average with their neighbours.
+
+    Attributes:
+      ring: Who does with whom.
+      cluster: What connects them.
+      devices: How many a client has, with adjacent numbers. Each sends the weights to its counterpart.
+      sent_bytes: Step, counted from 1 -> what each of them sends behind it.
+    """
+
+    ring: Ring
+    cluster: ClusterSpec
+    devices: int
+    sent_bytes: Callable[[int], float]
+
+
+def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
+    """Simulate clients each of which averages with one neighbour behind each step, left and right in turn.
+
+    Args:
+      load: What they do.
+      pairs: How they average.
+    """
+    return _Pairs(load, pairs).run()
+
+
+class _Pairs(Training):
+    """Lets clients train, each of which waits for its partner in every step."""
+
+    def __init__(self, load: ClientLoad, pairs: Pairs) -> None:
+        super().__init__(load, pairs.cluster, period=2)
+        self._pairs, self._computed_at = pairs, [0.0] * load.count
+        #: Client and step -> when the weights were sent that are there: its own, and its partner's of each device.
+        self._there: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+
+    def _begin(self, worker: int) -> None:
+        if not self._is_over:
+            self._compute(worker, self._computed)
+
+    def _computed(self, worker: int) -> None:
+        step, devices = self.clients[worker].minibatches + 1, self._pairs.devices
+        partner, size = self._pairs.ring.neighbor(worker, step), self._pairs.sent_bytes(step)
+        self._computed_at[worker] = sent = self._clock.now
+        arrive = functools.partial(self._arrived, partner, step, sent)
+        for k in range(devices):
+            self._wires.send(worker * devices + k, partner * devices + k, size, arrive)
+        self._arrived(worker, step, sent)
+
+    def _arrived(self, worker: int, step: int, sent: float) -> None:
+        """End a client's step once its own weights and its partner's are there."""
+        there = self._there[worker, step]
+        there.append(sent)
+        if len(there) <= self._pairs.devices:
+            return
+        del self._there[worker, step]
+        client, computed = self.clients[worker], self._computed_at[worker]
+        client.slowest_s += max(there) - computed
+        client.exchange_s += self._clock.now - max(there)
+        self._end(worker)
+        self._begin(worker)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """Says what a server does.
+
+    Attributes:
+      device: The device whose process it is in.
+      pull_bytes, push_bytes: Of what a worker pulls of it, and pushes to it.
+      read_s, update_s: Seconds that it takes to answer a pull, and to apply a push.
+    """
+
+    device: int
+    pull_bytes: float
+    push_bytes: float
+    read_s: float = 0.0
+    update_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Says how workers train with servers.
+
+    Attributes:
+      servers: Each of them.
+      cluster: What connects them.
+      devices: The device of each worker that speaks to servers.
+      bound: s, the staleness bound; None: there is none.
+      every: Of workers that train replicas, steps from an exchange with a centre to the next; 0: they have none, and
+        pull and push in each step.
+      ring: The ring whose passive clients are the servers; an active one asks one of them in a step. None: there is
+        none.
+      receive_s, send_s: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
+    """
+
+    servers: Sequence[ServerLoad]
+    cluster: ClusterSpec
+    devices: Sequence[int]
+    bound: int | None = None
+    every: int = 0
+    ring: Ring | None = None
+    receive_s: float = 0.0
+    send_s: float = 0.0
+
+    @property
+    def pulls(self) -> bool:
+        """Says whether workers pull and push, and train no replicas."""
+        return self.ring is None and not self.every
+
+    @property
+    def period(self) -> int:
+        """Returns the steps from an exchange of a worker to its next one of the same kind."""
+        return 2 if self.ring is not None else self.every or 1
+
+    def step(self, worker: int, number: int) -> Iterator[Want]:
+        """Yields a step of a worker; they are counted from 0."""
+        if self.ring is not None:
+            return ring_step(self.ring, worker, number, number)
+        return elastic_step(self.every, number, number // self.every - 1) if self.every else pulling_step(number)
+
+
+def simulate_served(load: ClientLoad, served: Served) -> ClientRun:
+    """Simulate workers until they have done `load.steps` minibatches on average, and the slowest one a few.
+
+    Args:
+      load: What they do.
+      served: How they train.
+    """
+    return _Served(load, served).run()
+
+
+@dataclass(slots=True)
+class _Message:
+    """Is what a worker sends. `held`: since when it waits for the bound."""
+
+    worker: int
+    sent: Send
+    held: float | None = None
+
+
+class _Server:
+    """Takes one message after the other; keeps pulls that come too early."""
+
+    def __init__(self, clock: Clock, load: ServerLoad, log: Log, training: _Served) -> None:
+        self.load, self.log, self._clock, self._training = load, log, clock, training
+        self._queue, self._is_busy = deque[_Message](), False
+        self._waiting: list[_Message] = []
+
+    def take(self, message: _Message) -> None:
+        """Put a message at the end of the queue."""
+        self._queue.append(message)
+        self._next()
+
+    def _next(self) -> None:
+        while self._queue and not self._is_busy:
+            message = self._queue.popleft()
+            is_pull = message.sent.kind == "pull"
+            if is_pull and not self.log.standing.may_begin(message.worker, message.sent.number):
+                message.held = self._clock.now if message.held is None else message.held
+                self._waiting.append(message)
+                continue
+            held = 0.0 if message.held is None else self._clock.now - message.held
+            self._is_busy = True
+            seconds = self.load.read_s if is_pull else self.load.update_s
+            self._clock.after(seconds, functools.partial(self._done, message, held))
+
+    def _done(self, message: _Message, held: float) -> None:
+        worker, sent, self._is_busy = message.worker, message.sent, False
+        if sent.kind in ("pull", "exchange"):
+            self.log.see(worker)
+        if sent.kind != "pull":
+            self.log.change(worker, sent.number)
+            self._queue.extendleft(reversed(self._waiting))
+            self._waiting.clear()
+        if sent.kind == "step":
+            self.log.see(worker)
+        if sent.kind == "push":
+            self._training.applied(worker)
+        else:
+            self._training.answer(self, worker, held)
+        self._next()
+
+
+@dataclass(slots=True)
+class _Worker:
+    """Is where a worker is in its protocol.
+
+    Attributes:
+      wants: What it does next in its step.
+      begun: Steps that it has begun.
+      open: Replies that are still to come.
+      held_s: How long the bound held the last one.
+      asked_at, there_at: When it asked, and when all replies were there.
+      waits_from: Since when it waits for them; None: it does something else.
+    """
+
+    wants: Iterator[Want] = field(default_factory=lambda: iter(()))
+    begun: int = 0
+    open: int = 0
+    held_s: float = 0.0
+    asked_at: float = 0.0
+    there_at: float = 0.0
+    waits_from: float | None = None
+
+
+class _Served(Training):
+    """Has workers do what their protocols say, and servers answer."""
+
+    def __init__(self, load: ClientLoad, served: Served) -> None:
+        super().__init__(load, served.cluster, served.period)
+        self._served, self._workers = served, [_Worker() for _ in range(load.count)]
+        logs = [Log(load.count, served.bound) for _ in served.servers]
+        self.servers = [_Server(self._clock, each, log, self) for each, log in zip(served.servers, logs, strict=True)]
+
+    def applied(self, number: int) -> None:
+        """Count a worker's minibatch, once all servers have applied its push."""
+        if min(server.log.standing.applied[number] for server in self.servers) > self.clients[number].minibatches:
+            self._end(number)
+
+    def answer(self, server: _Server, number: int, held_s: float) -> None:
+        """Send a worker what it asked for. `held_s`: how long the bound kept its pull."""
+        arrive = functools.partial(self._answered, number, held_s)
+        self._wires.send(server.load.device, self._served.devices[number], server.load.pull_bytes, arrive)
+
+    def _events(self) -> Sequence[np.ndarray]:
+        return [server.log.events for server in self.servers]
+
+    def _begin(self, worker: int) -> None:
+        if not self._is_over:
+            there = self._workers[worker]
+            there.wants = self._served.step(worker, there.begun)
+            there.begun += 1
+            self._go_on(worker)
+
+    def _go_on(self, number: int) -> None:
+        want = next(self._workers[number].wants, None)
+        if want is None:
+            if not self._served.pulls:
+                self._end(number)
+            self._begin(number)
+        elif isinstance(want, Compute):
+            self._compute(number, self._go_on)
+        elif not isinstance(want, Send):
+            self._workers[number].waits_from = self._clock.now
+            self._receive(number)
+        elif want.kind == "pull":
+            self._send(number, want)
+        else:
+            self.clients[number].exchange_s += self._served.send_s
+            self._clock.after(self._served.send_s, functools.partial(self._send, number, want))
+
+    def _send(self, number: int, want: Send) -> None:
+        worker = self._workers[number]
+        asked = self.servers if want.server is None else [self.servers[want.server]]
+        worker.open += 0 if want.kind == "push" else len(asked)
+        worker.asked_at = self._clock.now
+        for server in asked:
+            size = 0.0 if want.kind == "pull" else server.load.push_bytes
+            arrive = functools.partial(server.take, _Message(number, want))
+            self._wires.send(self._served.devices[number], server.load.device, size, arrive)
+        self._go_on(number)
+
+    def _answered(self, number: int, held_s: float) -> None:
+        worker = self._workers[number]
+        worker.open, worker.held_s, worker.there_at = worker.open - 1, held_s, self._clock.now
+        self._receive(number)
+
+    def _receive(self, number: int) -> None:
+        """Let a worker that waits go on, once it has all replies."""
+        worker, client = self._workers[number], self.clients[number]
+        if worker.waits_from is None or worker.open:
+            return
+        client.hidden_s += min(worker.waits_from, worker.there_at) - worker.asked_at
+        client.slowest_s += worker.held_s
+        client.exchange_s += self._clock.now - worker.waits_from - worker.held_s + self._served.receive_s
+        worker.waits_from = None
+        self._clock.after(self._served.receive_s, functools.partial(self._go_on, number))
