@@ -10,6 +10,7 @@ import pytest
 
 from autopar.errors import AutoparError, StabilityWarning
 from autopar.ir.ring import Ring
+from autopar.servers.center import Center
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Stepped
 from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
@@ -53,7 +54,7 @@ def test_by_hand() -> None:
         neighbor.take(Exchange(0, 0, [np.float32(0)]))
 
 
-def events_of(neighbor: Neighbor) -> np.ndarray:
+def events_of(neighbor: Center) -> np.ndarray:
     ((_, kept),) = neighbor.take(Read(0))
     assert isinstance(kept, Kept)
     return kept.events
