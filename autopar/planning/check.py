@@ -42,7 +42,7 @@ from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.run.asynchronous import AsynchronousRunner
-from autopar.run.hosts import HostRunner
+from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.stage_executor import StageExecutor
@@ -142,19 +142,12 @@ def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
         raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "check")
     entry = pure.entry(*arrays, **named)
-    runner = entry.runner
-    if isinstance(runner, HostRunner):
-        raise ArgumentsError(
-            f"{step.name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check "
-            "it with the tables on devices; autopar.explain tells what ranks send"
-        )
-    pipeline = entry.compiled.plan.pipeline
-    if isinstance(runner, (PipelineRunner, AsynchronousRunner)) and pipeline is not None:
-        made = compare_sends(step.name, pipeline, runner.timeline)
-        return replace(made, rows=(*made.rows, *_compare_stages(pipeline, runner.executor)))
+    sent = entry.way.sends(entry, step.name)
+    if sent is not None:
+        return sent
     untimed = replace(entry, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
-    collectives = read_collectives(runner.lower().compile().as_text())
+    collectives = read_collectives(entry.runner.lower().compile().as_text())
     program = entry.compiled.program
     own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
     if made.tensor is None or entry.devices is None:
@@ -183,6 +176,14 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
         what = "sums of divided products" if op == "all-reduce" else "parts of divided products"
         rows.append(CheckRow(op, what, planned, sent, arrays, at_most=True))
     return rows
+
+
+def compare_pipeline(entry: Entry, step: str) -> Check:
+    """Compare what a pipeline's devices send each other, and within its stages, with the plan. `step`: its name."""
+    runner, plan = entry.runner, entry.compiled.plan.pipeline
+    assert isinstance(runner, (PipelineRunner, AsynchronousRunner)) and plan is not None, "there are stages"
+    made = compare_sends(step, plan, runner.timeline)
+    return replace(made, rows=(*made.rows, *_compare_stages(plan, runner.executor)))
 
 
 def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRow]:

@@ -20,7 +20,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.program import Program
 from autopar.planning.verification import Verification
 from autopar.planning.verify_replay import compared_values, replayed
-from autopar.run.entry import Entry, replica_runner
+from autopar.run.entry import Entry
 from autopar.run.means import MeansRunner
 from autopar.run.replicas import Weights
 from autopar.run.step import ParallelStep
@@ -84,7 +84,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
                 raise ArgumentsError(f"replay: step {k} has {len(batches)} minibatches, the first one had {len(first)}")
             yield [step.leaves((state, batch), {}) for batch in batches]
 
-    runner = replica_runner(entry, step.clients)
+    runner = dataclasses.replace(entry, clients=step.clients).runner
     assert isinstance(runner, MeansRunner), "clients have means"
     for results in replay_replicas(entry.compiled.analysed, runner, calls()):
         yield [entry.out_tree.unflatten(own) for own in results]

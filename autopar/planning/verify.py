@@ -19,24 +19,18 @@ import numpy as np
 from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import local
 from autopar.backends.emit import emit
-from autopar.backends.served import one_worker
 from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import block_text
 from autopar.ir.trace import block_of
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
-from autopar.planning.replay_replicas import compare_replicas
-from autopar.planning.replay_served import compare_served
 from autopar.planning.verification import LeafCheck, Verification, as_floats
-from autopar.planning.verify_replay import compare_replay
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, unwrapped
-from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
-from autopar.tables.averaging import average
 from autopar.tables.kinds import is_table, materialize
 
 #: Error allowed, as a share of the largest change in a leaf.
@@ -78,29 +72,14 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
         entry = pure.entry(*arrays, **named)
         _check_pure(pure, entry, arrays, named)
         with noticing(step.name, "verifying, by the plain step and one in float64"):
-            staged, leaves = entry.compiled.program.staged, pure.leaves(arrays, named)
-            if entry.options.is_asynchronous:
-                compared = _compare_served(entry, leaves, steps)
-            elif entry.clients is not None:
-                compared = compare_replicas(entry, leaves, steps)
-            elif staged is not None and staged.asynchronous is not None:
-                compared = compare_replay(entry, leaves, steps)
-            else:
+            leaves = pure.leaves(arrays, named)
+            compared = entry.way.replayed(entry, leaves, steps)
+            if compared is None:
                 compared = compare_runs(entry, [leaves] * steps, lazy=pure.options.sparse == "lazy")
     if not compared.ok:
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from {compared.against}\n{wrong}")
     return compared
-
-
-def _compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare what one worker does by itself with the plain step; and all workers with their replay."""
-    if isinstance(entry.runner, ServedRunner):
-        planned = one_worker(entry.runner.programs, entry.compiled.analysed)
-        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=planned)
-        if not alone.ok:
-            return alone
-    return compare_served(entry, leaves, steps)
 
 
 def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,30 +22,15 @@ from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.pipeline import Pipeline, StagedStep
-from autopar.ir.program import Program, Var
+from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
-from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
-from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.buffers import is_traced
-from autopar.run.devices import DevicesRunner
-from autopar.run.exchanges import ElasticRunner, RingRunner
-from autopar.run.hosts import HostRunner
-from autopar.run.kept_placements import KeptArguments
-from autopar.run.means import MeansRunner
-from autopar.run.one_device import OneDeviceRunner
-from autopar.run.pipeline import PipelineRunner
-from autopar.run.replicas import ReplicaRunner
 from autopar.run.runner import Runner
-from autopar.run.served import ServedRunner
-from autopar.run.touched_rows import TouchedRows
-from autopar.sync import Async, Replicated
 from autopar.tables.kinds import materialize
-from autopar.tables.staged import StagePlace
 from autopar.ways.way import Way
 
 
@@ -105,11 +89,6 @@ class Entry:
         lasting = [a for a in arguments if any([next(inputs).role == "state" for _ in a.types])]
         lasting = lasting or sorted(arguments, key=lambda a: sum(t.size for t in a.types))[-1:]
         return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
-
-    @property
-    def keeps_tables(self) -> bool:
-        """Whether the step returns state as tables of autopar's own."""
-        return self.compiled.plan.on_hosts or self.compiled.plan.defers
 
     def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
         """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
@@ -175,78 +154,27 @@ class Entry:
     @functools.cached_property
     def runner(self) -> Runner:
         """Who calls the planned step."""
-        if self.clients is None:
-            return self.own_runner
-        if isinstance(self.options.sync, Async):
-            return ServedRunner(self.compiled, self.options.sync, self.clients, self.out_tree)
-        return replica_runner(self, self.clients)
+        return self.way.runner(self)
 
     @functools.cached_property
     def own_runner(self) -> Runner:
         """Who calls it on one client, or on all processes that train one state."""
-        if self.compiled.plan.pipeline is not None:
-            return self._pipeline_runner(self.compiled.plan.pipeline.pipeline)
-        if self.compiled.plan.on_hosts:
-            return HostRunner(self.compiled, self.way, self.out_tree, self.donate)
-        if self.devices is not None:
-            given = self.compiled, self.devices, self.out_tree, self.donate
-            return DevicesRunner(self.run_stored, *given, self.run_first, are_results_whole=self.are_results_whole)
-        if self.compiled.plan.defers:
-            return self._one_device_runner
-        name = getattr(self.fun, "__name__", type(self.fun).__name__)
-        return OneDeviceRunner(self.run, self.compiled.analysed, name, self.out_tree, self.donate)
+        return self.runner if self.way.inner is None else self.way.inner.runner(self)
+
+    @functools.cached_property
+    def table_runner(self) -> Runner:
+        """Who calls it where an argument is a table of autopar's own."""
+        return self.way.table_runner(self)
+
+    @functools.cached_property
+    def run_on_tables(self) -> Callable[..., Sequence[Any]]:
+        """The planned step on one device, on flat arrays and the parts of tables."""
+        return self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
 
     @property
     def are_results_whole(self) -> bool:
         """Whether results by example are whole on every process."""
         return self.options.are_results_whole(self.compiled.analysed)
-
-    @functools.cached_property
-    def stage_leaves(self) -> Mapping[int, tuple[StagePlace, ...]]:
-        """Of a pipeline, leaves of the state by number -> where they are, or their layers; scalars and random keys are
-        everywhere."""
-        if self.compiled.plan.pipeline is None:
-            return {}
-        staged: StagedStep = self.compiled.program.staged
-        places = self.compiled.plan.pipeline.places
-        leaves: dict[int, tuple[StagePlace, ...]] = {}
-        for k, leaf in enumerate(staged.inputs):
-            parts = leaf if isinstance(leaf, tuple) else (leaf,)
-            if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
-                devices = [[self.stage_devices[n] for n in places[staged.homes[v]]] for v in parts]
-                ends = itertools.accumulate(v.shape[0] for v in parts)
-                leaves[k] = StagePlace.of_parts(devices, tuple(ends), staged.divided.get(parts[0]), self.stage_devices)
-        return leaves
-
-    def _pipeline_runner(self, pipeline: Pipeline) -> Runner:
-        """With stages on several processes new leaves are on those of their stage, all other results everywhere."""
-        staged: StagedStep = self.compiled.program.staged
-        devices, analysed = self.stage_devices[: pipeline.devices], self.compiled.analysed
-        given = devices, self.out_tree, self.donate, KeptArguments(analysed, staged)
-        if staged.asynchronous is not None:
-            return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
-        schedule = pipeline.scheduled(staged.microbatches)
-        wanted: dict[Var, Sequence[int]] = {}
-        if len({device.process_index for device in devices}) > 1:
-            arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
-            wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
-            wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
-        return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
-
-    @functools.cached_property
-    def table_runner(self) -> Runner:
-        """The same on one device where an argument is a table of autopar's own, or a result is to be."""
-        elsewhere = self.devices is not None or self.compiled.plan.on_hosts or self.options.pipeline is not None
-        if elsewhere or self.clients is not None:
-            return self.runner
-        return self._one_device_runner
-
-    @functools.cached_property
-    def _one_device_runner(self) -> Runner:
-        """Calls it where an argument or result is a table of autopar's own."""
-        one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
-        run = self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
-        return DevicesRunner(run, self.compiled, one, self.out_tree, self.donate)
 
     def run_called(self, *leaves: Any) -> list[Any]:
         """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
@@ -259,17 +187,6 @@ class Entry:
     def plain(self) -> Callable[..., Sequence[Any]]:
         """The step as JAX traced it, on flat arrays."""
         return jax_compat.jaxpr_as_fun(self.jaxpr)
-
-
-def replica_runner(entry: Entry, clients: Clients) -> ReplicaRunner:
-    """Makes what calls a client's step, by its own runner, and averages behind it."""
-    compiled, sync, plan = entry.compiled, entry.options.sync, entry.compiled.plan.sync
-    assert isinstance(sync, Replicated) and plan is not None, "clients have replicas"
-    touched = TouchedRows(compiled, plan)
-    given = entry.own_runner, sync, plan, touched, clients, compiled.analysed, entry.out_tree, entry.plain
-    if not entry.options.is_asynchronous:
-        return MeansRunner(*given)
-    return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
 
 def _weak(value: Any) -> Any:

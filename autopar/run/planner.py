@@ -91,6 +91,11 @@ class Planner:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     @functools.cached_property
+    def way(self) -> Way:
+        """How the step is run, unless its arguments or its size say otherwise."""
+        return self.way_of(self.options)
+
+    @functools.cached_property
     def processes(self) -> StoreGroup | None:
         """Those that run the step together; None if it is this one alone."""
         processes = self.stage_processes if self.devices is None else self.devices.processes

@@ -264,10 +264,7 @@ class ParallelStep(PickledByOptions):
 
     def _is_of_another_kind(self, leaf: Any) -> bool:
         """Whether a leaf is of a state that steps with another `sync=` train."""
-        is_served = self.options.is_served
-        return (isinstance(leaf, ServedLeaf) and not is_served) or (
-            isinstance(leaf, Replica) and (self.clients is None or is_served)
-        )
+        return isinstance(leaf, (Replica, ServedLeaf)) and not isinstance(leaf, self.planner.way.leaves)
 
     def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
         """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An
@@ -285,9 +282,7 @@ class ParallelStep(PickledByOptions):
         return entry.runner.lower()
 
     def _check_is_one_program(self, entry: Entry) -> None:
-        what = (
-            "tables on hosts" if entry.compiled.plan.on_hosts else "" if entry.clients is None else "replicas (sync=)"
-        )
+        what = entry.way.exchanges
         if what:
             raise StepError(
                 f"{self.name} has {what}: it runs in several programs with exchanges between them, and so can't be "

@@ -128,13 +128,10 @@ class Maker:
             "Name the state with parallelize(step, state_argnums=...)"
         )
         entry, numbers = entry_of(step, name, made, batch, call, no_state)
-        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, step.devices
-        if bound.on_hosts:
-            return HostMaker.of_plan(make, entry, numbers)
-        if entry.stage_leaves:
-            places = [() if k is None else entry.stage_leaves.get(k, ()) for k in numbers]
-            whole, types = jax_compat.rounds_by_shape(), traced.jaxpr.out_avals
-            return StageMaker(make, None, None, [None] * len(numbers), whole, types, places)
+        maker = entry.way.maker(entry, traced, numbers)
+        if maker is not None:
+            return maker
+        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, entry.devices
         if devices is None:
             return Maker(make, None, None, [None] * len(numbers), False)
         shardings = [devices.sharding(*((None,) if k is None else bound.place(k))) for k in numbers]

@@ -16,20 +16,16 @@ from autopar.backends.clients import mean_of
 from autopar.errors import CheckpointError, StateWarning, warn
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
-from autopar.mpi.machines import exchange
 from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import ParallelStep
 from autopar.state.files.dense import read_dense
 from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest
 from autopar.state.files.places import Place, mapped
 from autopar.state.files.rows import RowFiles
-from autopar.state.init import entry_of, hosted_inputs
+from autopar.state.init import entry_of
 from autopar.state.resize import resized_axis
 from autopar.tables.home import ArrayHome, Home, NumpyHome, Source, Whole
-from autopar.tables.host import HostHome
 from autopar.tables.replica import Replica
-from autopar.tables.sharded import RowsHome
-from autopar.tables.staged import StageHome, is_staged
 
 #: Which dtypes are of a Python number's kind.
 _KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
@@ -65,15 +61,7 @@ def homes_of_step(
     were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
-    bound = entry.compiled.bound
-    planned: dict[int, Home] = {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(entry).items()}
-    for k, parts in entry.stage_leaves.items():
-        planned[k] = StageHome(parts) if is_staged(parts) else ArrayHome(parts[0].sharding)
-    if not bound.on_hosts and entry.devices is not None:
-        for k in range(len(bound.placements)):
-            layout, axis = bound.layouts.get(k, (None, 0))
-            sharding = entry.devices.sharding(*bound.place(k))
-            planned[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
+    planned = entry.way.homes(entry)
     found = [home if k is None else planned.get(k, home) for k, home in zip(inputs, homes, strict=True)]
     runner, states = entry.runner, entry.compiled.analysed.new_states
     if not isinstance(runner, ReplicaRunner) or clients_of(manifest) != runner.clients.count:

@@ -3,7 +3,12 @@ a case of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+import jax
+
 from autopar.analysis.local import NotLocal
+from autopar.backends.devices import Devices
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.ir.bound_plan import BoundPlan
@@ -12,6 +17,12 @@ from autopar.ir.program import Program
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
+from autopar.run.devices import DevicesRunner
+from autopar.run.entry import Entry
+from autopar.run.one_device import OneDeviceRunner
+from autopar.run.runner import Runner
+from autopar.tables.home import ArrayHome, Home
+from autopar.tables.sharded import RowsHome
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_own_program
 
 
@@ -35,6 +46,37 @@ class OnDevices(Way):
         if bound.tensors:
             made.append(("localize_tensor", rewriting(_localize_tensor)))
         return tuple(made)
+
+    def runner(self, entry: Entry) -> Runner:
+        """Runs the step on several devices, or on one; an update log's tables are run as on several."""
+        if entry.devices is not None:
+            rest = entry.devices, entry.out_tree, entry.donate, entry.run_first
+            return DevicesRunner(entry.run_stored, entry.compiled, *rest, are_results_whole=entry.are_results_whole)
+        if entry.compiled.plan.defers:
+            return _runs_tables(entry)
+        name = getattr(entry.fun, "__name__", type(entry.fun).__name__)
+        return OneDeviceRunner(entry.run, entry.compiled.analysed, name, entry.out_tree, entry.donate)
+
+    def table_runner(self, entry: Entry) -> Runner:
+        """Runs tables on one device as on several."""
+        return entry.runner if entry.devices is not None or entry.compiled.plan.defers else _runs_tables(entry)
+
+    def homes(self, entry: Entry) -> Mapping[int, Home]:
+        """Returns shards of several devices."""
+        bound, devices, planned = entry.compiled.bound, entry.devices, dict[int, Home]()
+        if devices is None:
+            return planned
+        for k in range(len(bound.placements)):
+            layout, axis = bound.layouts.get(k, (None, 0))
+            sharding = devices.sharding(*bound.place(k))
+            planned[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
+        return planned
+
+
+def _runs_tables(entry: Entry) -> Runner:
+    """Returns what calls a step on one device where arguments or results are tables of autopar's own."""
+    one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
+    return DevicesRunner(entry.run_on_tables, entry.compiled, one, entry.out_tree, entry.donate)
 
 
 def _localize(program: Program, bound: BoundPlan) -> tuple[Program, str]:

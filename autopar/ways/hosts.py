@@ -4,15 +4,19 @@ exchanges of rows between them."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
+from autopar import jax_compat
 from autopar.analysis.local import NotLocal
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.errors import ArgumentsError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.mpi.machines import exchange
 from autopar.passes.classify import classify
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
 from autopar.passes.once_per_row import once_per_row
@@ -20,7 +24,15 @@ from autopar.passes.place import place
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
+from autopar.run.entry import Entry
+from autopar.run.runner import Runner
+from autopar.tables.home import Home
+from autopar.tables.host import HostHome
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
+
+if TYPE_CHECKING:
+    from autopar.planning.check import Check
+    from autopar.state.init import Maker
 
 
 class OnHosts(Way):
@@ -67,6 +79,33 @@ class OnHosts(Way):
         stages = split_stages(program, {f.family for f in hosted}, owners=owners, bucket_bytes=bucket_bytes)
         bound = bound.noting(stages=tuple(map(str, stages.items)))
         return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
+
+    exchanges = "tables on hosts"
+
+    def runner(self, entry: Entry) -> Runner:
+        """Runs a rank's programs."""
+        from autopar.run.hosts import HostRunner
+
+        return HostRunner(entry.compiled, self, entry.out_tree, entry.donate)
+
+    def homes(self, entry: Entry) -> Mapping[int, Home]:
+        """Returns the shards of tables on hosts."""
+        from autopar.state.init import hosted_inputs
+
+        return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(entry).items()}
+
+    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker:
+        """Makes each rank's shard."""
+        from autopar.state.init import HostMaker
+
+        return HostMaker.of_plan(jax_compat.jaxpr_as_fun(traced.jaxpr), entry, numbers)
+
+    def sends(self, entry: Entry, name: str) -> Check:
+        """Refuses."""
+        raise ArgumentsError(
+            f"{name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check it "
+            "with the tables on devices; autopar.explain tells what ranks send"
+        )
 
 
 def _checked(

@@ -4,6 +4,8 @@ own."""
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
@@ -11,8 +13,14 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.passes.replicate import replicate
+from autopar.run.entry import Entry
+from autopar.run.runner import Runner
 from autopar.sync import Replicated
+from autopar.tables.replica import Replica
 from autopar.ways.way import Way
+
+if TYPE_CHECKING:
+    from autopar.planning.verification import Verification
 
 
 class InReplicas(Way):
@@ -37,3 +45,28 @@ class InReplicas(Way):
         o = self.options
         assert isinstance(o.sync, Replicated), "clients have replicas"
         return program, *replicate(program, bound, o.sync, o.clients, o.batch_axis, o.plan, o.servers, o.server_ranks)
+
+    exchanges = "replicas (sync=)"
+    leaves = (Replica,)
+
+    def runner(self, entry: Entry) -> Runner:
+        """Runs a client's step by its own runner, and exchanges weights behind it."""
+        from autopar.run.exchanges import ElasticRunner, RingRunner
+        from autopar.run.means import MeansRunner
+        from autopar.run.touched_rows import TouchedRows
+
+        compiled, sync, plan = entry.compiled, self.options.sync, entry.compiled.plan.sync
+        assert isinstance(sync, Replicated) and plan is not None and entry.clients is not None, "clients have replicas"
+        touched, program = TouchedRows(compiled, plan), compiled.analysed
+        given = entry.own_runner, sync, plan, touched, entry.clients, program, entry.out_tree, entry.plain
+        if not self.options.is_asynchronous:
+            return MeansRunner(*given)
+        return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
+
+    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+        """Compares all clients with their steps and means, one after the other."""
+        from autopar.planning.replay_replicas import compare_replicas
+        from autopar.planning.replay_served import compare_served
+
+        compare = compare_served if self.options.is_asynchronous else compare_replicas
+        return compare(entry, leaves, steps)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.local import NotLocal
+from autopar.backends.served import one_worker
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
@@ -16,8 +19,15 @@ from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.plan_servers import served_plan
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import split_servers
+from autopar.run.entry import Entry
+from autopar.run.runner import Runner
 from autopar.sync import Async
+from autopar.tables.averaging import average
+from autopar.tables.served import ServedLeaf
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
+
+if TYPE_CHECKING:
+    from autopar.planning.verification import Verification
 
 
 class OnServers(Way):
@@ -67,6 +77,28 @@ class OnServers(Way):
             return program, f"{devices} devices of a worker are all given the whole minibatch: {error}"
         served = dataclasses.replace(program.served, local_worker=worker)
         return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
+
+    exchanges = "replicas (sync=)"
+    leaves = (ServedLeaf,)
+
+    def runner(self, entry: Entry) -> Runner:
+        """Runs a worker."""
+        from autopar.run.served import ServedRunner
+
+        sync = self.options.sync
+        assert isinstance(sync, Async) and entry.clients is not None, "servers keep the state"
+        return ServedRunner(entry.compiled, sync, entry.clients, entry.out_tree)
+
+    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+        """Compares what one worker does by itself with the plain step; and all workers with what servers did."""
+        from autopar.planning.replay_served import compare_served
+        from autopar.planning.verify import compare_runs
+        from autopar.run.served import ServedRunner
+
+        assert isinstance(entry.runner, ServedRunner), "servers keep the state"
+        planned = one_worker(entry.runner.programs, entry.compiled.analysed)
+        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=planned)
+        return compare_served(entry, leaves, steps) if alone.ok else alone
 
 
 def _split_update(program: Program, bound: BoundPlan) -> tuple[Program, str]:

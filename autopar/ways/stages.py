@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from autopar import jax_compat
 from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
@@ -14,15 +16,26 @@ from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
-from autopar.ir.pipeline import Pipeline
-from autopar.ir.program import Program
+from autopar.ir.pipeline import Pipeline, StagedStep
+from autopar.ir.program import Program, Var
+from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.passes.localizing.tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.staging.divided import DividedLeaves
 from autopar.passes.staging.search import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
+from autopar.run.entry import Entry
+from autopar.run.kept_placements import KeptArguments
 from autopar.run.planner import Planner
+from autopar.run.runner import Runner
+from autopar.tables.home import ArrayHome, Home
+from autopar.tables.staged import StageHome, StagePlace, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
+
+if TYPE_CHECKING:
+    from autopar.planning.check import Check
+    from autopar.planning.verification import Verification
+    from autopar.state.init import Maker
 
 
 class InStages(Way):
@@ -135,6 +148,75 @@ class InStages(Way):
             bound, _ = decide(analysed, self, measured)
             program, bound, _ = run_passes(self._updated_once(bound), analysed.program, bound)
             return program, bound
+
+    # --- what it is run by ---
+
+    def runner(self, entry: Entry) -> Runner:
+        """Runs tasks on the stages' devices. With stages on several processes new leaves are on those of their stage,
+        all other results everywhere."""
+        from autopar.run.asynchronous import AsynchronousRunner
+        from autopar.run.pipeline import PipelineRunner
+
+        assert entry.compiled.plan.pipeline is not None, "stages are planned"
+        pipeline = entry.compiled.plan.pipeline.pipeline
+        staged: StagedStep = entry.compiled.program.staged
+        devices, analysed = entry.stage_devices[: pipeline.devices], entry.compiled.analysed
+        given = devices, entry.out_tree, entry.donate, KeptArguments(analysed, staged)
+        if staged.asynchronous is not None:
+            return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
+        schedule = pipeline.scheduled(staged.microbatches)
+        wanted: dict[Var, Sequence[int]] = {}
+        if len({device.process_index for device in devices}) > 1:
+            arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
+            wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
+            wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
+        return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
+
+    def homes(self, entry: Entry) -> Mapping[int, Home]:
+        """Returns where leaves are, or their layers."""
+        return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in _leaves(entry).items()}
+
+    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker | None:
+        """Makes each leaf on its stage's devices."""
+        from autopar.state.init import StageMaker
+
+        leaves = _leaves(entry)
+        if not leaves:
+            return None
+        places = [() if k is None else leaves.get(k, ()) for k in numbers]
+        make, nowhere = jax_compat.jaxpr_as_fun(traced.jaxpr), [None] * len(numbers)
+        return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, places)
+
+    # --- what it is compared with ---
+
+    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification | None:
+        """Compares a pipeline without a flush with its tasks, one after the other."""
+        from autopar.planning.verify_replay import compare_replay
+
+        is_asynchronous = entry.compiled.program.staged.asynchronous is not None
+        return compare_replay(entry, leaves, steps) if is_asynchronous else None
+
+    def sends(self, entry: Entry, name: str) -> Check:
+        """Compares what devices send each other, and within stages."""
+        from autopar.planning.check import compare_pipeline
+
+        return compare_pipeline(entry, name)
+
+
+def _leaves(entry: Entry) -> dict[int, tuple[StagePlace, ...]]:
+    """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
+    everywhere."""
+    assert entry.compiled.plan.pipeline is not None, "stages are planned"
+    staged: StagedStep = entry.compiled.program.staged
+    places = entry.compiled.plan.pipeline.places
+    leaves: dict[int, tuple[StagePlace, ...]] = {}
+    for k, leaf in enumerate(staged.inputs):
+        parts = leaf if isinstance(leaf, tuple) else (leaf,)
+        if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
+            devices = [[entry.stage_devices[n] for n in places[staged.homes[v]]] for v in parts]
+            ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
+            leaves[k] = StagePlace.of_parts(devices, ends, staged.divided.get(parts[0]), entry.stage_devices)
+    return leaves
 
 
 def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:

@@ -5,10 +5,10 @@ A way is bound to the options that it takes. Ways compose: replicas wrap whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from autopar.analysis.local import NotLocal
 from autopar.compile import Analysed, Analysis, Pass
@@ -27,9 +27,15 @@ from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.share_logs import share_logs
 from autopar.passes.split_update import split_update
+from autopar.tables.home import Home
 
 if TYPE_CHECKING:  # names of those who ask
+    from autopar.planning.check import Check
+    from autopar.planning.verification import Verification
+    from autopar.run.entry import Entry
     from autopar.run.planner import Planner
+    from autopar.run.runner import Runner
+    from autopar.state.init import Maker
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +123,55 @@ class Way:
     def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns what makes a program of a plan, in this order; only what does something."""
         raise NotImplementedError
+
+    # --- what it is run by ---
+
+    #: What keeps a step from being traced into one program, in words; "": it is one.
+    exchanges: ClassVar[str] = ""
+    #: Leaves of the state that this way alone takes.
+    leaves: ClassVar[tuple[type, ...]] = ()
+
+    def runner(self, entry: Entry) -> Runner:
+        """Makes what calls the planned step."""
+        raise NotImplementedError
+
+    def table_runner(self, entry: Entry) -> Runner:
+        """Returns what calls it where an argument is a table of autopar's own."""
+        return entry.runner
+
+    def homes(self, entry: Entry) -> Mapping[int, Home]:
+        """Returns where leaves of the state are, by number, as far as the plan says."""
+        return {} if self.inner is None else self.inner.homes(entry)
+
+    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker | None:
+        """Returns what makes a state where the plan has it, as `init` does; None: on the devices (`Maker`).
+
+        Args:
+          entry: The step.
+          traced: What makes the state, as JAX traced it.
+          numbers: Of each leaf that is made the number of the step's input that it is.
+        """
+        return None if self.inner is None else self.inner.maker(entry, traced, numbers)
+
+    # --- what it is compared with ---
+
+    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification | None:
+        """Compares the step with a replay, where it is another function than the plain step by design; else None.
+
+        Args:
+          entry: The step.
+          leaves: Its flat arguments.
+          steps: How often it is run.
+        """
+        return None
+
+    def sends(self, entry: Entry, name: str) -> Check | None:
+        """Compares what is sent with the plan, where no compiled program says it; else None. `name`: the step's.
+
+        Raises:
+          ArgumentsError: that can't be compared.
+        """
+        return None
 
 
 def rewriting(
