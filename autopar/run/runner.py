@@ -1,4 +1,4 @@
-"""`Runner`: what calls a planned step. One class a kind: `one_device`, `devices`, `hosts`; `Entry.runner` chooses."""
+"""`Runner`: what calls a planned step. The way to run the step makes it (`ways`)."""
 
 from __future__ import annotations
 
