@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
 
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec, state_budget
@@ -75,6 +78,11 @@ class TablePlan:
     sizes: Sizes | None = None
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the bytes of the table without its slots."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def taken(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.ir.figures import wire_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
@@ -62,7 +64,7 @@ class SyncPlan:
             return self.mean_bytes / self.every
         if self.partners != "all":
             return self.mean_bytes * (self.clients > 1)
-        return 2 * (self.clients - 1) / self.clients * self.mean_bytes / self.every
+        return wire_bytes("all-reduce", self.clients, self.mean_bytes) / self.every
 
     def __str__(self) -> str:
         more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(

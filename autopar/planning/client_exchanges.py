@@ -14,7 +14,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
-from autopar.planning.workload import goes_by_rows, table_bytes, untouched_bytes
+from autopar.planning.plan import goes_by_rows, untouched_bytes
 
 #: What servers keep, and what is pulled of it and pushed to it: the sizes of a `ServerPlan`.
 _BYTES = ("leaf_bytes", "pull_bytes", "push_bytes")
@@ -134,7 +134,7 @@ def _neighbors(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoa
 
 
 def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
-    sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table_bytes(table) for table in plan.tables}
+    sizes = {leaf.path: leaf.nbytes for leaf in plan.dense} | {table.path: table.nbytes for table in plan.tables}
     return [sizes[path] for fragment in sync.fragments for path in fragment]
 
 

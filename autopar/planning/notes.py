@@ -19,7 +19,6 @@ from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
 from autopar.planning.text import LIST, Column, Columns, fold_paths
-from autopar.planning.workload import table_bytes
 from autopar.run.entry import Entry
 from autopar.sync import stable_alpha, stable_slope
 
@@ -198,7 +197,7 @@ def replica_notes(plan: Plan) -> Iterator[str]:
 
 def _table_notes(plan: Plan, sync: SyncPlan) -> Iterator[str]:
     whole = {p for fragment in sync.fragments for p in fragment} - {*sync.by_rows}
-    tables = {table.path: table_bytes(table) for table in plan.tables if table.path in whole}
+    tables = {table.path: table.nbytes for table in plan.tables if table.path in whole}
     if tables:
         yield f"Tables are exchanged whole, {format_bytes(sum(tables.values()))}: {', '.join(tables)}."
 

@@ -13,6 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.cost.collectives import traffic
 from autopar.cost.rates import StageRates, planned_stage_rates
 from autopar.cost.simulate import BACKWARD, StepTime, crossovers, expected_maximum, scaling
 from autopar.cost.stage_time import pipeline_memory, simulate_pipeline
@@ -23,9 +24,9 @@ from autopar.ir.plan import Plan, require_plan
 from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.ir.strategy import Method
 from autopar.measure.cluster import require_cluster
+from autopar.planning.plan import named_methods, workload
 from autopar.planning.predictions import predict_stages
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
-from autopar.planning.workload import named_methods, workload
 
 #: Devices that are simulated by default: 1 to 10,000.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
@@ -218,8 +219,8 @@ def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float,
         return 0.0, 0
     each = (plan.tensor * len(stage.devices) * [stage.gradient_bytes] for stage in plan.stages)
     sizes = sorted(itertools.chain(*each), reverse=True)
-    share = 2 * (copies - 1) / copies
-    if cluster.machines == 1:
-        return cluster.inside(share * sizes[0], 2 * (copies - 1)), round(share * sizes[0])
-    together = sum(sizes[: min(plan.size, cluster.devices)])
-    return cluster.between(share * together, 2 * (copies - 1)), round(share * sizes[0])
+    link, together = cluster.inside, sizes[0]
+    if cluster.machines > 1:
+        link, together = cluster.between, sum(sizes[: min(plan.size, cluster.devices)])
+    sent, rounds = traffic("all_reduce", copies, together)
+    return link(sent, rounds), round(traffic("all_reduce", copies, sizes[0])[0])

@@ -18,7 +18,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import check_even
 from autopar.planning.client_exchanges import means_s, pairs_of, served_of
-from autopar.planning.workload import client_workload, named_methods
+from autopar.planning.plan import client_workload, named_methods
 from autopar.servers.timeline import Timeline
 
 #: Steps of a client that are simulated by default, at least and at most; and messages that are simulated for that.

@@ -21,10 +21,9 @@ from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.sizes import Sizes
-from autopar.planning import workload
+from autopar.planning.plan import table_load
 from autopar.planning.predictions import Prediction
 from autopar.planning.simulate import Simulation
-from autopar.planning.workload import table_load
 
 #: A row of a table: column -> value.
 TableRow = Mapping[str, str | int | float]
@@ -126,7 +125,7 @@ def update_rows(plan: Plan) -> list[TableRow]:
     """Returns what a step's updates read and write: by table, the largest first, and of all other leaves together."""
     rows: list[TableRow] = []
     for table in plan.families:
-        size = workload.table_bytes(table)
+        size = table.nbytes
         plain = touched_bytes(table_bytes=size, family_bytes=(1 + len(table.slots)) * size)
         share = table.alpha.share if table.lifted and table.alpha is not None else 1.0
         rows.append({"leaves": table.path, "bytes of a plain step": plain, "bytes of this plan": share * plain})

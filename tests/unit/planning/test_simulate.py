@@ -29,7 +29,7 @@ from autopar.cost.simulate import (
 )
 from autopar.ir.sizes import Sizes
 from autopar.measure.cluster import Cluster
-from autopar.planning.workload import workload
+from autopar.planning.plan import workload
 from tests.support.explained import explained
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.
