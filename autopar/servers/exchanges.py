@@ -61,11 +61,8 @@ class ExchangeSession:
     """Does this process's part of its client's exchanges. Collective to make.
 
     Args:
-      end: The client's.
+      end: What the client sends, and makes of answers.
       servers, clients, places: As of `Link`.
-
-    Attributes:
-      end: The client's.
     """
 
     is_ring: ClassVar[bool] = False
@@ -213,7 +210,7 @@ class RingSession(ExchangeSession):
 
     Args:
       end: The client's.
-      weights: The client's, by number of the step's input.
+      weights: Numbers of the step's inputs that are averaged.
       neighbors: What answers for each passive client.
       clients: All of them, an even number.
     """
