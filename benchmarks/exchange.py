@@ -192,7 +192,7 @@ SIZES, TIMED = (4, 16, 64), 7
 
 
 def rings() -> None:
-    """AllReduce of one buffer of 4, 16 and 64 MB: MPI's own, in rings (`autopar.mpi.rings`), and gloo's by JAX.
+    """AllReduce of one buffer of 4, 16 and 64 MB: MPI's own, in rings (`autopar.mpi.exchange`), and gloo's by JAX.
 
     Of 4 ranks that share a machine, of 4 hosts and of 3 at 1 Gbit/s, and of 2 hosts of 2 ranks each; bytes are those of
     the interface (figures 17 to 20 of MXNET-MPI).

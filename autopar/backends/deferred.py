@@ -30,8 +30,7 @@ import jax.numpy as jnp
 from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
 from autopar.backends.deferred_tables import NEVER, DeferredTables, row_elements
-from autopar.backends.fading import Suffixes, beside
-from autopar.backends.segments import Entries, close, multiplied, scales
+from autopar.backends.segments import Entries, Suffixes, beside, close, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 

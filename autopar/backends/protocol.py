@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.backends.indices import numbered
 from autopar.backends.reductions import Others
-from autopar.backends.row_ops import numbered
 from autopar.ir.reductions import REDUCERS
 
 Array = Any

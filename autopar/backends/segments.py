@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar.backends.fading import beside, times
-from autopar.ir.deferred import Replay
+from autopar.ir.deferred import FLOORS, Fading, Replay, ScaleOnly
 
 Array = Any
 
@@ -102,3 +102,150 @@ def multiplied(replay: Replay, changed: Sequence[Array], stamps: Array, scales: 
         by = scale.at[since].get(mode="clip")
         changed[k] = jnp.where(beside(waits, changed[k]), times(changed[k], by, near_one), changed[k])
     return changed
+
+
+# --- rows that have faded (`ir.deferred.Fading`): the steps that they still miss only scale them ---
+
+#: What replaying a row to its end may add to an element, as a share of the distance to the next floating-point number.
+_NEGLIGIBLE = 1 / 4
+
+
+@dataclass(frozen=True, slots=True)
+class Suffixes:
+    """For each step of an update log, what it and those after it do to a row together. All are [K], but for reaches.
+
+    Attributes:
+      holds: Whether they may be used.
+      scales: Of each scaled leaf, what it is multiplied by (a logarithm where factors are near one).
+      fades: Of each leaf that fades, what it is multiplied by.
+      sinks: Of each leaf that may have a floor, what it is multiplied by, or zero if it ever grows.
+      reaches: Of each pair, how many times an element of the leaf that fades is added to one of the scaled leaf, at
+        most; by floor, [K, F].
+    """
+
+    scale_only: ScaleOnly
+    fading: Fading
+    holds: Array
+    scales: Sequence[Array]
+    fades: Sequence[Array]
+    sinks: Sequence[Array]
+    reaches: Sequence[Array]
+
+    @staticmethod
+    def of(replay: Replay, flat: Sequence[Array]) -> Suffixes:
+        """From flat arrays."""
+        scale_only, fading = replay.scale_only, replay.fading
+        assert scale_only is not None and fading is not None, "there are rows that fade"
+        rest = list(flat[1:])
+        counts = len(scale_only.scaled), len(fading.zero), len(fading.floors), len(fading.pairs)
+        parts = [[rest.pop(0) for _ in range(count)] for count in counts]
+        return Suffixes(scale_only, fading, flat[0], *parts)
+
+    def and_then(self, now: Array, rates: Sequence[Array], holds: Array, numbers: Sequence[Array]) -> list[Array]:
+        """Flat arrays with one step more.
+
+        Args:
+          now: Which step it is: what is there of it and of later ones is of no meaning.
+          rates, holds: What scale-only rows are scaled by, and whether that may be used.
+          numbers: What `analysis.fading` finds: factors of leaves that fade, and each pair's reaches.
+        """
+        scale_only, fading = self.scale_only, self.fading
+        new = jax.lax.iota(jnp.int32, self.holds.size) >= now
+        own, reach = numbers[: len(fading.zero)], numbers[len(fading.zero) :]
+        for f in own:
+            holds &= jnp.isfinite(f)
+        pairs = zip(scale_only.scaled, rates, scale_only.near_one, strict=True)
+        by = {leaf: 1 + rate if near_one else rate for leaf, rate, near_one in pairs}
+        scales = [
+            jnp.where(new, 0, scale) + jnp.log1p(rate) if near_one else jnp.where(new, 1, scale) * rate
+            for scale, rate, near_one in zip(self.scales, rates, scale_only.near_one, strict=True)
+        ]
+        fades = [jnp.where(new, 1, fade) for fade in self.fades]
+        sinks = [
+            jnp.where(new, 1, sink) * jnp.where((by[leaf] >= 0) & (by[leaf] <= 1), by[leaf], 0)
+            for leaf, sink in zip(fading.floors, self.sinks, strict=True)
+        ]
+        reaches = []
+        for (leaf, zero), old, more in zip(fading.pairs, self.reaches, reach, strict=True):
+            faded = abs(fades[fading.zero.index(zero)]).astype(more.dtype)
+            reaches.append(jnp.where(new[:, None], 0, old) * abs(by[leaf]).astype(more.dtype) + faded[:, None] * more)
+        fades = [fade * f for fade, f in zip(fades, own, strict=True)]
+        return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
+
+    def ends(self, changed: Sequence[Array], k: Array) -> dict[int, Array]:
+        """Of each scaled leaf its elements' sizes, if they are only scaled by the steps from `k` ([] or [B]) on.
+
+        Zero where that isn't known.
+        """
+        sizes = {}
+        for leaf, by, near_one in zip(self.scale_only.scaled, self.scales, self.scale_only.near_one, strict=True):
+            scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
+            along = beside(jnp.broadcast_to(scale, changed[0].shape[:1]), changed[leaf])
+            sizes[leaf] = abs(changed[leaf] * along.astype(changed[leaf].dtype))
+        return sizes
+
+    def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
+        """[B]: whether rows ([B, ...], leaves that the untouched update changes) are only scaled by the steps from `k`
+        on.
+
+        Args:
+          changed: Rows after the steps before `k`.
+          usual: `ends` of these rows some steps earlier: what rounding did to them then is small enough.
+          k: The step.
+        """
+        scale_only, fading = self.scale_only, self.fading
+        usable = self.holds[k]
+        for by in self.fades:
+            usable &= jnp.isfinite(by[k])
+        ends = self.ends(changed, k)
+        by_shape: dict[tuple[int, ...], Array] = {}  # one pass over all leaves of a shape
+        for number, leaf in enumerate(changed):
+            size = ends[number] if number in ends else abs(leaf)
+            sound = (leaf >= 0) & (size < jnp.inf) if number in scale_only.not_negative else size < jnp.inf
+            for (x, z), reach in zip(fading.pairs, self.reaches, strict=True):
+                if x == number:
+                    share = jnp.finfo(leaf.dtype).eps * _NEGLIGIBLE / fading.moving(x)
+                    fades = abs(changed[z]).reshape(leaf.shape).astype(leaf.dtype)
+                    most = jnp.maximum(size, usual[x]) * share
+                    sound &= (fades * self._reach(changed, reach, leaf, k) <= most) & (most < jnp.inf)
+            by_shape[leaf.shape] = by_shape[leaf.shape] & sound if leaf.shape in by_shape else sound
+        good = jnp.broadcast_to(usable, changed[0].shape[:1])
+        for sound in by_shape.values():
+            good &= jnp.all(sound, axis=tuple(range(1, sound.ndim)))
+        return good
+
+    def _reach(self, changed: Sequence[Array], reach: Array, leaf: Array, k: Array) -> Array:
+        """Of a pair, for each element of the scaled leaf: that of the highest floor above which all leaves stay."""
+        reached = reach[k, 0]
+        if self.fading.floors:
+            least = [
+                changed[x].reshape(leaf.shape) * sink[k] for x, sink in zip(self.fading.floors, self.sinks, strict=True)
+            ]
+            for number, floor in enumerate(FLOORS[1:], 1):
+                reached = jnp.where(reduce(jnp.minimum, least) >= floor, reach[k, number], reached)
+        return reached
+
+    def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
+        """Rows after the steps from `k` on, if they have faded."""
+        scale_only, fading = self.scale_only, self.fading
+        done = list(changed)
+        count = changed[0].shape[:1]
+        for leaf, by, near_one in zip(scale_only.scaled, self.scales, scale_only.near_one, strict=True):
+            done[leaf] = times(changed[leaf], jnp.broadcast_to(by[k], count), near_one)
+        for leaf, by in zip(fading.zero, self.fades, strict=True):
+            done[leaf] = times(changed[leaf], jnp.broadcast_to(by[k], count), False)
+        return done
+
+
+def beside(flags: Array, rows: Array) -> Array:
+    """[B] in the shape of rows [B, ...]."""
+    return flags.reshape(flags.shape[0], *(1,) * (rows.ndim - 1))
+
+
+def times(rows: Array, by: Array, near_one: bool) -> Array:
+    """Rows times `by` [B], or times e^by: where that is near one, without rounding it."""
+    if not near_one:
+        return rows * beside(by, rows).astype(rows.dtype)
+    small = by < -0.5
+    kept, more = jnp.where(small, 0, 1), jnp.where(small, jnp.exp(by), jnp.expm1(by))
+    return rows * beside(kept, rows).astype(rows.dtype) + rows * beside(more, rows).astype(rows.dtype)

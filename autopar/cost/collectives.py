@@ -17,7 +17,7 @@ from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec, Link
 from autopar.ir.figures import wire_bytes
 
-#: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.rings`).
+#: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.exchange`).
 _OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")
 #: What a sum takes longer than a program that it is made beside.
 _BESIDE = "beside_all_reduce"

@@ -132,7 +132,7 @@ class Replay:
 
         The untouched update's values; factors of scale-only rows, and whether they may be used. And of the steps from
         this one on: that, factors of scaled leaves, of those that fade, of those with floors, and reaches
-        (`backends.fading.Suffixes`).
+        (`backends.segments.Suffixes`).
         """
         values, scale_only, fading = self.values, self.scale_only, self.fading
         if scale_only is None:

@@ -3,7 +3,7 @@
 A rank that comes to its end, by the last line of its script or by SystemExit, waits for all others to come to theirs.
 That is what JAX's exit handler and MPI_Finalize would do next anyway; here it is done first, and with knowledge of
 what the others do. A rank that leaves with a code other than 0 while others stay has failed, and ends the job. With
-code 0 that is a fault as soon as another rank waits for it in a later step (`failure_detector.py`); otherwise the
+code 0 that is a fault as soon as another rank waits for it in a later step (`heartbeat.detect`); otherwise the
 others may have their own last work to do, an evaluation or a checkpoint, and are waited for.
 
 Python shows its exit code to nobody: SystemExit meets no hook. From Python 3.12 on `sys.monitoring` shows the

@@ -2,37 +2,41 @@
 
 JAX must know all processes before its backend comes up, which is at its first use; so this happens when autopar is
 imported, and a script needs no line for it. Without a launcher, and in a world of one, nothing happens. On a dedicated
-server the import doesn't return (`serving.py`).
+server the import doesn't return (`serve`).
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import faulthandler
+import fcntl
 import functools
 import os
 import platform
+import secrets
 import signal
 import socket
+import struct
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 
 from autopar import jax_compat
 from autopar.errors import LaunchError
+from autopar.interrupts import SIGNALS
 from autopar.launch.binding import bind
-from autopar.launch.coordinator import choose_coordinator
 from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
-from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS
+from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS, SERVES
 from autopar.launch.sameness import check_same
-from autopar.launch.serving import serve
 from autopar.launch.shutdown import Script, leave
-from autopar.mpi.segments import unlink_segments
-from autopar.mpi.service import service
+from autopar.mpi.service import Service, service
 from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, world
 
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
@@ -239,3 +243,151 @@ def _check_host_name(here: World, coordinator: str) -> None:
             f"warning: the name of the host of rank {here.rank}, {name}, leads to {address}, where other hosts can't "
             "reach it. JAX's collectives on CPUs need it: give its network address in its /etc/hosts"
         )
+
+
+# --- where JAX's coordination service listens, so that every rank can reach it ---
+#
+# A host's name is a poor answer: in a network namespace, in a container, or under Debian's 127.0.1.1 it means something
+# else to each host. So rank 0 listens, all others try its addresses in turn, and the first one that all of them reach
+# is taken: loopback where all ranks are on one host, else a network's address. Who answers must know a word that rank 0
+# sent through MPI: another host's loopback may have a listener, too.
+
+#: How long an address is tried, in seconds.
+TRIAL_S = 3.0
+
+_SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
+
+
+def choose_coordinator(world: World) -> str:
+    """An "address:port" at rank 0 that all ranks reach; where there is none (a firewall), the LaunchError names who
+    can't reach which addresses. Collective."""
+    word = secrets.token_bytes(16)
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(_listening(word)) if world.rank == 0 else None
+        port = listener.getsockname()[1] if listener is not None else 0
+        addresses = _own_addresses() if world.rank == 0 else []
+        word, port, addresses = world.comm.bcast((word, port, addresses))
+        failed: list[str] = []
+        for address in addresses:
+            reached = world.comm.allgather(world.rank == 0 or _answers(address, port, word))
+            if all(reached):
+                return f"{address}:{_free_port(world, address)}"
+            far = ", ".join(str(rank) for rank, reaches in enumerate(reached) if not reaches)
+            failed.append(f"{address} not from rank {far}")
+    raise LaunchError(
+        f"rank {world.rank}: JAX's processes need a TCP connection to rank 0's host, on any port, and there is none: "
+        + "; ".join(failed)
+        + ". Open the firewall between the hosts, or initialise JAX yourself (jax.distributed.initialize with a "
+        "coordinator_address that works) before autopar is imported"
+    )
+
+
+def _free_port(world: World, address: str) -> int:
+    """A port of rank 0 that is free now at an address. Not the one that was tried, whose connections linger."""
+    port = 0
+    if world.rank == 0:
+        with socket.create_server((address, 0)) as free:
+            port = free.getsockname()[1]
+    return world.comm.bcast(port)
+
+
+@contextlib.contextmanager
+def _listening(word: bytes) -> Iterator[socket.socket]:
+    """A server on all IPv4 addresses that says a word to whoever connects."""
+    with socket.create_server(("", 0), backlog=1024) as server:
+        done = threading.Event()
+        server.settimeout(0.1)
+
+        def serve() -> None:
+            while not done.is_set():
+                with contextlib.suppress(OSError):
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.sendall(word)
+
+        thread = threading.Thread(target=serve, name="autopar-coordinator", daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            done.set()
+            thread.join()
+
+
+def _answers(address: str, port: int, word: bytes) -> bool:
+    """Whether rank 0 answers at an address."""
+    try:
+        with socket.create_connection((address, port), timeout=TRIAL_S) as connection:
+            return connection.recv(len(word), socket.MSG_WAITALL) == word
+    except OSError:
+        return False
+
+
+def _own_addresses() -> list[str]:
+    """This host's IPv4 addresses, loopback first."""
+    addresses = ["127.0.0.1"]
+    with contextlib.suppress(OSError):
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, interface in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = struct.pack("256s", interface.encode()[:15])
+                addresses.append(socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24]))
+    return list(dict.fromkeys(addresses))
+
+
+# --- a dedicated server, from the import of autopar to the job's end ---
+#
+# Its main thread answers workers (`mpi/service.py`), inside the import, until all of them have come to their end.
+# Another thread couldn't: while autopar is being imported, Python lets no other one unpickle messages. Signals are for
+# workers to answer: one that was interrupted may save a checkpoint, of what servers keep.
+
+
+def serve(heartbeat: Heartbeat) -> NoReturn:
+    """Answer workers until all of them have left, and end this process with exit code 0. Collective over the job.
+
+    The process ends here: nothing of the script runs, no handler of its exceptions either.
+    """
+    from mpi4py import MPI
+
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+    PROGRESS.flag(SERVES)
+    PROGRESS.mark(-1, "serving", "serves")
+    try:
+        service = Service(job())
+        service.serve(heartbeat.comm.Ibarrier().Test)
+        heartbeat.stop()
+        MPI.Finalize()
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # which ends the job
+    PROGRESS.flag(LEFT)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(AttributeError, OSError, ValueError):
+            stream.flush()
+    ctypes.CDLL(None).exit(0)  # C's, unlike os._exit, which MPI's libraries need to say that they have ended
+    raise AssertionError("a process survived its own exit")
+
+
+# --- memory that mpich's ranks share on a machine ---
+#
+# Its name in /dev/shm goes as soon as all ranks have it. mpich removes it at MPI_Finalize, to which a job that fails
+# doesn't come: 2 MB a job would stay, and a container has 64.
+
+_NAMES = "/dev/shm/mpich_shm_"
+
+
+def unlink_segments(comm: Any, maps: Path = Path("/proc/self/maps")) -> None:
+    """Remove the names of what this process has mapped of that. Collective.
+
+    Args:
+      comm: A communicator of all ranks.
+      maps: Where the kernel lists what a process has mapped.
+    """
+    comm.Barrier()  # all have come out of MPI_Init, and so have it
+    with contextlib.suppress(OSError):
+        paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if _NAMES in line}
+        for path in paths:  # the first rank of a machine removes them
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)

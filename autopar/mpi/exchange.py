@@ -1,4 +1,4 @@
-"""What the ranks of a job exchange in a step, on NumPy arrays.
+"""`Exchange`: rows and sums that the ranks of a job exchange in a step, as NumPy arrays.
 
 Rows of a table are spread over the ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
 step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of
@@ -17,20 +17,21 @@ Invariants:
 
 from __future__ import annotations
 
+import functools
+import itertools
+import math
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from autopar.errors import ArgumentsError
-from autopar.mpi.buffers import Buffers, aligned
-from autopar.mpi.messages import LIMIT, swap
-from autopar.mpi.packing import pack, packing, unpack
-from autopar.mpi.rings import NodeRings, Rings
-from autopar.mpi.rows import as_lines, copied_rows, first_of, number_dtype, require_rows, take_lines, union_rows
-from autopar.mpi.waiting import BESIDE, Waiting, choose_waiting
+from autopar.mpi.buffers import ALIGNMENT, Buffers, aligned
+from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, swap
 
 #: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
 FIRST_IDS = 2047
@@ -331,3 +332,348 @@ class Exchange:
                 self._rings[beside].all_reduce(part, op)
             else:
                 waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
+
+
+# --- many arrays in few messages: how arrays lie in one buffer, and in which form they are reduced ---
+#
+# What MPI can't reduce as it is travels as something that it can, and comes back:
+#
+# - float16, bfloat16 and the 8-bit floats as float32, rounded once, after the reduction;
+# - bool as a byte, combined by its bits;
+# - max and min of floats as integers of the same order, NaN beyond all others: a NaN of any rank is then
+#   the result, as in JAX, where MPI's own max keeps or loses it by the order of the ranks.
+
+#: Name of a reduction -> the name of MPI's.
+OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN", "and": "BAND", "or": "BOR"}
+
+#: What sums and the like of bools are, as in NumPy.
+_OF_BOOLS = {"sum": "BOR", "max": "BOR", "or": "BOR", "prod": "BAND", "min": "BAND", "and": "BAND"}
+
+Spec = tuple[tuple[int, ...], np.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Arrays that are reduced in one call.
+
+    Attributes:
+      dtype: Of the elements that MPI sees.
+      op: MPI's name of the reduction.
+      ordered: Whether the elements are floats that travel as integers of the same order: these floats' dtype, or None.
+      members: Which arrays.
+      starts: Where each begins, in elements from the segment's own start.
+      size: Elements, the gaps between arrays included.
+      offset: Where the segment begins in the buffer, in bytes.
+    """
+
+    dtype: np.dtype
+    op: str
+    ordered: np.dtype | None
+    members: tuple[int, ...]
+    starts: tuple[int, ...]
+    size: int
+    offset: int
+
+    def flat(self, memory: np.ndarray) -> np.ndarray:
+        """The segment in a buffer of bytes, `[size]`, as MPI sees it."""
+        return memory[self.offset : self.offset + self.size * self.dtype.itemsize].view(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Where arrays lie in one buffer.
+
+    Attributes:
+      segments: By dtype, in the order of their first arrays.
+      nbytes: Of the whole buffer.
+      sent: Bytes that MPI is given; less than `nbytes` by the gaps between segments.
+    """
+
+    segments: tuple[Segment, ...]
+    nbytes: int
+    sent: int
+
+
+@functools.lru_cache(maxsize=64)
+def packing(specs: tuple[Spec, ...], op: str) -> Packing:
+    """The packing of arrays of these shapes and dtypes, each at a multiple of 64 bytes; an ArgumentsError if there is
+    no such reduction, or not of such elements."""
+    groups: dict[tuple[np.dtype, str, np.dtype | None], list[int]] = {}
+    for k, (_, dtype) in enumerate(specs):
+        groups.setdefault(_wire(dtype, op), []).append(k)
+    segments: list[Segment] = []
+    offset = sent = 0
+    for (dtype, name, ordered), members in groups.items():
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+        starts: list[int] = []
+        size, unit = 0, max(ALIGNMENT // dtype.itemsize, 1)
+        for k in members:
+            size = -(-size // unit) * unit
+            starts.append(size)
+            size += math.prod(specs[k][0])
+        segments.append(Segment(dtype, name, ordered, tuple(members), tuple(starts), size, offset))
+        offset += size * dtype.itemsize
+        sent += size * dtype.itemsize
+    return Packing(tuple(segments), offset, sent)
+
+
+def pack(segment: Segment, arrays: Sequence[np.ndarray], flat: np.ndarray) -> None:
+    """Writes a segment's arrays to where it wants them; `flat` is its part of the buffer."""
+    floats = flat if segment.ordered is None else flat.view(segment.ordered)
+    for k, start in zip(segment.members, segment.starts, strict=True):
+        array = arrays[k]
+        np.copyto(floats[start : start + array.size].reshape(array.shape), array, casting="unsafe")
+    if segment.ordered is not None:
+        _order(floats, -1.0 if segment.op == "MIN" else 1.0)
+
+
+def unpack(segment: Segment, specs: Sequence[Spec], flat: np.ndarray, results: list[np.ndarray]) -> None:
+    """Puts a segment's arrays into `results`: views of `flat`, new arrays where another dtype travelled."""
+    if segment.ordered is not None:
+        _swap_order(flat)
+        flat = flat.view(segment.ordered)
+    with np.errstate(all="ignore"):  # what overflows in a narrower float is infinite, as in JAX
+        for k, start in zip(segment.members, segment.starts, strict=True):
+            shape, dtype = specs[k]
+            part = flat[start : start + math.prod(shape)].reshape(shape)
+            if dtype.kind == "b":
+                part = part.view(bool)
+            results[k] = part if part.dtype == dtype else part.astype(dtype)
+
+
+def _wire(dtype: np.dtype, op: str) -> tuple[np.dtype, str, np.dtype | None]:
+    """Dtype that travels, MPI's reduction of it, and the floats' dtype where they travel as ordered integers."""
+    if op not in OPS:
+        raise ArgumentsError(f"no reduction {op!r}; there are {', '.join(OPS)}")
+    if dtype.kind == "b":
+        return np.dtype(np.uint8), _OF_BOOLS[op], None
+    floating = dtype if dtype in (np.float32, np.float64) else np.dtype(np.float32) if _is_small_float(dtype) else None
+    fits = dtype.kind in "iu" or (op in ("sum", "prod") and dtype.kind == "c") or (op not in ("and", "or") and floating)
+    if not fits or dtype.itemsize > 16:
+        remedy = "convert it to a float, an integer or a bool that has one"
+        raise ArgumentsError(f"no {op} over ranks of {dtype}: {remedy}")
+    if floating is None:
+        return dtype, OPS[op], None
+    if op in ("max", "min"):
+        return np.dtype(f"i{floating.itemsize}"), OPS[op], floating
+    return floating, OPS[op], None
+
+
+def _is_small_float(dtype: np.dtype) -> bool:
+    if dtype.itemsize > 2:
+        return False
+    try:
+        ml_dtypes.finfo(dtype)
+    except ValueError:
+        return False
+    return True
+
+
+def _order(floats: np.ndarray, nan_sign: float) -> None:
+    """Replaces floats, in place, by integers of the same order; NaN beyond infinity, on the side of `nan_sign`."""
+    holes = np.isnan(floats)
+    if holes.any():
+        floats[holes] = np.copysign(np.nan, nan_sign)
+    _swap_order(floats.view(f"i{floats.itemsize}"))
+
+
+def _swap_order(bits: np.ndarray) -> None:
+    """Between the bits of floats and integers of the same order, in place, its own inverse.
+
+    A float's bits are its sign and a magnitude; for negative ones the magnitude's bits are turned over.
+    """
+    signs = bits >> (8 * bits.itemsize - 1)
+    signs &= np.iinfo(bits.dtype).max
+    bits ^= signs
+
+
+# --- AllReduce, reduce-scatter and allgather of one buffer in rings: bucket algorithms (MXNET-MPI, section 6) ---
+#
+# Each rank sends to the next one and receives from the one before, in p - 1 turns a piece of a p-th each, so that an
+# AllReduce sends 2(p - 1)/p of the buffer, which is the least there is, by any number of ranks. A turn has to wait for
+# the addition of the last one; so the buffer is divided over several rings, of which one adds while the pieces of the
+# others are on their way (figure 9).
+#
+# The vectors of a node are one (6.1): those of a rank's devices are added before they come here, and ranks of one
+# machine scatter their sum among themselves, reduce each part with the other machines, and gather (`NodeRings`). So the
+# network has 2(m - 1)/m of the buffer from each of m machines.
+#
+# Results have the same bits on every rank, and in each run: a piece is added up in the order of a ring.
+
+#: How many rings a buffer is divided over, between machines.
+RINGS = 2
+#: Bytes that are added between two looks at what is on its way: over TCP messages go on only while MPI is called.
+_BETWEEN_LOOKS = 1 << 18
+#: MPI's name of a reduction -> what computes it here.
+_UFUNCS = {
+    "SUM": np.add,
+    "PROD": np.multiply,
+    "MAX": np.maximum,
+    "MIN": np.minimum,
+    "BAND": np.bitwise_and,
+    "BOR": np.bitwise_or,
+}
+
+
+class Rings:
+    """One rank's part in collectives of ranks that are equally far from each other.
+
+    All calls are collective, and in place: of arrays `[n]` of one dtype, in C order, as long on all ranks, each no
+    longer than a message may be.
+    """
+
+    def __init__(self, comm: Any, waiting: Waiting, rings: int = RINGS) -> None:
+        """`comm`: an mpi4py communicator that nothing else uses meanwhile."""
+        self._comm, self._waiting, self._rings = comm, waiting, rings
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._scratch = Buffers(sets=1)
+        #: What this rank has sent, in bytes.
+        self.sent_bytes = 0
+
+    def all_reduce(self, flat: np.ndarray, op: str) -> None:
+        """Reduce an array, all of it on every rank. `op`: MPI's name ("SUM")."""
+        self.reduce_scatter(flat, op)
+        self.all_gather(flat)
+
+    def reduce_scatter(self, flat: np.ndarray, op: str) -> None:
+        """Reduce an array; a rank has its pieces of the result (`own`), and anything in the others."""
+        self._go_round(flat, -1, _UFUNCS[op])
+
+    def all_gather(self, flat: np.ndarray) -> None:
+        """Complete an array of which each rank has its own pieces (`own`)."""
+        self._go_round(flat, 0, None)
+
+    def own(self, flat: np.ndarray) -> list[np.ndarray]:
+        """Returns this rank's pieces of an array, of each ring one."""
+        return [ring[self.rank] for ring in self._pieces(flat)]
+
+    def _pieces(self, flat: np.ndarray) -> list[list[np.ndarray]]:
+        """Returns for each ring its pieces, by rank: nearly equal ones, cut at cache lines."""
+        lines = -(-flat.nbytes // ALIGNMENT)
+        count, each = self._rings * self.size, max(ALIGNMENT // flat.itemsize, 1)
+        cuts = [k * lines // count * each for k in range(count)] + [flat.size]
+        parts = [flat[a:b] for a, b in itertools.pairwise(cuts)]
+        return [parts[k : k + self.size] for k in range(0, count, self.size)]
+
+    def _go_round(self, flat: np.ndarray, first: int, ufunc: np.ufunc | None) -> None:
+        """Do p - 1 turns in all rings. `first`: which piece a rank begins with, counted from its own one."""
+        rings = self._pieces(flat)
+        under_way: deque[tuple[int, int, list[Any]]] = deque()
+
+        def received(ring: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
+            """Where a turn's piece belongs, and where it is received."""
+            target = rings[ring][(self.rank + first - turn - 1) % self.size]
+            if ufunc is None:
+                return target, target
+            return target, self._scratch.take(f"ring {ring}", target.shape, target.dtype)
+
+        def begin(ring: int, turn: int) -> None:
+            sent = rings[ring][(self.rank + first - turn) % self.size]
+            _, buffer = received(ring, turn)
+            after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+            requests = [self._comm.Irecv(as_bytes(buffer), before, ring), self._comm.Isend(as_bytes(sent), after, ring)]
+            self.sent_bytes += sent.nbytes
+            under_way.append((ring, turn, requests))
+
+        for ring in range(self._rings if self.size > 1 else 0):
+            begin(ring, 0)
+        while under_way:
+            ring, turn, requests = under_way.popleft()
+            self._waiting.finish(requests)
+            if ufunc is not None:
+                _combine(ufunc, *received(ring, turn), [r for *_, others in under_way for r in others])
+            if turn + 2 < self.size:
+                begin(ring, turn + 1)
+
+
+class NodeRings:
+    """One rank's part in the AllReduce of a job whose machines have as many ranks each."""
+
+    def __init__(self, comm: Any, waiting: Waiting, machines: Sequence[Any]) -> None:
+        """Collective. `machines`: by rank, what machine it is on; other arguments as of `Rings`."""
+        rank = comm.Get_rank()
+        number = list(machines[:rank]).count(machines[rank])
+        self._near = Rings(comm.Split(machines.index(machines[rank]), rank), waiting, 1)
+        self._far = Rings(comm.Split(number, rank), waiting)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Returns what this rank has sent to other machines, in bytes."""
+        return self._far.sent_bytes
+
+    def all_reduce(self, flat: np.ndarray, op: str) -> None:
+        """As of `Rings`."""
+        self._near.reduce_scatter(flat, op)
+        for part in self._near.own(flat):
+            self._far.all_reduce(part, op)
+        self._near.all_gather(flat)
+
+
+def _combine(ufunc: np.ufunc, target: np.ndarray, other: np.ndarray, under_way: Sequence[Any]) -> None:
+    """Combine two arrays into the first one, and look at messages in between."""
+    step = max(_BETWEEN_LOOKS // target.itemsize, 1)
+    with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX
+        for start in range(0, target.size, step):
+            part = target[start : start + step]
+            ufunc(other[start : start + step], part, out=part)
+            if under_way:
+                type(under_way[0]).Testall(under_way)
+
+
+# --- rows in arrays: the distinct ones of several lists, their bytes, what callers may give ---
+
+_INT32_MAX = np.iinfo(np.int32).max
+
+
+def number_dtype(count: int) -> np.dtype:
+    """Of numbers below `count`, and of `count`: int32 where they fit, else int64."""
+    return np.dtype(np.int32 if count <= _INT32_MAX else np.int64)
+
+
+def distinct_rows(values: np.ndarray) -> np.ndarray:
+    """Sorted, each once; sorts `values` in place."""
+    values.sort()
+    new = np.empty(values.size, bool)
+    new[:1] = True
+    np.not_equal(values[1:], values[:-1], out=new[1:])
+    return values[new]
+
+
+def union_rows(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
+    rows = distinct_rows(np.concatenate(wanted))
+    return rows, tuple(rows.searchsorted(part) for part in wanted)
+
+
+def as_lines(rows: np.ndarray) -> np.ndarray:
+    """Rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
+    rows = np.ascontiguousarray(rows)
+    return rows.reshape(-1).view(np.uint8).reshape(len(rows), -1 if rows.size else 0)
+
+
+def take_lines(lines: np.ndarray, back: np.ndarray, out: np.ndarray) -> None:
+    if out.size:
+        np.take(lines, back, axis=0, out=out, mode="clip")
+
+
+def first_of(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:
+    """The first rows of `out`, which must be such as `like`."""
+    if out.dtype != like.dtype or out.shape[1:] != like.shape[1:] or len(out) < count or not out.flags.c_contiguous:
+        raise ArgumentsError(
+            f"out is {out.dtype}{list(out.shape)}: it must be C-contiguous, {like.dtype}, with at least {count} rows "
+            f"of shape {like.shape[1:]}"
+        )
+    return out[:count]
+
+
+def copied_rows(rows: np.ndarray, out: np.ndarray) -> np.ndarray:
+    result = first_of(out, len(rows), rows)
+    result[...] = rows
+    return result
+
+
+def require_rows(array: np.ndarray, count: int, name: str) -> None:
+    if array.ndim < 1 or len(array) != count:
+        raise ArgumentsError(
+            f"{name} has shape {array.shape}: there must be {count} rows, one for each that was asked for"
+        )

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.mpi.messages import LIMIT, pieces
-from autopar.mpi.waiting import Waiting, choose_waiting
+from autopar.mpi.waiting import LIMIT, Waiting, choose_waiting, pieces
 from autopar.mpi.world import world
 
 #: Between two looks at the messages, in seconds. A transfer of some MB takes a few of them.

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.loops import while_loop
+from autopar.backends.emit import while_loop
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
 
 Array = Any

@@ -29,8 +29,7 @@ from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
 from autopar.mpi.exchange import Requested
-from autopar.mpi.host_memory import require_memory
-from autopar.mpi.machines import exchange
+from autopar.mpi.machines import exchange, require_memory
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements
 from autopar.tables.host import HostTable

@@ -44,7 +44,7 @@ _PLACING = {
 
 
 def without_sharding(name: str, jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
-    """Returns a step's program as it is without the user's own sharding (`backends.user_sharding`), and notes on it.
+    """Returns a step's program as it is without the user's own sharding (`backends.emit`), and notes on it.
 
     Raises:
       StepError: a `shard_map` has a collective that `jax.vmap` can't do.

@@ -21,8 +21,7 @@ from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
-from autopar.mpi.host_memory import require_memory
-from autopar.mpi.machines import exchange
+from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry

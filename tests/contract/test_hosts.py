@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar import HostTable
-from autopar.backends.host.program_io import awaited_fetches
+from autopar.backends.host.stages import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.planning.verify import compare_runs

@@ -15,7 +15,7 @@ from autopar import calibration
 from autopar.api import planned_by
 from autopar.backends.devices import Devices
 from autopar.cost import Rates
-from autopar.measure import calibrate, probe, rows
+from autopar.measure import calibrate
 from autopar.measure.budget import Budget
 from autopar.measure.calibrate import Probe
 from tests.support.explained import explained
@@ -141,8 +141,8 @@ def test_measured_rates_make_sense(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     small = {"_MUCH": 1 << 14, "_WALKED": 1 << 16, "_ALSO_WALKED": (1 << 15,), "_GRADIENT": 1 << 16}
     for name, value in small.items():
         monkeypatch.setattr(calibrate, name, value)
-    monkeypatch.setattr(rows, "_TABLE", 1 << 16)
-    monkeypatch.setattr(probe, "_ROUNDS", 4)
+    monkeypatch.setattr(calibrate, "_TABLE", 1 << 16)
+    monkeypatch.setattr(calibrate, "_ROUNDS", 4)
     plan = functools.partial(planned_by, DEVICES)
     found = calibrate.rates_of(DEVICES, plan, steps=True, budget=Budget(600.0, DEVICES.processes))
     assert not found.assumed

@@ -12,7 +12,6 @@ import autopar
 from autopar.backends.devices import Devices
 from autopar.cost import Link
 from autopar.measure import cluster as measured_cluster
-from autopar.measure import links
 from autopar.measure.budget import Budget
 from autopar.measure.cache import cache_file
 from autopar.measure.cluster import Cluster
@@ -31,7 +30,7 @@ def budget() -> Budget:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small sizes."""
-    monkeypatch.setattr(links, "_CPU_BYTES", (1 << 8, 1 << 12))
+    monkeypatch.setattr(measured_cluster, "_CPU_BYTES", (1 << 8, 1 << 12))
     monkeypatch.setattr(measured_cluster, "_CPU_LENGTH", 64)
     monkeypatch.setattr(measured_cluster, "_CPU_WALKED", 1 << 16)
 
@@ -50,7 +49,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
         rounds = (2 if collective == "all_reduce" else 1) * (n - 1)
         return [(b, rounds * link.latency_s + sharing * rounds * b / n / link.bytes_s) for b in sizes]
 
-    monkeypatch.setattr(links, "collective_points", points)
+    monkeypatch.setattr(measured_cluster, "collective_points", points)
 
 
 @pytest.mark.parametrize("devices", [1, 4, 6])
@@ -98,13 +97,13 @@ def test_a_collective_is_timed_by_its_results_size(collective: str, monkeypatch:
 
 def test_links_of_both_levels_are_found(pretend: None) -> None:
     """What times by hand are made of comes out again, for each collective on each level."""
-    found = links.measure_links(np.array(jax.devices()[:8]).reshape(4, 2), budget())
+    found = measured_cluster.measure_links(np.array(jax.devices()[:8]).reshape(4, 2), budget())
     assert set(found) == {"all_reduce", "all_gather", "all_to_all"}
     for levels in found.values():
         for level, expected in (("inside", INSIDE), ("between", BETWEEN)):
             assert levels[level].latency_s == pytest.approx(expected.latency_s)
             assert levels[level].bytes_s == pytest.approx(expected.bytes_s)
-    alone = links.measure_links(np.array(jax.devices()[:3]).reshape(3, 1), budget())
+    alone = measured_cluster.measure_links(np.array(jax.devices()[:3]).reshape(3, 1), budget())
     assert all(set(levels) == {"between"} for levels in alone.values())
 
 
@@ -138,7 +137,7 @@ def test_machines_are_told_apart() -> None:
 @pytest.mark.measures
 def test_measured_links_make_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a busy machine measures is a time."""
-    monkeypatch.setattr(links, "_CPU_BYTES", (1 << 10, 1 << 16, 1 << 22))
-    found = links.measure_links(np.array(jax.devices()[:2]).reshape(1, 2), budget())
+    monkeypatch.setattr(measured_cluster, "_CPU_BYTES", (1 << 10, 1 << 16, 1 << 22))
+    found = measured_cluster.measure_links(np.array(jax.devices()[:2]).reshape(1, 2), budget())
     assert all(link.latency_s >= 0 and link.bytes_s > 0 for (link,) in map(dict.values, found.values()))
     assert Cluster.detect(mesh_of(1)).device.flops_s > 0

@@ -9,30 +9,29 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from autopar.analysis.local import Spread
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
-from autopar.backends.host.other_rows import OtherRows
-from autopar.backends.host.program_io import awaited_fetches, returned_by_programs
 from autopar.backends.host.ranks import EACH, Place, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
-from autopar.backends.host.table_reduction import TableReduction
 from autopar.backends.host.view import RouteView, host_backends, padded
+from autopar.backends.reductions import reduce_some
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name, split
-from autopar.ir.program import ArrayType, Atom, Equation, Literal, Program, RouteType, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.reductions import REDUCERS
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
-from autopar.mpi.exchange import Requested
-from autopar.mpi.rows import distinct_rows, number_dtype
+from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
 
 
 class OtherBucket(Exception):
@@ -375,3 +374,197 @@ def _route(requested: Requested, places: np.ndarray, layout: RowLayout, rows: in
     numbers = padded(touched, rows, layout.shard_rows)
     view = RouteView(numbers, np.array([spare], np.int32), padded(places, requested_rows, layout.stored))
     return HostRoute(requested, places, view, numbers, spare)
+
+
+# --- rows that a step doesn't touch, where they may differ from the padding row: a rank's own, block by block ---
+#
+# What becomes of them is the body of an equation (`passes/lifting/sweeping.py`). It is compiled when it is first
+# needed: no finite step runs it.
+
+#: First and last row of a block, and the operands of its program.
+_Taken = tuple[int, int, tuple[Any, ...]]
+
+
+class OtherRows:
+    """The off-row form of an `ap.sweep` or `ap.reduce_others` equation."""
+
+    def __init__(self, equation: Equation, bound: BoundPlan, ranks: Ranks) -> None:
+        self._params = p = equation.params
+        self._ranks = ranks
+        (body,) = equation.bodies
+        chunk, *rest = body.inputs
+        family = bound.family(chunk.type.family)
+        assert family is not None and family.layout is not None, "rows on hosts have a layout"
+        self._layout = family.layout
+        self._size = p["rows"] // bound.devices
+        is_sweep = equation.op == "ap.sweep"
+        self._count = len(p["read_axes"]) + (len(p["axes"]) if is_sweep else 0)
+        places = {v: k for k, v in enumerate(rest[: self._count])}
+        pulls = {e: places[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in places}
+        #: Which leaves the program takes rows of.
+        self._pulls = list(pulls.values())
+        inputs = (chunk, *(e.outputs[0] for e in pulls), *rest[self._count :])
+        block = Block(inputs, tuple(e for e in body.equations if e not in pulls), body.outputs)
+        view = ranks.owner_view
+        rows = emit(block, host_backends(bound, view), view)
+
+        def reduced(which: Any, *operands: Any) -> Sequence[Any]:
+            return [reduce_some(p, rows(*operands)[0], which).astype(p["dtype"])]
+
+        self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
+
+    def sweep(self, operands: Sequence[Any]) -> None:
+        """All rows of the rank's shard, in place. Operands: leaves, and values of the step."""
+        for start, end, taken in self._blocks(operands, self._layout.shard_rows):
+            for leaf, value in zip(operands, self._run(*taken), strict=False):
+                leaf.commit(taken[0].rows, end - start, np.asarray(value))
+
+    def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Any]) -> np.ndarray:
+        """A reduction of the touched rows (numbers in the share), joined with that of all others."""
+        rank = self._ranks.exchange.rank
+        for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
+            which = np.arange(start, start + self._size) < end
+            first, last = np.searchsorted(touched, (start, end))
+            which[touched[first:last] - start] = False
+            (reduced,) = self._run(which, *taken)
+            part = REDUCERS[self._params["op"]].join(part, np.asarray(reduced))
+        return part
+
+    def _blocks(self, operands: Sequence[Any], count: int) -> Iterator[_Taken]:
+        leaves: Sequence[HostRows] = operands[: self._count]
+        frontier = [self._ranks.for_owner(x) for x in operands[self._count :]]
+        for start in range(0, count, self._size):
+            end = min(start + self._size, count)
+            rows = padded(np.arange(start, end), self._size, self._layout.shard_rows)
+            view = RouteView(rows, np.array([end - 1], np.int32), np.zeros((0,), np.int32))
+            pulled = (leaves[k].pull(rows, end - start, end - 1, False) for k in self._pulls)
+            yield start, end, (view, *pulled, *frontier)
+
+
+# --- what compiled programs are given and return, and whose memory is used again ---
+
+
+def returned_by_programs(program: Program) -> tuple[list[ProgramStage | ExchangeStage], tuple[Atom, ...]]:
+    """The stages, and the outputs, with a later program returning what was reduced for the caller (a loss, metrics).
+
+    What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
+    """
+    items: list[ProgramStage | ExchangeStage] = list(program.stages.items)
+    outputs = list(program.block.outputs)
+    last = max(
+        (k for k, item in enumerate(items) if isinstance(item, ProgramStage) and item.side == "device"), default=-1
+    )
+    before = [item for item in items[: max(last, 0)] if isinstance(item, ExchangeStage) and item.op == "ap.reduce"]
+    reduced = {v for item in before for e in item.equations for v in e.outputs}
+    copies: list[tuple[Var, Var]] = []
+    for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
+        atom = outputs[k]
+        if isinstance(atom, Var) and atom in reduced:
+            outputs[k] = new = Var(atom.type)
+            copies.append((atom, new))
+    if copies:
+        segment = items[last]
+        assert isinstance(segment, ProgramStage), "the last program of the devices"
+        block = segment.block
+        inputs = tuple(dict.fromkeys((*block.inputs, *(old for old, _ in copies))))
+        made = tuple(Equation("copy", (old,), (new,), primitive=jax.lax.copy_p) for old, new in copies)
+        block = Block(inputs, (*block.equations, *made), (*block.outputs, *(new for _, new in copies)))
+        items[last] = dataclasses.replace(segment, block=block)
+    return items, tuple(outputs)
+
+
+def awaited_fetches(items: Sequence[ProgramStage | ExchangeStage]) -> frozenset[Equation]:
+    """Fetches whose rows are read by programs only that the same step waits for: their memory can be used again.
+
+    A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
+    program whose sums it delivers; an evaluation waits for none.
+    """
+    waits = {item.level for item in items if isinstance(item, ExchangeStage) and item.op == "ap.deliver"}
+    late = {
+        v for item in items if isinstance(item, ProgramStage) and item.level not in waits for v in item.block.inputs
+    }
+    fetches = [e for item in items if isinstance(item, ExchangeStage) and item.op == "ap.fetch" for e in item.equations]
+    return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
+
+
+# --- reductions over all rows of a table: a rank's own rows, by blocks, so that memory doesn't grow with the table ---
+#
+# What is computed row by row in between (squares, masks, another table's rows) is part of the compiled program; rows
+# that a rank has only as padding (spare ones, the rest of the last block) are masked there.
+
+
+class TableReduction:
+    """A compiled `reduce_table` equation (`passes/reduce_tables.py`)."""
+
+    def __init__(self, equation: Equation, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._params = equation.params
+        (body,) = equation.bodies
+        self._program = ranks.compile(emit(body), "owner", [], [])
+
+    def run(self, operands: Sequence[Any]) -> np.ndarray:
+        """This rank's part of the result, from the operands that `ir.operations` lists."""
+        p, rank = self._params, self._ranks.exchange.rank
+        layout: RowLayout = p["layout"]
+        named = split("ap.reduce_table", p, operands)
+        stored, touched = named["stored"], _pairs(named["touched"])
+        pairs = zip(named["dense"], p["dense"], strict=True)
+        dense = [_by_rows(self._own(x), axis, factor, layout.extent) for x, (axis, factor) in pairs]
+        others = [self._ranks.for_owner(x) for x in named["values"]]
+        count, size = int(layout.rows_on(np.int64(rank))), p["rows"]
+        total: np.ndarray | None = None
+        for start in range(0, max(count, 1), size):  # one block, too, where a rank has no row
+            end = min(start + size, count)
+            numbers = np.full((size,), -1, np.int32)
+            numbers[: end - start] = layout.row(np.arange(start, end) + rank * layout.shard_rows)
+            blocks = [_stored(table, start, end, size) for table in stored]
+            pairs = zip(touched, p["touched"], strict=True)
+            blocks += [_touched(self._own(rows), route, axis, start, end, size) for (rows, route), (axis, _) in pairs]
+            pairs = zip(dense, p["dense"], strict=True)
+            blocks += [_dense(rows, numbers, end - start, axis) for rows, (axis, _) in pairs]
+            (part,) = self._program(numbers, *blocks, *others)
+            part = np.asarray(part)  # from here on tables may be written to
+            total = part if total is None else REDUCERS[p["op"]].join(total, part)
+        assert total is not None, "there is one block at least"
+        return total
+
+    def _own(self, value: Any) -> np.ndarray:
+        return np.asarray(self._ranks.for_owner(value))
+
+
+def _pairs(operands: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(operands[::2], operands[1::2], strict=True))
+
+
+def _padded(rows: np.ndarray, size: int) -> np.ndarray:
+    """Rows, first axis first, and zeros after them."""
+    if len(rows) == size:
+        return rows
+    padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
+    padded[: len(rows)] = rows
+    return padded
+
+
+def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
+    return rows_back(_padded(table.rows[start:end], size), table.axis)
+
+
+def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size: int) -> np.ndarray:
+    """A block of which the step touches some rows; all others are as the padding row is."""
+    touched = rows_first(rows, axis)
+    block = np.empty((size, *touched.shape[1:]), touched.dtype)
+    block[...] = touched[-1]
+    first, last = np.searchsorted(route.rows[: route.count], (start, end))
+    block[route.rows[first:last] - start] = touched[first:last]
+    return rows_back(block, axis)
+
+
+def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarray:
+    """[V, factor, ...]: `factor` elements of an axis belong to each row."""
+    first = rows_first(value, axis)
+    return first.reshape(extent, factor, *first.shape[1:])
+
+
+def _dense(rows: np.ndarray, numbers: np.ndarray, count: int, axis: int) -> np.ndarray:
+    block = _padded(rows[numbers[:count]], len(numbers))
+    return rows_back(block.reshape(-1, *block.shape[2:]), axis)

@@ -17,7 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.host.stages import StagedProgram
 from autopar.cost import Link
 from autopar.launch.cluster_file import COLLECTIVES, format_toml
-from autopar.measure import cluster, links
+from autopar.measure import cluster
 from autopar.measure.cache import cache_file, write_cache
 from autopar.measure.cluster import Cluster
 from autopar.mpi.machines import exchange
@@ -26,10 +26,10 @@ from tests.support.rates import RATES
 
 RANK, RANKS, COUNT = jax.process_index(), jax.process_count(), jax.device_count()
 EACH = COUNT // RANKS
-links._CPU_BYTES = (1 << 8, 1 << 14)
+cluster._CPU_BYTES = (1 << 8, 1 << 14)
 cluster._CPU_LENGTH, cluster._CPU_WALKED = 64, 1 << 16
-links._RANK_BYTES = links._REDUCED_BYTES = links._BESIDE_BYTES = (1 << 10, 1 << 16)
-links._TARGET_S = 0.001
+cluster._RANK_BYTES = cluster._REDUCED_BYTES = cluster._BESIDE_BYTES = (1 << 10, 1 << 16)
+cluster._TARGET_S = 0.001
 autopar.calibration.rates_of = lambda *_, **__: RATES
 
 
@@ -134,8 +134,7 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
 
 def check_several_machines() -> None:
     """Each rank as on a machine of its own: its devices are inside, the ranks between."""
-    for module in (cluster, links):
-        module.machine_name = lambda: f"machine {RANK}"
+    cluster.machine_name = lambda: f"machine {RANK}"
     found = autopar.calibrate(again=True)
     assert (found.machines, found.devices) == (RANKS, EACH)
     levels = {"inside", "between"} if EACH > 1 else {"between"}

@@ -16,7 +16,7 @@ import autopar
 from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
-from autopar.measure import calibrate, loops, probe
+from autopar.measure import calibrate, loops
 from autopar.run import slow_plans
 from tests.support import dense_steps
 from tests.support.explained import explained
@@ -334,13 +334,13 @@ def check_turns_are_measured_together() -> None:
         assert 0 < seconds
     finally:
         loops._TARGET_S = kept
-    kept, rounds = probe._TURN_S, probe._ROUNDS
-    probe._TURN_S, probe._ROUNDS = 0.001 * (1 + 40 * RANK), 4
+    kept, rounds = calibrate._TURN_S, calibrate._ROUNDS
+    calibrate._TURN_S, calibrate._ROUNDS = 0.001 * (1 + 40 * RANK), 4
     try:
-        found = probe._times({"ps": (PS, lambda: make_state(ROWS), ids_of(ROWS))}, devices)
+        found = calibrate._times({"ps": (PS, lambda: make_state(ROWS), ids_of(ROWS))}, devices)
         assert found["ps"] > 0
     finally:
-        probe._TURN_S, probe._ROUNDS = kept, rounds
+        calibrate._TURN_S, calibrate._ROUNDS = kept, rounds
 
 
 def check_what_differs_between_processes() -> None:

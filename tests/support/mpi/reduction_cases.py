@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from autopar.errors import HostMemoryError
-from autopar.mpi import host_memory
+from autopar.mpi import machines
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import FIRST_IDS, Exchange
 from tests.support.mpi.exchange_truth import DTYPES, Case, random
@@ -138,28 +138,28 @@ def gathering(exchange: Exchange) -> None:
 @case
 def room_for_the_tables_of_all(exchange: Exchange) -> None:
     """What each rank has room for by itself, and all together haven't: refused by all, before memory is taken."""
-    host_memory.require_memory(exchange, {"params/emb": ((1000, 8), np.float32), "opt/emb": ((1000, 8), np.float32)})
-    usual, rank, size = host_memory.memory_levels, exchange.rank, exchange.size
-    levels = {"machine": host_memory.RESERVE + 10**9, f"machine/{rank}": host_memory.RESERVE + 2 * 10**9}
-    host_memory.memory_levels = lambda: levels
+    machines.require_memory(exchange, {"params/emb": ((1000, 8), np.float32), "opt/emb": ((1000, 8), np.float32)})
+    usual, rank, size = machines.memory_levels, exchange.rank, exchange.size
+    levels = {"machine": machines.RESERVE + 10**9, f"machine/{rank}": machines.RESERVE + 2 * 10**9}
+    machines.memory_levels = lambda: levels
     try:
         tables = {"params/emb": ((10**8 // size,), np.float64), "opt/emb": ((10**8 // size,), np.int8)}
-        host_memory.require_memory(exchange, tables)
+        machines.require_memory(exchange, tables)
         share = (10**8 // size, 3)
         try:
-            host_memory.require_memory(exchange, {"params/emb": (share, np.float32), "opt/emb": ((4,), np.int8)})
+            machines.require_memory(exchange, {"params/emb": (share, np.float32), "opt/emb": ((4,), np.int8)})
         except HostMemoryError as error:
             ranks = f"for rank{'s' * (size > 1)} {', '.join(map(str, range(size)))} "
             assert "params/emb: with 1 more (it alone 1.20 GB) takes 1.20 GB" in str(error), error
             assert "1.00 GB are available on " in str(error) and ranks in str(error), error
         else:
             raise AssertionError("there was room")
-        levels[f"machine/{rank}"] = host_memory.RESERVE + (5 if rank == 0 else 100)
+        levels[f"machine/{rank}"] = machines.RESERVE + (5 if rank == 0 else 100)
         try:
-            host_memory.require_memory(exchange, {"params/emb": ((10,), np.int8)})
+            machines.require_memory(exchange, {"params/emb": ((10,), np.int8)})
         except HostMemoryError as error:
             assert "for rank 0 " in str(error), error
         else:
             raise AssertionError("there was room in the cgroup")
     finally:
-        host_memory.memory_levels = usual
+        machines.memory_levels = usual

@@ -16,7 +16,7 @@ import autopar
 from autopar import jax_compat
 from autopar.analysis.fading import fading_numbers
 from autopar.analysis.scale_only import factors
-from autopar.backends import fading
+from autopar.backends import segments
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
 from autopar.ir.deferred import FLOORS, flushes
@@ -128,7 +128,7 @@ def test_numbers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["momentum", "adam"])
 def test_stopping_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(fading, "_NEGLIGIBLE", 1e9)
+    monkeypatch.setattr(segments, "_NEGLIGIBLE", 1e9)
     assert differ(CASES[name](), steps=170, log_steps=LONG)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar.launch.failure_detector import Seen, detect, unawaited
+from autopar.launch.heartbeat import Seen, detect, unawaited
 
 #: Rank 0 to 3, all at work in step 7, heard of just now.
 WORKING = [Seen(r, f"rank {r}", 7, "computing", "computes", 0.1, 0.1, 10.0) for r in range(4)]

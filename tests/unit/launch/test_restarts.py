@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autopar.launch import launcher, restarts
+from autopar.launch import launcher
 
 SAVING = """
 import signal, sys, time
@@ -47,8 +47,8 @@ def test_the_first_signal_leaves_time_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], seconds: float, code: int
 ) -> None:
     """The job isn't started again."""
-    monkeypatch.setattr(restarts, "ENDING_S", 0.01)
-    monkeypatch.setattr(restarts, "KILLING_S", 0.01)
+    monkeypatch.setattr(launcher, "ENDING_S", 0.01)
+    monkeypatch.setattr(launcher, "KILLING_S", 0.01)
     script = tmp_path / "save.py"
     script.write_text(SAVING)
 
@@ -61,7 +61,7 @@ def test_the_first_signal_leaves_time_to_save(
     thread = threading.Thread(target=press)
     thread.start()
     command = [sys.executable, str(script), str(tmp_path), str(seconds)]
-    assert restarts.run_job(command, 3, lambda: command) == code
+    assert launcher.run_job(command, 3, lambda: command) == code
     thread.join()
 
 
@@ -97,7 +97,7 @@ def test_signals_that_mpirun_hears_of(
     thread = threading.Thread(target=press)
     thread.start()
     command = [sys.executable, "-c", TOLD, str(tmp_path / "begun")]
-    assert restarts.run_job(command, 0, lambda: command) == received
+    assert launcher.run_job(command, 0, lambda: command) == received
     thread.join()
     signal.signal(signal.SIGHUP, before)
 
@@ -114,7 +114,7 @@ def test_a_signal_that_another_thread_takes(tmp_path: Path) -> None:
     thread = threading.Thread(target=press)
     thread.start()
     command = [sys.executable, "-c", TOLD.replace("60", "5"), str(tmp_path / "begun")]
-    assert restarts.run_job(command, 0, lambda: command) == signal.SIGTERM
+    assert launcher.run_job(command, 0, lambda: command) == signal.SIGTERM
     thread.join()
 
 
@@ -136,7 +136,7 @@ def test_a_signal_while_mpirun_is_started(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(subprocess, "Popen", start)
     command = [sys.executable, "-c", TOLD.replace("60", "5"), str(tmp_path / "begun")]
     first = command if run == 0 else [sys.executable, "-c", "raise SystemExit(1)"]
-    assert restarts.run_job(first, 3, lambda: command) == signal.SIGTERM
+    assert launcher.run_job(first, 3, lambda: command) == signal.SIGTERM
     assert len(started) == run + 1
 
 
@@ -214,7 +214,7 @@ def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, monkeypatch: pytest
 
 def test_files_that_hydra_leaves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this job: not older ones, not others' names, and none where a job of another's may need its own."""
-    monkeypatch.setattr(restarts, "_PROXY_S", 0.1)
+    monkeypatch.setattr(launcher, "_PROXY_S", 0.1)
     files, processes = tmp_path / "files", tmp_path / "processes"
     old, new, other = (files / name for name in ("hydra_hwloc_xmlfile_a", "hydra_hwloc_xmlfile_b", "hydra.conf"))
     (processes / "17").mkdir(parents=True)
@@ -223,8 +223,8 @@ def test_files_that_hydra_leaves_are_removed(tmp_path: Path, monkeypatch: pytest
         file.touch()
         os.utime(file, (time_s, time_s))
     (processes / "17" / "comm").write_text("hydra_pmi_proxy\n")
-    restarts.remove_topologies(100, files, processes)
+    launcher.remove_topologies(100, files, processes)
     assert new.exists()
     (processes / "17" / "comm").write_text("python\n")
-    restarts.remove_topologies(100, files, processes)
+    launcher.remove_topologies(100, files, processes)
     assert [*files.iterdir()] and not new.exists() and old.exists() and other.exists()

@@ -10,7 +10,7 @@ import pytest
 from autopar.errors import AutoparError, HostMemoryError
 from autopar.mpi import buffers, limits, waiting
 from autopar.mpi.buffers import Buffers, aligned, allocate_table, grown
-from autopar.mpi.messages import pieces
+from autopar.mpi.waiting import pieces
 
 
 @pytest.mark.parametrize("dtype", [bool, "i1", "f2", "f4", "f8", "c16"])
