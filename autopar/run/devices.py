@@ -44,7 +44,7 @@ from autopar.jax_compat import ConcreteArray
 from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
-from autopar.tables.deferred import DeferredTable, UpdateLog, UpdateLogSpec, common_log
+from autopar.tables.deferred import DeferredTable, DeviceUpdateLog, DeviceUpdateLogSpec, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.sharded import Table
@@ -101,7 +101,7 @@ class DevicesRunner:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
         self._log_specs = [
-            UpdateLogSpec(
+            DeviceUpdateLogSpec(
                 tables,
                 [_layout(bound, e.params["family"]) for e in tables],
                 [analysed.ids[e.params["family"]].count for e in tables],
@@ -266,7 +266,7 @@ class DevicesRunner:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[UpdateLog | None], list[list[Any]]]:
+    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[DeviceUpdateLog | None], list[list[Any]]]:
         """The leaves, those of update logs that go on as they are stored; these logs, None where one begins; and their
         entries, or none."""
         leaves, entries = list(leaves), []
@@ -285,14 +285,14 @@ class DevicesRunner:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, logs, entries
 
-    def _keep_logs(self, results: list[Any], lengths: Sequence[int], going: Sequence[UpdateLog | None]) -> None:
+    def _keep_logs(self, results: list[Any], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
         """Take the update logs off the end of the results, and make tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
         for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in spec.leaves]
-            log = UpdateLog.after(before, spec, [results[out] for out in outs], entries)
+            log = DeviceUpdateLog.after(before, spec, [results[out] for out in outs], entries)
             # Those that are only read as well: nobody is to change them before the update was replayed.
             for n, out in enumerate(outs):
                 results[out] = DeferredTable(log, n, *spec.stored_as(n))
@@ -423,7 +423,7 @@ class ReadRows:
     def current(self, leaves: Sequence[Any]) -> list[Any]:
         """A call's flat arguments, with the table as it is stored, its rows up to date where they are read, in place of
         tables of which nothing is read but rows, by numbers that don't follow from such tables."""
-        by_log: dict[int, tuple[UpdateLog, list[int]]] = {}
+        by_log: dict[int, tuple[DeviceUpdateLog, list[int]]] = {}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, DeferredTable):
                 by_log.setdefault(id(leaf.log), (leaf.log, []))[1].append(k)

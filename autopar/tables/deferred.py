@@ -1,8 +1,9 @@
 """`DeferredTable`: a leaf of the state whose untouched rows wait for steps to be replayed (`ir.deferred`).
 
-The leaves of a family (a table, its optimizer slots) share a `UpdateLog`, with those of other families of which steps
-write down the same: what that is, and the leaves as they are stored, some rows lagging behind. Reading any of them
-brings all rows up to date first, once, and an evaluation that looks rows up those alone: a stale row can't be read.
+The leaves of a family (a table, its optimizer slots) share a `DeviceUpdateLog`, with those of other families of which
+steps write down the same: what that is, and the leaves as they are stored, some rows lagging behind. Reading any of
+them brings all rows up to date first, once, and an evaluation that looks rows up those alone: a stale row can't be
+read.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ from autopar.backends.deferred_tables import NEVER
 from autopar.backends.devices import Devices
 from autopar.backends.emit import deferred_of
 from autopar.backends.segments import Entries
+from autopar.backends.update_log import UpdateLog, UpdateLogSpec
 from autopar.backends.watched import jit_on
 from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
 from autopar.ir.layout import RowLayout
-from autopar.ir.printer import block_text
 from autopar.ir.program import Equation
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
 
 
-class UpdateLogSpec:
+class DeviceUpdateLogSpec(UpdateLogSpec):
     """Begins update logs of a planned step, and has the programs that run on them between steps.
 
     Attributes:
@@ -55,11 +56,11 @@ class UpdateLogSpec:
     ) -> None:
         """`flushes`: the equations of the planned step that do it, one for each table; `ids`: how many ids a step looks
         up in each."""
-        deferred = self._deferred = deferred_of(flushes[0])
-        replay = self.replay = deferred.replay
+        deferred = deferred_of(flushes[0])
+        replay = deferred.replay
         self.tables: list[Replay] = [e.params["replay"] for e in flushes]
-        self.layouts, self._devices = layouts, devices
-        self._signature = [str((self.tables, layouts, devices)), *block_text(deferred.body)]
+        super().__init__(deferred, (self.tables, layouts, devices))
+        self.layouts = layouts
         n, m, count = replay.changed, len(replay.leaves), len(flushes)
         k = count * m  # leaves, then stamps
         spread = [layout is not None for layout in layouts]
@@ -184,51 +185,42 @@ class UpdateLogSpec:
                 "what a full update log needs", lambda: self.turn.lower(*operands).compile()
             )
 
-    def continues(self, other: UpdateLogSpec) -> bool:
-        """Whether an update log of another plan is one of this one's, too."""
-        return self is other or self._signature == other._signature
-
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 @dataclass(eq=False)
-class UpdateLog:
-    """The leaves of tables, some rows lagging behind, and what they missed.
+class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
+    """The leaves of tables on devices, and what they missed.
 
     Attributes:
       leaves: Of each table changed ones, then those that are only read.
       entries: Stamps of each table, now, segment, records, segments.
       now: As in the entries, or more if some steps were done again.
-      older: The older part when it was closed: now, records; none: no row needs it.
-      seen: How many times some rows were brought up to its end.
     """
 
-    spec: UpdateLogSpec
+    spec: DeviceUpdateLogSpec
     leaves: list[jax.Array]
     entries: list[jax.Array]
     now: int
-    older: list[jax.Array] | None = None
+    older: list[Any] | None = None
     seen: int = 0
     is_up_to_date: bool = False
 
     @staticmethod
     def after(
-        before: UpdateLog | None, spec: UpdateLogSpec, leaves: list[jax.Array], entries: list[jax.Array]
-    ) -> UpdateLog:
+        before: DeviceUpdateLog | None, spec: DeviceUpdateLogSpec, leaves: list[jax.Array], entries: list[jax.Array]
+    ) -> DeviceUpdateLog:
         """The update log after a step: one that began with it, or `before` with one step more. That keeps its programs,
         which are compiled, also where the step was planned again."""
         if before is None:
-            return UpdateLog(spec, leaves, entries, spec.replay.part + 1)
-        return UpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
+            return DeviceUpdateLog(spec, leaves, entries, spec.replay.part + 1)
+        return DeviceUpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
 
-    @jax_compat.outside_traces()
-    def bring_up_to_date(self) -> None:
-        """Bring all rows up to date. The update log is empty then, and goes on with the next step."""
-        if not self.is_up_to_date or self.is_deleted():
-            self._flush()
-            self.is_up_to_date = True
+    @property
+    def steps(self) -> Sequence[Any]:
+        return self.entries[len(self.spec.tables) :]
 
     @uninterrupted
     @jax_compat.outside_traces()
@@ -236,44 +228,31 @@ class UpdateLog:
         """Bring some rows up to date. `ids`: of some tables int32[], sorted and distinct, on every device; out of range
         is no row. As many as `spec.blocks` of each take no program of their own."""
         if ids:
-            none = self.spec.no_rows
-            self._catch_up_some(self.entries[len(none) :], -1, [ids.get(t, some) for t, some in enumerate(none)])
+            some = [ids.get(t, none) for t, none in enumerate(self.spec.no_rows)]
+            self._run(self.spec.some, *self.steps, np.int32(-1), *some)
 
-    @uninterrupted
-    @jax_compat.outside_traces()
-    def make_room(self) -> None:
-        """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
-        length, part = self.spec.replay.length, self.spec.replay.part
-        if self.now >= length:
-            self.now = int(local(self.entries[len(self.spec.tables)]))
-        if self.now >= length:
-            self._turn()
-        if self.now >= part + self.spec.replay.prepared:
-            self.spec.prepare(self.leaves, self.entries)
-        if self.now >= part + part // 2:
-            self.spec.prepare_turn(self.entries)
-        if self.older is None:
-            return
-        now, *records = self.older
-        _, segment, *rest = self.entries[len(self.spec.tables) :]
-        closed = [now, segment, *records, *rest[len(records) :]]
-        due = self.spec.times * (self.now + 1 - part) // part
-        for which in range(self.seen, due):
-            self._catch_up_some(closed, which, self.spec.no_rows)
-            self.seen = which + 1
-        if self.seen == self.spec.times:
-            self.older = None
+    def _position(self) -> int:
+        if self.now >= self.spec.replay.length:
+            self.now = int(local(self.steps[0]))
+        return self.now
 
-    def _turn(self) -> None:
+    def _turned(self) -> list[Any] | None:
         turned = self.spec.turned(self.entries)
         if turned is None:
-            self._flush()
-        else:
-            (self.entries, self.older), self.seen = turned, 0
-            self.now = self.spec.replay.part
+            return None
+        self.entries, older = turned
+        self.now = self.spec.replay.part
+        return older
 
-    def _catch_up_some(self, entries: Sequence[jax.Array], which: int, ids: Sequence[jax.Array]) -> None:
-        self._run(self.spec.some, *entries, np.int32(which), *ids)
+    def _prepare(self, position: int) -> None:
+        part = self.spec.replay.part
+        if position >= part + self.spec.replay.prepared:
+            self.spec.prepare(self.leaves, self.entries)
+        if position >= part + part // 2:
+            self.spec.prepare_turn(self.entries)
+
+    def _catch_up_some(self, steps: Sequence[Any], which: int) -> None:
+        self._run(self.spec.some, *steps, np.int32(which), *self.spec.no_rows)
 
     @uninterrupted
     def _flush(self) -> None:
@@ -283,7 +262,7 @@ class UpdateLog:
                 "keep old states with parallelize(step, donate=False)"
             )
         count = len(self.spec.tables)
-        self.entries[count : count + 2] = self._run(self.spec.flush, *self.entries[count:])
+        self.entries[count : count + 2] = self._run(self.spec.flush, *self.steps)
         self.now, self.older = self.spec.replay.part, None
 
     def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
@@ -323,7 +302,7 @@ class DeferredTable(StandingLeaf):
       axis: The row axis.
     """
 
-    log: UpdateLog
+    log: DeviceUpdateLog
     place: int
     layout: RowLayout | None
     axis: int
@@ -374,7 +353,7 @@ class DeferredTable(StandingLeaf):
         return ", rows brought up to date when they are read"
 
 
-def common_log(leaves: Sequence[Any], spec: UpdateLogSpec) -> UpdateLog | None:
+def common_log(leaves: Sequence[Any], spec: DeviceUpdateLogSpec) -> DeviceUpdateLog | None:
     """The update log that a step can go on with: its leaves are these, and it is kept in the same way."""
     first = leaves[0]
     if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.log.spec):

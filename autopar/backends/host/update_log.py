@@ -17,18 +17,18 @@ from autopar.backends.background import Compilation, beside
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.segments import Entries, close
+from autopar.backends.update_log import UpdateLog, UpdateLogSpec
 from autopar.errors import note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.ir.printer import block_text
 from autopar.ir.program import Equation
 
 #: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
 _BLOCK_ELEMENTS, _SOME_ELEMENTS = 1 << 19, 1 << 15
 
 
-class HostUpdateLogSpec:
-    """How a family's rows are brought up to date.
+class HostUpdateLogSpec(UpdateLogSpec):
+    """Brings a family's rows in host memory up to date.
 
     Args:
       flush: The equation of the planned step that flushes the family's update log.
@@ -36,9 +36,8 @@ class HostUpdateLogSpec:
     """
 
     def __init__(self, flush: Equation, device: Any) -> None:
-        deferred = self._deferred = deferred_of(flush)
-        self.replay = deferred.replay
-        self.signature = [str(deferred.replay), *block_text(deferred.body)]
+        deferred = deferred_of(flush)
+        super().__init__(deferred, deferred.replay)
         self._device = device
         m = len(self.replay.leaves)
 
@@ -97,19 +96,10 @@ class HostUpdateLogSpec:
         lagging = rows[stamps.rows[rows] < entries[0]]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
 
-    def catch_up_some(
-        self,
-        leaves: Sequence[HostRows],
-        stamps: HostRows,
-        entries: Sequence[Any],
-        older: Sequence[np.ndarray],
-        which: int,
-    ) -> None:
+    def catch_up_some(self, leaves: Sequence[HostRows], stamps: HostRows, closed: Sequence[Any], which: int) -> None:
         """Bring some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
         numbers = np.arange(which, len(stamps.rows), self.times)
-        lagging = numbers[self._deferred.lags(stamps.rows[numbers], entries[1])]
-        now, *records = older
-        closed = now, entries[1], *records, *entries[2 + len(records) :]
+        lagging = numbers[self._deferred.lags(stamps.rows[numbers], closed[1])]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *closed)
 
     def _replace(
@@ -164,39 +154,54 @@ class HostUpdateLogSpec:
 
 
 @dataclass(eq=False, repr=False)
-class HostUpdateLog:
-    """A family's shards, some rows lagging behind, and what they missed.
+class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
+    """A family's shards in host memory, and what they missed.
 
     Attributes:
       leaves: Changed ones, then those that are only read.
       stamps: By row the step up to which it has moved.
       entries: now, segment, records, segments.
-      older: The older part when it was closed: now, records; none: no row needs it.
-      seen: How many times some rows were brought up to its end.
     """
 
     spec: HostUpdateLogSpec
     leaves: Sequence[HostRows]
     stamps: HostRows
     entries: list[Any]
-    older: list[np.ndarray] | None = None
+    older: list[Any] | None = None
     seen: int = 0
-    _is_up_to_date: bool = True
+    is_up_to_date: bool = True
 
     def __post_init__(self) -> None:
         # Those that are only read as well: nobody is to change them before the update was replayed.
         for leaf in self.leaves:
             leaf.log = self
 
+    @property
+    def steps(self) -> Sequence[Any]:
+        return self.entries
+
+    def _position(self) -> int:
+        return int(self.entries[0])
+
     @uninterrupted
-    @jax_compat.outside_traces()
-    def bring_up_to_date(self) -> None:
-        """Bring all rows up to date."""
-        if not self._is_up_to_date:
-            self.spec.flush(self.leaves, self.stamps, self.entries)
-            part = np.full((), self.spec.replay.part, np.int32)
-            self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
-            self._is_up_to_date = True
+    def _flush(self) -> None:
+        self.spec.flush(self.leaves, self.stamps, self.entries)
+        part = np.full((), self.spec.replay.part, np.int32)
+        self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
+
+    def _turned(self) -> list[Any] | None:
+        turned = self.spec.turn(self.stamps, self.entries)
+        if turned is None:
+            return None
+        self.entries, older = turned
+        return older
+
+    def _prepare(self, position: int) -> None:
+        if position >= self.spec.replay.part + self.spec.replay.prepared:
+            self.spec.prepare(self.leaves, self.entries)
+
+    def _catch_up_some(self, steps: Sequence[Any], which: int) -> None:
+        self.spec.catch_up_some(self.leaves, self.stamps, steps, which)
 
     def end(self) -> None:
         """Bring all rows up to date, and let the leaves go: a next step begins another update log."""
@@ -208,40 +213,21 @@ class HostUpdateLog:
     @jax_compat.outside_traces()
     def catch_up(self, rows: np.ndarray) -> None:
         """Bring some rows of this rank's shard up to date."""
-        if not self._is_up_to_date:
+        if not self.is_up_to_date:
             self.spec.catch_up(self.leaves, self.stamps, self.entries, rows)
-
-    @uninterrupted
-    def make_room(self) -> None:
-        """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
-        spec, part = self.spec, self.spec.replay.part
-        if int(self.entries[0]) >= spec.replay.length:
-            turned = spec.turn(self.stamps, self.entries)
-            if turned is None:
-                self.bring_up_to_date()
-            else:
-                (self.entries, self.older), self.seen = turned, 0
-        if int(self.entries[0]) >= part + spec.replay.prepared:
-            spec.prepare(self.leaves, self.entries)
-        if self.older is None:
-            return
-        due = spec.times * (int(self.entries[0]) + 1 - part) // part
-        for which in range(self.seen, due):
-            spec.catch_up_some(self.leaves, self.stamps, self.entries, self.older, which)
-            self.seen = which + 1
-        if self.seen == spec.times:
-            self.older = None
 
     def wrote(self, entries: Sequence[Any]) -> None:
         """A step was written down."""
         self.entries = list(map(np.asarray, entries))
-        self._is_up_to_date = False
+        self.is_up_to_date = False
 
     def belongs_to(self, spec: HostUpdateLogSpec, leaves: Sequence[HostRows]) -> bool:
         """Whether a step can go on with it: these are its leaves, and it is kept in the same way."""
-        if self.spec is not spec and self.spec.signature != spec.signature:
-            return False
-        return len(leaves) == len(self.leaves) and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
+        return (
+            spec.continues(self.spec)
+            and len(leaves) == len(self.leaves)
+            and all(a is b for a, b in zip(leaves, self.leaves, strict=True))
+        )
 
 
 def common_host_log(leaves: Sequence[HostRows], spec: HostUpdateLogSpec) -> HostUpdateLog | None:
