@@ -14,8 +14,7 @@ from autopar.backends.devices import Devices
 from autopar.batches.dealt import DealtBatches
 from autopar.batches.iterator import Batches, Options
 from autopar.batches.parts import Held
-from autopar.batches.readers import reader_of
-from autopar.batches.sources import Examples, Last, Stream
+from autopar.batches.sources import Examples, Last, Stream, reader_of
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 

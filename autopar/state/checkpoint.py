@@ -21,14 +21,13 @@ from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.checksums import check_files
 from autopar.state.files.folder import Folder
-from autopar.state.files.manifest import Manifest
+from autopar.state.files.manifest import Manifest, rebuild
 from autopar.state.files.places import Place, named
-from autopar.state.files.structure import rebuild
 from autopar.state.init import unbound
-from autopar.state.pending_save import PendingSave
 from autopar.state.resize import home_before
 from autopar.state.resize import resize as with_rows_of
 from autopar.state.restoring import Keeper, home_as_saved, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
+from autopar.state.saving import PendingSave
 from autopar.tables.home import Home, NumpyHome
 
 

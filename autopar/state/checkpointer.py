@@ -1,37 +1,176 @@
-"""`Checkpointer`: the checkpoints of a training, saved beside it, and where it goes on."""
+"""`Checkpointer`: the checkpoints of a training, saved beside it, and where it goes on.
+
+Ctrl-C and SIGTERM wait until the training comes to a place where its state can be saved (`Leaving`): handlers only note
+a signal. The training asks for it after each step, where the state is whole, and all processes are told of what any of
+them was sent. Where JAX's preemption service listens to SIGTERM it is asked instead.
+"""
 
 from __future__ import annotations
 
+import _thread
+import contextlib
 import functools
+import itertools
 import math
 import os
+import signal
+import sys
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from types import FrameType, TracebackType
+from typing import Any, NoReturn, Protocol, TypeVar
 
+import jax
+
+from autopar import jax_compat
 from autopar.batches.dealt import DealtBatches
+from autopar.batches.loops import telling
 from autopar.errors import (
     ArgumentsError,
     CheckpointError,
     DamagedCheckpointError,
     DonatedStateError,
+    PlanError,
     StateWarning,
     warn,
 )
+from autopar.interrupts import SAY_S, SECOND_S, Handler, Note
 from autopar.ir.plan import Plan
 from autopar.ir.typed_json import from_json, to_json
-from autopar.launch.group import everyone, go_on
+from autopar.launch.faults import Hooks
+from autopar.launch.group import Group, everyone, go_on
 from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.step import MethodStep, ParallelStep
+from autopar.state.checkpoint import restore
 from autopar.state.files.dense import require_place
 from autopar.state.files.history import Best, History
 from autopar.state.files.places import Place
-from autopar.state.leaving import Leaving
-from autopar.state.pending_save import PendingSave, Written
-from autopar.state.resuming import Maker
+from autopar.state.init import init
+from autopar.state.restoring import template_of
+from autopar.state.saving import PendingSave, Written
+
+#: Signals, and the handlers that they have where nobody set one.
+_DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+#: How often this process has asked JAX's preemption service. A process that was sent SIGTERM before it asked at all
+#: leaves at the first time, whatever the number of the step is that a training goes on behind.
+_ASKED = itertools.count(1)
+
+
+class Leaving:
+    """Holds signals back while it is entered, where Python's own handlers would answer them.
+
+    Args:
+      group: All processes.
+      seldom: As for `telling`.
+    """
+
+    def __init__(self, group: Group, *, seldom: bool = False) -> None:
+        self._tell = telling(group, seldom=seldom)
+        self._before: dict[int, Any] = {}
+        #: Signals, and when the first one came, by `time.monotonic()`.
+        self._noted: dict[int, float] = {}
+
+    def enter(self) -> None:
+        """Take the place of Python's own handlers, in the main thread: no other one gets signals."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, default in _DEFAULTS.items():
+            handler = signal.getsignal(number)
+            found = handler.previous if isinstance(handler, Handler) else handler
+            if number == signal.SIGTERM and jax_compat.listens_for_preemption():
+                continue
+            if found is default or Hooks.have_set(found):
+                self._before[number] = handler
+                signal.signal(number, Note(self._note))
+
+    def exit(self, *, answers: bool) -> None:
+        """Give the signals back to the handlers before.
+
+        Args:
+          answers: Whether to leave by a signal that came behind the last step.
+        """
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before.clear()
+        noted = next(iter(self._noted), None)
+        self._noted.clear()
+        if answers and noted is not None:
+            self._leave(noted)
+
+    def answer(self, save: Callable[[], None]) -> None:
+        """Save and leave, if any process is asked to. Collective: all are at the same step."""
+        told = self._tell(tuple(self._noted))
+        if not told and not jax_compat.reached_preemption(next(_ASKED)):
+            return
+        save()
+        self._leave(told[0] if told else signal.SIGTERM)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number not in self._noted:
+            self._noted[number] = time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                _thread.start_new_thread(self._say, (number,))  # `threading` has locks, which the code here may hold
+        elif time.monotonic() - self._noted[number] >= SECOND_S:  # whatever is lost
+            self._leave(number)
+
+    def _say(self, number: int) -> None:
+        """In a thread: say that a signal waits."""
+        time.sleep(SAY_S)
+        if number in self._noted:
+            name = signal.Signals(number).name
+            sys.stderr.write(f"autopar: {name} waits for checkpoints.step(state). A second one goes through at once\n")
+
+    def _leave(self, number: int) -> NoReturn:
+        """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
+        self._noted.clear()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + number)
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes and restores states. `step`, `batch`, `call`: as of `Checkpointer`."""
+
+    step: ParallelStep | MethodStep | None
+    batch: Any
+    call: Callable[[Any], Sequence[Any]] | None
+
+    def made(self, make_state: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """Makes the first state."""
+        if self.step is None:
+            return make_state(*args)
+        return init(make_state, *args, step=self.step, batch=self.batch, call=self.call)
+
+    def restored(
+        self, path: Place, plan: Plan | None, make_state: Callable[..., Any], args: Sequence[Any], resize: bool
+    ) -> tuple[Any, Any]:
+        """Restores a state and its position. `plan`: that of the step when it was saved; `resize`: as of `resume`."""
+        if self.step is None:
+            like = make_state(*args) if resize else template_of(make_state, *args)
+            return restore(path, like, resize=resize)
+        pure = self.step.step if isinstance(self.step, MethodStep) else self.step
+        own = pure.planner
+        if plan is not None and pure.latest is None and own.may_follow(plan):
+            pure.planner = own.following(plan)
+        try:
+            return self._restored(path, make_state, args, resize)
+        except PlanError:  # the step has changed
+            pure.planner = own
+            return self._restored(path, make_state, args, resize)
+
+    def _restored(
+        self, path: Place, make_state: Callable[..., Any], args: Sequence[Any], resize: bool
+    ) -> tuple[Any, Any]:
+        if resize:
+            return restore(path, self.made(make_state, args), resize=True)
+        shapes = jax.eval_shape(make_state, *args)  # `init` makes arrays of all
+        return restore(path, shapes, step=self.step, batch=self.batch, call=self.call)
+
 
 _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "max": max, "min": min}
 

@@ -1,15 +1,22 @@
-"""`Manifest`: what is in a checkpoint, as JSON. See docs/checkpoints.md for the format."""
+"""`Manifest`: what is in a checkpoint, as JSON. See docs/checkpoints.md for the format.
+
+The structure of a state has dicts, lists, tuples and None as such, other nodes by their names. Those (named tuples of
+optimizers, Flax's classes) are not made again from a file: that would run whatever code the file names. Their state is
+restored into a template.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any, Literal
 
+import jax
 import numpy as np
 
 from autopar.errors import CheckpointError, DamagedCheckpointError
@@ -17,7 +24,67 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.typed_json import from_json
 from autopar.state.files.folder import OLDER, POINTER
 from autopar.state.files.places import Place, write_file
-from autopar.state.files.structure import Node, leaf_numbers
+
+Node = dict[str, Any]
+
+
+def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
+    """The structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
+    numbers = itertools.count() if numbers is None else numbers
+    children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+    if tree is None:
+        return {"none": True}
+    if len(children) == 1 and not children[0][0]:
+        return {"leaf": next(numbers)}
+    nodes = [describe_tree(child, numbers) for _, child in children]
+    kind = type(tree)
+    if kind in (list, tuple):
+        return {kind.__name__: nodes}
+    if kind is dict:
+        keys = [path[0].key for path, _ in children]
+        if all(type(key) in (str, int) for key in keys):
+            return {"dict": [[key, node] for key, node in zip(keys, nodes, strict=True)]}
+    return {"other": f"{kind.__module__}.{kind.__qualname__}", "children": nodes}
+
+
+def leaf_numbers(node: Node) -> Iterator[int]:
+    """Yields the leaves of a structure, in its order; a ValueError if it is none."""
+    match node:
+        case {"leaf": int(number)}:
+            yield number
+        case {"none": True}:
+            return
+        case {"list": list(nodes)} | {"tuple": list(nodes)} | {"other": str(), "children": list(nodes)}:
+            for child in nodes:
+                yield from leaf_numbers(child)
+        case {"dict": list(pairs)}:
+            for pair in pairs:
+                match pair:
+                    case [str() | int(), child]:
+                        yield from leaf_numbers(child)
+                    case _:
+                        raise ValueError(f"{str(pair)[:80]} is no entry of a dict")
+        case _:
+            raise ValueError(f"{str(node)[:80]} is no structure")
+
+
+def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
+    """The tree of a structure that was described; a CheckpointError for other nodes than those above."""
+    if "leaf" in node:
+        return leaves[node["leaf"]]
+    if "none" in node:
+        return None
+    if "list" in node:
+        return [rebuild(child, leaves) for child in node["list"]]
+    if "tuple" in node:
+        return tuple(rebuild(child, leaves) for child in node["tuple"])
+    if "dict" in node:
+        return {key: rebuild(child, leaves) for key, child in node["dict"]}
+    raise CheckpointError(
+        f"the checkpoint holds a {node['other']}, which can't be made from a file. Give a state of the same structure, "
+        "of arrays or of shapes: restore(path, like=jax.eval_shape(make_state, key))"
+    )
+
 
 #: The format that is written and read.
 FORMAT = 4
@@ -94,7 +161,7 @@ class Manifest:
     """A checkpoint.
 
     Attributes:
-      structure: Of the state (`structure.describe`).
+      structure: Of the state (`describe_tree`).
       leaves: In the state's order.
       position: Where the training was in its data, as the user gave it.
       ranks: How many wrote it.

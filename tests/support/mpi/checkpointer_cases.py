@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from autopar.mpi.world import world
-from autopar.state import leaving
+from autopar.state import checkpointer
 from tests.support.interrupting import BATCHES, ROWS, lookup_step, same
 
 RANK = jax.process_index()
@@ -68,7 +68,7 @@ def check_a_training_is_resumed() -> None:
 
 
 def check_a_signal_to_one_rank_is_answered_by_all() -> None:
-    leaving.SECOND_S = 60.0  # a launcher may have it pass twice
+    checkpointer.SECOND_S = 60.0  # a launcher may have it pass twice
     for number in (signal.SIGINT, signal.SIGTERM):
         name = signal.Signals(number).name
 

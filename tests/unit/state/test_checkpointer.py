@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state import checkpointer, pending_save
+from autopar.state import checkpointer, saving
 from tests.support.checkpoints import ROWS, batch_of, make_state, same, train
 
 KEY = jax.random.key(0)
@@ -86,13 +86,13 @@ def test_what_is_saved_beside_a_training_is_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps go on in place while a file waits to be written."""
-    go, real = threading.Event(), pending_save.write_rows
+    go, real = threading.Event(), saving.write_rows
 
     def slow(*args: Any) -> Any:
         go.wait(60)
         return real(*args)
 
-    monkeypatch.setattr(pending_save, "write_rows", slow)
+    monkeypatch.setattr(saving, "write_rows", slow)
     step = planned()
     with opened(tmp_path, step, every=2) as checkpoints:
         state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(3))
@@ -118,7 +118,7 @@ def test_a_save_that_fails_in_its_thread_is_an_error_of_a_later_call(
         checkpoints.step(state)
         checkpoints.wait()
         with monkeypatch.context() as patched:
-            patched.setattr(pending_save, "write_rows", lambda *_: 1 / 0)
+            patched.setattr(saving, "write_rows", lambda *_: 1 / 0)
             state, _ = step(state, next(batches))
             checkpoints.step(state)
             with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
@@ -249,9 +249,9 @@ def test_a_killed_process_leaves_whole_checkpoints(tmp_path: Path) -> None:
     script = """
         import os, signal, sys
         from pathlib import Path
-        from autopar.state import pending_save
+        from autopar.state import saving
         from tests.unit.state.test_checkpointer import planned, trained
-        real = pending_save.write_rows
+        real = saving.write_rows
 
         def write(version, name, rows):
             found = real(version, name, rows)
@@ -259,7 +259,7 @@ def test_a_killed_process_leaves_whole_checkpoints(tmp_path: Path) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             return found
 
-        pending_save.write_rows = write
+        saving.write_rows = write
         trained(Path(sys.argv[1]), planned(), 9, every=2)
     """
     job = subprocess.run([sys.executable, "-c", textwrap.dedent(script), str(tmp_path)], env=os.environ)

@@ -20,7 +20,7 @@ from flax import nnx
 import autopar
 from autopar.batches.dealt import DealtBatches
 from autopar.integrations import nnx as anx
-from autopar.state import leaving, pending_save
+from autopar.state import checkpointer, saving
 from tests.unit.state.test_checkpointer import KEY, batches_of, equal, make_state, opened, planned, trained, undisturbed
 
 
@@ -42,7 +42,7 @@ def test_ctrl_c_in_a_loop_over_batches_waits_for_its_step_once(presses: int, tmp
                 if checkpoints.steps == 3:
                     for _ in range(presses):
                         signal.raise_signal(signal.SIGINT)
-                        time.sleep(leaving.SECOND_S + 0.05)
+                        time.sleep(checkpointer.SECOND_S + 0.05)
                     done.append("the second one went through")
                 state, _ = step(state, batch)
                 checkpoints.step(state)
@@ -53,7 +53,7 @@ def test_ctrl_c_in_a_loop_over_batches_waits_for_its_step_once(presses: int, tmp
 def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, goes_on, written = pending_save.write_rows, threading.Event(), list[Path]()
+    real, goes_on, written = saving.write_rows, threading.Event(), list[Path]()
 
     def slowly(*arguments: Any) -> Any:
         written.append(arguments[0])
@@ -62,12 +62,12 @@ def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
 
     def press() -> None:
         for _ in range(2):
-            time.sleep(leaving.SECOND_S + 0.05)
+            time.sleep(checkpointer.SECOND_S + 0.05)
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
         time.sleep(0.2)
         goes_on.set()
 
-    monkeypatch.setattr(pending_save, "write_rows", slowly)
+    monkeypatch.setattr(saving, "write_rows", slowly)
     step = planned()
     with pytest.raises(KeyboardInterrupt):
         with opened(tmp_path, step) as checkpoints:
@@ -86,19 +86,19 @@ def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
 def test_the_last_state_is_saved_though_the_save_before_it_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = pending_save.write_rows
+    real = saving.write_rows
 
     def full_once(version: Path, *arguments: Any) -> Any:
         if "step-00000002" in str(version):
             raise OSError("no space is left")
         return real(version, *arguments)
 
-    monkeypatch.setattr(pending_save, "write_rows", full_once)
+    monkeypatch.setattr(saving, "write_rows", full_once)
     monkeypatch.setattr(autopar.Checkpointer, "_look", lambda _: None)  # the thread isn't done before the end
     with pytest.warns(autopar.StateWarning, match="an earlier save failed, the one of step 3 didn't: .*no space"):
         trained(tmp_path, planned(), 3, every=2)
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
-    monkeypatch.setattr(pending_save, "write_rows", lambda *_: 1 / 0)
+    monkeypatch.setattr(saving, "write_rows", lambda *_: 1 / 0)
     with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
         trained(tmp_path, planned(), 5, every=4)
 
@@ -111,8 +111,8 @@ def test_a_best_state_that_could_not_be_saved_is_none(tmp_path: Path, monkeypatc
             raise OSError("no space is left")
         return real(*arguments)
 
-    real = pending_save.write_dense
-    monkeypatch.setattr(pending_save, "write_dense", write)
+    real = saving.write_dense
+    monkeypatch.setattr(saving, "write_dense", write)
     with autopar.Checkpointer(tmp_path, best=("auc", max), async_save=False) as checkpoints:
         state, _ = checkpoints.resume(lambda: {"w": jnp.zeros(3)})
         for auc in (0.5, 0.9, 0.8):
@@ -146,7 +146,7 @@ def test_jax_is_asked_for_preemption_by_one_count_for_all_trainings(
 ) -> None:
     """A process that was told of it before its first question leaves at that: the numbers mustn't leave any out."""
     asked: list[int] = []
-    monkeypatch.setattr(leaving.jax_compat, "reached_preemption", asked.append)
+    monkeypatch.setattr(checkpointer.jax_compat, "reached_preemption", asked.append)
     trained(tmp_path, planned(), 3)
     trained(tmp_path, planned(), 5)
     assert len(asked) == 5 and asked == list(range(asked[0], asked[0] + 5))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state import pending_save
+from autopar.state import saving
 from tests.support.checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
 
 #: Where `hosted` has its table.
@@ -94,7 +94,7 @@ def test_a_save_over_a_damaged_pointer_removes_nothing_before_its_own_counts(
     pointer = (tmp_path / "CURRENT").read_bytes()
     (tmp_path / "CURRENT").write_bytes(b"\xff" + pointer[1:])
     with monkeypatch.context() as patched:
-        patched.setattr(pending_save, "write_rows", lambda *_: 1 / 0)
+        patched.setattr(saving, "write_rows", lambda *_: 1 / 0)
         with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
             autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
     (tmp_path / "CURRENT").write_bytes(pointer)
