@@ -124,7 +124,7 @@ class Interrupts:
 
     @property
     def holding(self) -> bool:
-        """Whether signals wait: for the end of a call, or of a loop's body."""
+        """Tells whether signals wait: for the end of a call, or of a loop's body."""
         return self.depth != self.open_at or bool(self.bodies)
 
     def begin(self) -> None:
@@ -174,7 +174,7 @@ class Interrupts:
                 self.answer(number, sys._getframe(1), handler.previous)
 
     def holds(self, number: int, frame: FrameType | None) -> bool:
-        """Whether a signal that arrives is to wait, or is none."""
+        """Tells whether a signal that arrives is to wait, or is none."""
         self.received_s = now_s = time.monotonic()
         was_sent, was_held = number in self._sent, number in self._held
         self._sent.discard(number)

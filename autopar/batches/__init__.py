@@ -1,1 +1,1 @@
-"""Where the batches of `shard` come from, and which part of each a process reads."""
+"""Says where the batches of `shard` come from, and which part of each a process reads."""

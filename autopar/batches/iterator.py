@@ -79,7 +79,7 @@ def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, proce
 
 
 def _leaves(part: Part | None) -> list[list[Any]] | None:
-    """What must be the same on all processes: paths, dtypes, shapes but for the examples, and what isn't by example."""
+    """Returns what must agree on all processes: paths, dtypes, shapes but for examples, and what isn't by example."""
     if part is None:
         return None
     descriptions = []

@@ -24,7 +24,7 @@ class Held:
 
     @staticmethod
     def by(devices: Devices, size: int) -> Held:
-        """Those of a batch of some size that this process's devices hold."""
+        """Returns the examples of a batch of some size that this process's devices hold."""
         if size % devices.count:
             return Held(((0, size),))
         indices = devices.sharding(0).addressable_devices_indices_map((size,)).values()
@@ -42,7 +42,7 @@ class Held:
         return np.concatenate([np.arange(*run) for run in self.runs])
 
     def find(self, wanted: slice, size: int) -> slice | None:
-        """Where some of the batch's examples are among those that are held; None if they aren't all."""
+        """Returns where some of the batch's examples are among those that are held; None if they aren't all."""
         start, stop, _ = wanted.indices(size)
         before = 0
         for a, b in self.runs:
@@ -54,7 +54,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """What a process has read of a batch.
+    """A batch, as far as a process has read it.
 
     Attributes:
       number: Which batch of the epoch.

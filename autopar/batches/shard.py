@@ -116,7 +116,7 @@ class Replicated(Protocol):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether they have them in turn, as many each; else whoever is free has the next."""
+        """Tells whether they have them in turn, as many each; else whoever is free has the next."""
         ...
 
 

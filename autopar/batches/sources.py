@@ -1,4 +1,4 @@
-"""Where batches come from: a stream of batches, or examples that can be indexed.
+"""Sources of batches: streams of batches, and examples that can be indexed.
 
 Of examples that can be indexed a process reads only those that its own devices hold, of a stream whole batches.
 """
@@ -21,7 +21,7 @@ from autopar.ir.paths import path_name
 
 
 def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
-    """What reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
+    """Returns what reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
     is_leaf = jax.tree_util.all_leaves([source])
     if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
@@ -90,7 +90,6 @@ Reader = Arrays | Items
 
 
 def _difference(first: Any, other: Any) -> str | None:
-    """How an example isn't of the form of another one; None if it is."""
     if jax.tree.structure(first) != jax.tree.structure(other):
         return f"its structure is {jax.tree.structure(other)} instead of {jax.tree.structure(first)}"
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True):

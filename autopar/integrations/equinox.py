@@ -106,14 +106,12 @@ def _is_array(x: Any) -> bool:
 
 
 def _partitioned(tree: Any) -> tuple[Static, Any]:
-    """What is static of a tree, and the tree with None in its place."""
     leaves, structure = jax.tree.flatten(tree)
     static = tuple((k, x) for k, x in enumerate(leaves) if not _is_array(x))
     return Static(structure, static), structure.unflatten([x if _is_array(x) else None for x in leaves])
 
 
 def _combined(static: Static, tree: Any) -> Any:
-    """The tree with its static leaves."""
     known, arrays = dict(static.leaves), iter(jax.tree.leaves(tree))
     return static.tree.unflatten([known[k] if k in known else next(arrays) for k in range(static.tree.num_leaves)])
 

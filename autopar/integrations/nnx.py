@@ -150,7 +150,6 @@ class NnxStep(ObjectStep):
 
     @functools.cached_property
     def _static(self) -> NamedArguments:
-        """Arguments that are neither objects nor arrays."""
         return autopar.parallelize(self.fun, **self.options).static
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
@@ -228,7 +227,6 @@ def _values_in(tree: Any) -> Iterator[Values]:
 
 
 def _merged(tree: Any, graphs: Mapping[Any, Any], context: Any) -> Any:
-    """The tree with objects in place of Values."""
 
     def made(v: Any) -> Any:
         return context.unflatten(graphs[v.place], list(v.leaves)) if _is_values(v) else v

@@ -67,7 +67,7 @@ class SeenAlpha:
 
     @property
     def drifted(self) -> bool:
-        """Whether batches have become others than the plan was made for."""
+        """Tells whether batches have become others than the plan was made for."""
         return abs(self.streak) >= IN_A_ROW
 
     def with_sample(self, rows: int) -> SeenAlpha:
@@ -144,7 +144,7 @@ class AlphaWatch:
         self._at_work = entry, self._pool.submit(work, argument)
 
     def _collected(self) -> bool:
-        """Whether nobody is at work any more; what was found is taken in."""
+        """Tells whether nobody is at work any more; what was found is taken in."""
         if self._at_work is None:
             return True
         entry, work = self._at_work
@@ -179,7 +179,7 @@ class _Watched:
         self._planned = None if example is None else self.rows(example)
 
     def sample(self, leaves: Sequence[Any]) -> list[Any] | None:
-        """What ids depend on, of a call's flat arguments; None of a call that can't be counted."""
+        """Returns what ids depend on, of a call's flat arguments; None of a call that can't be counted."""
         kept = [x if wanted else None for x, wanted in zip(leaves, self._wanted, strict=True)] if self._wanted else []
         if not kept or any(is_traced(x) or is_table(x) for x in kept):
             return None
@@ -224,12 +224,12 @@ class _Family:
 
 
 def told(drifted: Mapping[str, SeenAlpha]) -> str:
-    """What has drifted, in words."""
+    """Tells what has drifted."""
     return "batches touch other numbers of rows: " + "; ".join(f"{path} was {seen}" for path, seen in drifted.items())
 
 
 def _families(program: Program) -> list[_Family]:
-    """Those that can be lifted, and whose ids depend on the batch and nothing else; none of a step with effects, of
+    """Returns families that can be lifted, and whose ids depend on the batch alone; none of a step with effects, of
     which nothing is planned by alpha."""
     if any(e.effects for e in program.block.equations):
         return []

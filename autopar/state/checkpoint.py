@@ -32,7 +32,7 @@ from autopar.tables.home import Home, NumpyHome
 
 
 class Restored(NamedTuple):
-    """What `restore` returns.
+    """A state that was restored.
 
     Attributes:
       state: The state.
@@ -86,7 +86,7 @@ def restore(
     call: Callable[[Any], Sequence[Any]] | None = None,
     resize: bool = False,
 ) -> Restored:
-    """What was saved at a path, onto the ranks and devices that there are now.
+    """Restore what was saved at a path, onto the ranks and devices that there are now.
 
     How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. Where there are
     several, or processes of `jax.distributed`, all of them call it.

@@ -514,7 +514,6 @@ class Checkpointer:
         self._led(tidy)
 
     def _known_plan(self) -> Plan | None:
-        """Returns the plan that the step had when it was saved."""
         plan = None if self._planned is None else self._led(self._history.known_plan, Plan | None)
         return None if plan is None else replace(plan, source=str(self._history.plan_file))
 

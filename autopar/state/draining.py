@@ -62,5 +62,4 @@ def _flight(state: Any) -> Flight | None:
 
 
 def _rest(flight: Flight | None) -> list[Any]:
-    """Returns what minibatches returned that were finished when the state was read."""
     return [] if flight is None else flight.rest()

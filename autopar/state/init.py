@@ -160,7 +160,7 @@ class Maker:
         return place_array(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
-        """What `run` returned, with Tables in place of even shards."""
+        """Returns what `run` did, with Tables in place of even shards."""
         devices, tables = self.devices, list(leaves)
         if self.whole and devices is not None:
             return self._spread(devices, tables)
@@ -214,8 +214,8 @@ class StageMaker(Maker):
         return run
 
     def _programs(self) -> dict[tuple[Any, Any], list[tuple[int, int]]]:
-        """What each program makes, by where its arguments are: (leaf, part). What is made whole for the sake of its
-        bits, and cut then, has one of its own."""
+        """Returns what each program makes, (leaf, part), by where its arguments are. What is made whole for the sake of
+        its bits, and cut then, has one of its own."""
         programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
         for k, places in enumerate(self.places):
             if not places:
@@ -231,7 +231,7 @@ class StageMaker(Maker):
         return leaf if len(places) < 2 else leaf[places[part].start : places[part].stop]
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
-        """What `run` returned, as `StageArray`s where parts are in several places, or stages on several processes."""
+        """Returns what `run` did, as `StageArray`s where parts are in several places, or stages on several ranks."""
         return [
             StageArray(aval.shape, aval.dtype, places, parts, is_weak=aval.weak_type) if is_staged(places) else parts[0]
             for parts, aval, places in zip(leaves, self.types, self.places, strict=True)
@@ -278,7 +278,7 @@ class HostMaker(Maker):
         return local(leaf) if self.whole else super().everywhere(leaf)
 
     def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
-        """What `run` returned, with HostTables, and ordinary arrays of this process."""
+        """Returns what `run` did, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
         pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
         own = {t.path: (resized(x.shape, t.axis, t.layout.shard_rows), x.dtype) for t, x in pairs}

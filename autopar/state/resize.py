@@ -98,7 +98,7 @@ def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
 
 
 def home_before(leaf: Any, shape: Sequence[int]) -> Home:
-    """Where a leaf of some shape is to be that is resized to this one's: where this one is, if they have the same."""
+    """Returns where to restore what is then resized to a leaf's shape: at the leaf's home, if the shapes agree."""
     leaf, axis = current(leaf), resized_axis(shape, np.shape(leaf))
     if axis is None:
         return home_of(leaf)

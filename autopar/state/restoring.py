@@ -1,4 +1,4 @@
-"""Where the leaves of a checkpoint go: as a template's are, as a step's plan has them, or as they were."""
+"""Finds where the leaves of a checkpoint go: as a template's are, as a step's plan has them, or as they were."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class Keeper:
 def homes_of_step(
     step: ParallelStep, state: Any, homes: Sequence[Home], batch: Any, call: Any, manifest: Manifest
 ) -> tuple[list[Home], Keeper | None]:
-    """As a step's plan has them, and, where that doesn't say, `homes`; and what makes replicas of the leaves, if they
-    were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
+    """Returns homes by a step's plan, and, where that doesn't say, of `homes`; what makes replicas of the leaves, if
+    they were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
     planned = entry.way.homes(entry)
@@ -157,7 +157,6 @@ def shapes_of(manifest: Manifest) -> list[Any]:
 
 
 def _shape_of(record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """Returns the shape of a saved array."""
     return jax.ShapeDtypeStruct(
         record.shape, _key_dtype(record) if record.key else record.numpy_dtype, weak_type=record.weak
     )
@@ -208,7 +207,6 @@ def _read(version: Place, record: LeafRecord, home: Home, array: Any, client: in
 
 
 def _array(version: Place, record: LeafRecord) -> Source:
-    """Returns what a dense leaf is read from that was written as rows."""
     shape = record.shape if record.key is None else _key_data(record).shape
     rows = shape or (1,)
     layout = RowLayout(rows[0], 1, cyclic=False)

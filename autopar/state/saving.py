@@ -55,7 +55,7 @@ class SavedLeaf:
     shards: Shards | None = None
 
     def array(self) -> Any:
-        """Of a dense leaf: an array that this process has all of; a NumPy one where JAX has several processes."""
+        """Returns a dense leaf as an array that this process has all of; of NumPy where JAX has several processes."""
         value = self.value
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = value.addressable_data(0)
@@ -130,7 +130,7 @@ def on_one_process(state: Any) -> Any:
 
 
 def leaves_beside(state: Any) -> list[SavedLeaf]:
-    """What the replicas of a state share, if it has any."""
+    """Returns what the replicas of a state share, if it has any."""
     replicas = replicas_of(jax.tree.leaves(state))
     if replicas is None:
         return []
@@ -168,7 +168,7 @@ def _replica(path: str, name: str, leaf: Replica) -> SavedLeaf:
 
 
 def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:
-    """What each client has of its own: it writes that, as one of C rows."""
+    """Returns a leaf of which each client has its own, and writes it as one of C rows."""
     layout, value = RowLayout(clients.count, clients.count, cyclic=False), known.value
     record = dataclasses.replace(known.record, layout=layout, replicas=clients.count)
     if record.kind == "dense":

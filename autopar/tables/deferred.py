@@ -134,7 +134,7 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
 
     @functools.cached_property
     def no_rows(self) -> list[jax.Array]:
-        """Of each table numbers of no rows, for a program that takes others."""
+        """Has, for each table, numbers of no rows, for a program that takes others."""
         none = [np.full(size, NEVER, np.int32) for size in self.blocks]
         return [place_array(x, self.everywhere, own=True) for x in none]
 
@@ -283,7 +283,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         return results[len(kept) :]
 
     def is_deleted(self) -> bool:
-        """Whether a step got them, and updated them in place."""
+        """Tells whether a step got them, and updated them in place."""
         return self.leaves[0].is_deleted()
 
 

@@ -23,7 +23,7 @@ class Source(Protocol):
         ...
 
     def part(self, index: Any) -> np.ndarray:
-        """What `leaf[index]` is; `index`: a slice for each axis."""
+        """Returns `leaf[index]`; `index`: a slice for each axis."""
         ...
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
@@ -32,7 +32,7 @@ class Source(Protocol):
 
 
 class Described(Protocol):
-    """What is known of a leaf before it is read."""
+    """Describes a leaf before it is read."""
 
     @property
     def path(self) -> str: ...
@@ -47,7 +47,7 @@ class Described(Protocol):
 
 
 class Home(abc.ABC):
-    """Where a leaf is. A kind of leaf has its own, beside it."""
+    """A place of leaves. A kind of leaf has its own, beside it."""
 
     @abc.abstractmethod
     def made(self, source: Source, leaf: Described) -> Any:

@@ -106,7 +106,7 @@ class HostTable(PlacedLeaf):
         return self._generation != self._storage.generation
 
     def handed_on(self) -> HostTable:
-        """The same rows under a new handle; this one is deleted."""
+        """Returns the rows under a new handle; this one is deleted."""
         storage = self.waiting
         storage.generation += 1
         return HostTable(storage)
@@ -135,7 +135,7 @@ class HostTable(PlacedLeaf):
         return np.moveaxis(table, 0, self.axis)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As of an array. Rows picked by numbers are read by themselves. Collective."""
+        """Indexes it as an array. Rows picked by numbers are read by themselves. Collective."""
         numbers = index[0] if isinstance(index, tuple) else index
         picks = isinstance(numbers, (int, np.integer)) or (
             isinstance(numbers, (np.ndarray, jax.Array)) and np.issubdtype(numbers.dtype, np.integer)

@@ -42,7 +42,7 @@ def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
 
 
 def home_of(leaf: Any) -> Home:
-    """Where a leaf of a template is: a table, an array, or a shape with a sharding."""
+    """Returns where a leaf of a template is: a table, an array, or a shape with a sharding."""
     leaf = current(leaf)
     if isinstance(leaf, PlacedLeaf):
         return leaf.home
@@ -53,7 +53,7 @@ def home_of(leaf: Any) -> Home:
 
 @explicit_meshes.outside_mesh
 def materialize(tree: Any, *, copy: bool = True) -> Any:
-    """The same tree with ordinary arrays in place of tables: for evaluation, for saving, for other processes.
+    """Return the tree with ordinary arrays in place of tables: for evaluation, for saving, for other processes.
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
     `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices; but for those
@@ -90,14 +90,13 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
 
 
 def _gathering_device(leaves: Sequence[Any]) -> Any:
-    """Where to bring arrays of one tree together that no `jax.jit` takes as they are, since none of their shardings is
-    over the devices of all others; None where that isn't so."""
+    """Returns a device for arrays of one tree that no `jax.jit` takes as they are: none of their shardings is over the
+    devices of all others. None: it takes them."""
     places = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}
     every = frozenset().union(*places)
     return None if every in places or not every else min(every, key=lambda device: device.id)
 
 
 def _is_placed(leaf: Any) -> bool:
-    """Whether an array is on devices that the user or a step has chosen, all of this process."""
     is_array = isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and not leaf.is_deleted()
     return is_array and leaf.committed and leaf.is_fully_addressable

@@ -76,7 +76,7 @@ class TableLeaf(abc.ABC):
 
     @abc.abstractmethod
     def is_deleted(self) -> bool:
-        """Whether the rows were given to a step, which updated them in place."""
+        """Tells whether the rows were given to a step, which updated them in place."""
 
     @abc.abstractmethod
     def materialize(self) -> Any:
@@ -87,7 +87,7 @@ class TableLeaf(abc.ABC):
         """Returns the table as an array of NumPy. Collective where others have a part of it."""
 
     def read(self) -> Any:
-        """As `materialize`, but it may be an array that the next step updates: to be read at once."""
+        """Returns what `materialize` does, or an array that the next step updates: to be read at once."""
         return self.materialize()
 
     def current(self) -> Any:
@@ -102,7 +102,7 @@ class TableLeaf(abc.ABC):
     @property
     @abc.abstractmethod
     def is_whole_here(self) -> bool:
-        """Whether this process alone has all of it, and no other has a replica."""
+        """Tells whether this process alone has all of it, and no other has a replica."""
 
     def ordinary(self) -> Any:
         """Returns an ordinary array for a file that this process writes by itself.
@@ -173,7 +173,7 @@ class TableLeaf(abc.ABC):
     @property
     @abc.abstractmethod
     def _where(self) -> str:
-        """What `repr` says of its rows."""
+        """Says where its rows are, for `repr`."""
 
     def __repr__(self) -> str:
         kind, shape = type(self).__name__, ",".join(map(str, self.shape))
@@ -224,7 +224,7 @@ class PlacedLeaf(TableLeaf):
     @property
     @abc.abstractmethod
     def home(self) -> Home:
-        """Where it is."""
+        """Its place."""
 
     @property
     @abc.abstractmethod

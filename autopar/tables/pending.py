@@ -27,7 +27,7 @@ class Flight(Protocol):
 
     @property
     def is_of_several(self) -> bool:
-        """Whether its stages are on several processes."""
+        """Tells whether its stages are on several processes."""
         ...
 
     def drained(self) -> list[Any]:

@@ -78,7 +78,7 @@ class Touched:
         return np.packbits(mask)
 
     def with_call(self, rows: np.ndarray) -> Touched:
-        """The same with those of one more call."""
+        """Returns these rows and those of one more call."""
         earlier = self.calls
         if len(earlier) >= _MOST_CALLS:
             earlier = (np.unique(np.concatenate(earlier)),)
@@ -87,7 +87,7 @@ class Touched:
 
 @dataclass(frozen=True, eq=False)
 class Replicas:
-    """What is known of a state's replicas besides its leaves, behind one step.
+    """Holds what is known of a state's replicas, behind one step, besides its leaves.
 
     Attributes:
       clients: Who has them.
@@ -137,7 +137,7 @@ class Replica(StandingLeaf):
 
     @property
     def replicas(self) -> Replicas:
-        """What all leaves of the state share."""
+        """Has what all leaves of the state share."""
         return self._replicas
 
     @property
@@ -189,7 +189,7 @@ class Replica(StandingLeaf):
 
 
 def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
-    """What the replicas among some leaves share; None if there are none.
+    """Returns what the replicas among some leaves share; None if there are none.
 
     Raises:
       DonatedStateError: some are of one call, some of another.

@@ -91,7 +91,6 @@ class Table(PlacedLeaf):
         return self.stored.is_deleted()
 
     def _live(self) -> jax.Array:
-        """The rows as they are stored, if they are still there; else a DonatedStateError."""
         if self.is_deleted():
             raise donated(f"this table, {self.dtype}{list(self.shape)},")
         return self.stored
@@ -113,7 +112,7 @@ class Table(PlacedLeaf):
         return on_host(self._live(), self.layout, self.axis)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        """As of an array. Rows picked by numbers, or by a short slice, are read by themselves.
+        """Indexes it as an array. Rows picked by numbers, or by a short slice, are read by themselves.
 
         Raises:
           IndexError: a number (not one of an array) that is no row.
@@ -130,13 +129,12 @@ class Table(PlacedLeaf):
         return self._readable(self.stored[(places, *others)])
 
     def _readable(self, read: jax.Array) -> jax.Array:
-        """What was read, on every process."""
         if not is_global(read) or read.is_fully_replicated:
             return read
         return place_array(read, Devices.of_array(self.stored, self.axis).sharding(None))
 
     def _places(self, rows: Any, simple: bool) -> Any:
-        """Where picked rows are stored; None if they are to be picked from the whole table."""
+        """Returns where picked rows are stored; None if they are to be picked from the whole table."""
         extent = self.layout.extent
         if self.axis or isinstance(rows, (bool, np.bool_)):
             return None

@@ -23,7 +23,7 @@ from autopar.tables.leaf import PlacedLeaf, Shards, copied
 
 @dataclass(frozen=True, slots=True)
 class StagePlace:
-    """Where a leaf of a pipeline's state is, or some of its layers.
+    """A place of a leaf of a pipeline's state, or of some of its layers.
 
     Attributes:
       ranks: Where stages are on several processes, those that hold it; else none.
@@ -43,7 +43,7 @@ class StagePlace:
         axis: int | None,
         devices: Sequence[StageDevice],
     ) -> tuple[StagePlace, ...]:
-        """Of the parts of a leaf: each one's devices, and where it ends.
+        """Returns the places of a leaf's parts.
 
         Args:
           stages: Of each part its replicas.
@@ -68,12 +68,12 @@ class StagePlace:
 
     @property
     def writes(self) -> bool:
-        """Whether this rank is the first one that holds it."""
+        """Tells whether this rank is the first one that holds it."""
         return jax.process_index() == self.ranks[0] if self.ranks else True
 
 
 def is_staged(places: Sequence[StagePlace]) -> bool:
-    """Whether a leaf that is there is a `StageArray`, not one of JAX's."""
+    """Tells whether a leaf that is there is a `StageArray`, not one of JAX's."""
     return len(places) > 1 or any(place.ranks for place in places)
 
 
@@ -132,7 +132,7 @@ class StageArray(PlacedLeaf):
 
     @property
     def places(self) -> tuple[StagePlace, ...]:
-        """Where it is, in the order of its layers."""
+        """Its places, in the order of its layers."""
         return self._places
 
     @property
@@ -146,7 +146,7 @@ class StageArray(PlacedLeaf):
 
     @property
     def shards(self) -> Shards:
-        """As files have them: shards that one stage has each, which writes them."""
+        """Its parts in files: shards that one stage has each, which writes them."""
         rows = math.gcd(*(place.stop for place in self._places))
         layout = RowLayout(self.shape[0], self.shape[0] // rows if rows else 1, cyclic=False)
 
@@ -198,7 +198,7 @@ class StageArray(PlacedLeaf):
         return array
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """As of an array. Collective."""
+        """Indexes it as an array. Collective."""
         return self._on_host()[index]
 
     @property

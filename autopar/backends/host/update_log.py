@@ -222,7 +222,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
         self.is_up_to_date = False
 
     def belongs_to(self, spec: HostUpdateLogSpec, leaves: Sequence[HostRows]) -> bool:
-        """Whether a step can go on with it: these are its leaves, and it is kept in the same way."""
+        """Tells whether a step can go on with it: these are its leaves, and it is kept in the same way."""
         return (
             spec.continues(self.spec)
             and len(leaves) == len(self.leaves)

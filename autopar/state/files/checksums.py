@@ -55,7 +55,6 @@ _REMEDY = "The checkpoint can't be restored: take a copy of it, or another check
 
 
 def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
-    """Returns how long a file is, and whether it has another checksum."""
     if record.crc32c is None:
         nbytes, crc32 = _length_and_crc32(path, "restoring")
         return nbytes, crc32 != record.crc32

@@ -122,7 +122,6 @@ class Folder:
         (self.path / _NEW_POINTER).unlink(missing_ok=True)
 
     def _line(self) -> str | None:
-        """What the pointer holds; None if there is none."""
         path = self.path / POINTER
         with named(path, "read"):
             try:

@@ -51,7 +51,7 @@ class History:
         return History(place_of(path))
 
     def folder(self, step: int) -> Folder:
-        """Where the checkpoint of a step is."""
+        """Returns the folder of a step's checkpoint."""
         return Folder(self.path / f"step-{step:08d}")
 
     def steps(self) -> list[int]:
@@ -94,7 +94,7 @@ class History:
 
     @property
     def plan_file(self) -> Place:
-        """Where the step's plan is."""
+        """Names the file of the step's plan."""
         return self.path / _PLAN
 
     def known_plan(self) -> Plan | None:

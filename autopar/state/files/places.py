@@ -155,7 +155,6 @@ class ObjectPath(os.PathLike[str]):
         return spec
 
     def _names(self) -> list[str]:
-        """Returns the names of all objects below, without this name."""
         return sorted(name.decode() for name in self._below(lambda store: store.list()))
 
     @property

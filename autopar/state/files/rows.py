@@ -164,14 +164,14 @@ class RowFiles:
         return np.moveaxis(table, 0, self.record.axis)
 
     def part(self, index: Any) -> np.ndarray:
-        """What `table[index]` is."""
+        """Returns `table[index]`."""
         axis = self.record.axis
         rows = np.moveaxis(self.read(np.arange(self.layout.extent)[index[axis]]), 0, axis)
         return rows[(*index[:axis], slice(None), *index[axis + 1 :])]
 
 
 def _run(numbers: np.ndarray) -> Any:
-    """The same numbers as a slice, where they are equally far apart: that is read without looking each one up."""
+    """Returns numbers as a slice, where they are equally far apart: that is read without looking each one up."""
     if numbers.size == 1:
         return slice(int(numbers[0]), int(numbers[0]) + 1)
     step = int(numbers[1]) - int(numbers[0])
