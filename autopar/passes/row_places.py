@@ -104,8 +104,8 @@ def _by_entries(equation: Equation, name: str, old: Place, new: Place, entries: 
     primitive = PRIMITIVES[equation.op]
     if name == primitive.sizes:
         return new.by_entries(value, entries)
-    if value is not None and name in ("start_indices", "strides"):
-        return new.by_entries(value, 0 if name == "start_indices" else 1)
+    if name in ("start_indices", "strides"):
+        return None if value is None else new.by_entries(value, 0 if name == "start_indices" else 1)
     if name == "broadcast_dimensions":
         return tuple(dict.fromkeys(map(new.moved, value)))
     if name == "permutation" or name == primitive.along:

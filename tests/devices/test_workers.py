@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import compile as passes
 from autopar.analysis.local import NotLocal
 from autopar.backends import served
+from autopar.ways import servers
 from tests.support.meshes import mesh_of
 from tests.support.partitioned import IDS
 
@@ -121,7 +121,7 @@ def test_a_shard_map_in_the_step(is_divided: bool, monkeypatch: pytest.MonkeyPat
         raise NotLocal("a test")
 
     if not is_divided:
-        monkeypatch.setattr(passes, "localize_worker", refused)
+        monkeypatch.setattr(servers, "localize_worker", refused)
     mesh = mesh_of(N)
 
     def step(w: jax.Array, x: jax.Array) -> Any:

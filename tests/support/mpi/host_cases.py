@@ -158,7 +158,7 @@ def check_deferred() -> None:
             seen, wanted = evaluation(mine.params, ids), theirs.params["emb"]["embedding"][ids].sum()
             np.testing.assert_allclose(seen, wanted, atol=1e-4)
             log = mine.params["emb"]["embedding"].waiting.log
-            assert log is not None and not log._is_up_to_date
+            assert log is not None and not log.is_up_to_date
     assert step.plan is not None and step.plan.defers
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
         np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-4, atol=2e-5, err_msg=str(path))

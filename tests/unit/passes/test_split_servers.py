@@ -14,11 +14,11 @@ import optax
 import pytest
 
 import autopar
-from autopar import compile as passes
 from autopar import jax_compat
 from autopar.backends.served import ServedPrograms, one_worker
 from autopar.ir import balance
 from autopar.ir.served import ServedStep
+from autopar.ways import servers
 from tests.support.served import compiled
 
 ROWS, WIDTH, EXAMPLES, SERVERS, STEPS = 500, 4, 6, 3, 4
@@ -174,8 +174,8 @@ def _swapped(step: ServedStep) -> ServedStep:
 
 
 def test_a_wrong_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    cut = passes.split_servers
-    monkeypatch.setattr(passes, "split_servers", lambda *given: _swapped(cut(*given)))
+    cut = servers.split_servers
+    monkeypatch.setattr(servers, "split_servers", lambda *given: _swapped(cut(*given)))
     step = autopar.parallelize(step_of(OPTIMIZERS["clip"], "plain"), sync=autopar.sync.Async())
     with pytest.raises(autopar.VerificationError, match="opt"):
         autopar.verify(step, start(OPTIMIZERS["clip"]), batch(0), steps=2)
