@@ -22,52 +22,9 @@ from autopar.analysis.primitives import ELEMENTWISE, SHAPED
 from autopar.analysis.rules import resized
 from autopar.analysis.values import Numbering, atom_key
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
-from autopar.ir.rowspace import Access, KnownIds, RowSpace
+from autopar.ir.rowspace import Access, Index, KnownIds, RowIds, RowSpace
 from autopar.ir.slicing import hoist
 from autopar.ir.writer import expand
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Index:
-    """The index operand of an access, computed outside of the loops around it.
-
-    Attributes:
-      path: The equations around the access, outermost first.
-      atom: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
-      varies: Whether the operand differs from iteration to iteration.
-    """
-
-    path: tuple[Equation, ...]
-    atom: Atom
-    varies: tuple[bool, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowIds:
-    """The ids of a family: equations to append to the program's block, and their flat results.
-
-    Attributes:
-      equations: Those that compute the ids outside of loops, and the `row_ids` and `row_range`s.
-      results: Flat ids.
-      batched: For each result, whether equal shards of it are those of equal shards of the batch.
-      axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
-      indices: For each access its index operand outside of loops; not of one by `known` ids, which are others.
-    """
-
-    equations: tuple[Equation, ...]
-    results: tuple[Var, ...]
-    batched: tuple[bool, ...]
-    axes: Mapping[Equation, int | None]
-    indices: Mapping[Equation, Index]
-
-    @property
-    def count(self) -> int:
-        """Number of ids, duplicates and padding included."""
-        return sum(v.shape[0] for v in self.results)
-
-    def count_on(self, devices: int) -> int:
-        """Returns number of ids that each device has, if the batch is spread over so many."""
-        return sum(v.shape[0] // (devices if b else 1) for v, b in zip(self.results, self.batched, strict=True))
 
 
 def index_atoms(access: Access) -> tuple[Atom, ...]:

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 
 from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.local import REDUCES, NotLocal, place_spread
+from autopar.analysis.local import REDUCES, place_spread
 from autopar.analysis.primitives import MOVES
 from autopar.analysis.work import flops
 from autopar.ir.figures import wire_bytes
+from autopar.ir.local import NotLocal
 from autopar.ir.program import Atom, Equation, Program, Source, Var
 
 #: In place of an axis: each device has a partial sum.
@@ -44,7 +45,7 @@ class Exchange:
     source: Source | None
 
     def sent(self, devices: int) -> float:
-        """Returns bytes that each device sends."""
+        """Returns the bytes that each device sends."""
         return wire_bytes(self.collective, devices, self.times * self.nbytes)
 
 

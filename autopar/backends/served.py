@@ -18,7 +18,7 @@ from autopar.backends.devices import Devices, Mapped
 from autopar.backends.emit import emit
 from autopar.backends.watched import jit_on
 from autopar.ir.printer import block_text
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker, ServedStep, ServerPart
 
 Array = Any
@@ -53,7 +53,7 @@ class ServedPrograms:
     ) -> None:
         self._devices, self._keep = devices, keep
         self._states = frozenset(analysed.new_states)
-        self.step: ServedStep = program.served
+        self.step = known(program.served)
         self._functions = [_server_functions(self.step, part, analysed) for part in self.step.servers]
         self.servers = [
             server_programs(*functions, len(part.leaves))

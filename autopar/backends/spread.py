@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.analysis.local import LocalFacts, Spread
 from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
 from autopar.backends.gathered import GatheredRows
@@ -13,6 +12,7 @@ from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import LocalFacts, Spread
 from autopar.ir.program import ArrayType, Program
 
 Array = Any

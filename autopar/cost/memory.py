@@ -92,7 +92,7 @@ def hosted_bytes(program: Program, bound: BoundPlan) -> int:
 
 def _on_hosts(program: Program, bound: BoundPlan) -> set[int]:
     hosted = {f.family for f in bound.families if f.on_hosts}
-    return {k for space in program.rows.spaces if space.family in hosted for k in space.leaves}
+    return {k for space in program.facts.spaces if space.family in hosted for k in space.leaves}
 
 
 def _on_devices(program: Program, bound: BoundPlan) -> list[int]:
@@ -125,7 +125,7 @@ def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory
     states = _on_devices(program, bound)
     spread = {k for k in states if bound.placements[k] is not None}
     if bound.plan.sparse != "off":
-        spaces = [s for s in program.rows.spaces if s.refusal is None and is_open(program, s, strategy)]
+        spaces = [s for s in program.facts.spaces if s.refusal is None and is_open(program, s, strategy)]
         spread.update(k for s in spaces for k in s.leaves if k in states)
     sizes = {k: _whole_bytes(program, k) for k in states}
     whole = sum(size for k, size in sizes.items() if k not in spread)

@@ -18,7 +18,7 @@ STATE_SHARE = 0.7
 
 
 def state_budget(memory: float) -> int:
-    """Returns bytes that the state may take of a device's memory."""
+    """Returns the bytes that the state may take of a device's memory."""
     return int(STATE_SHARE * memory)
 
 

@@ -14,11 +14,20 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from autopar.ir.layout import RowLayout
+
+if TYPE_CHECKING:  # they are made of programs
+    from autopar.ir.local import LocalFacts, OncePerRow
+    from autopar.ir.pipeline import StagedStep
+    from autopar.ir.rowspace import Refusal, RowFacts, RowIds
+    from autopar.ir.served import ServedStep
+    from autopar.ir.stages import Stages
+
+Found = TypeVar("Found")
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
@@ -282,6 +291,12 @@ class Output:
     state: int | None = None
 
 
+def known(found: Found | None) -> Found:
+    """Returns what a pass, which has run, found out about a program."""
+    assert found is not None, "the pass that finds it has run"
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
     """A whole train step, and what analysis has found out about it.
@@ -298,9 +313,9 @@ class Program:
       pulled: Leaves on hosts of which every step touches all rows, and what is pushed to all of them (`pull_whole`).
       rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
       batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
-      ids: Family -> which rows its accesses mean, for the devices of the plan (`analysis.row_ids.RowIds`; the same).
-      local: Of the program of one device what it has of each output (`analysis.local.LocalFacts`); else None.
-      once_per_row: What is computed for distinct rows (`analysis.local.OncePerRow`), None if nothing is.
+      ids: Family -> which rows its accesses mean, for the devices of the plan (`ir.rowspace.RowIds`; the same).
+      local: Of the program of one device what it has of each output (`ir.local.LocalFacts`); else None.
+      once_per_row: What is computed for distinct rows (`ir.local.OncePerRow`), None if nothing is.
       stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
       staged: Of a pipeline the programs of its stages (`ir.pipeline.StagedStep`); else None.
       served: The programs of a worker and of the servers that keep the state (`ir.served.ServedStep`); else None.
@@ -312,17 +327,22 @@ class Program:
     name: str = "step"
     tables: tuple[tuple[int, int], ...] = ()
     candidates: tuple[tuple[int, int], ...] = ()
-    unfollowed: Mapping[int, Any] = field(default_factory=dict)
+    unfollowed: Mapping[int, Refusal] = field(default_factory=dict)
     rows_read: Mapping[int, int] = field(default_factory=dict)
     pulled: frozenset[Var] = frozenset()
-    rows: Any = None
+    rows: RowFacts | None = None
     batch: Mapping[Var, int] = field(default_factory=dict)
-    ids: Mapping[int, Any] = field(default_factory=dict)
-    local: Any = None
-    once_per_row: Any = None
-    stages: Any = None
-    staged: Any = None
-    served: Any = None
+    ids: Mapping[int, RowIds] = field(default_factory=dict)
+    local: LocalFacts | None = None
+    once_per_row: OncePerRow | None = None
+    stages: Stages | None = None
+    staged: StagedStep | None = None
+    served: ServedStep | None = None
+
+    @property
+    def facts(self) -> RowFacts:
+        """What `analyze_rows` found, which has run."""
+        return known(self.rows)
 
     @property
     def new_states(self) -> dict[int, int]:
@@ -345,5 +365,5 @@ def family_of(equation: Equation) -> int | None:
 
 
 def count_equations(block: Block) -> int:
-    """Returns number of equations, those of nested blocks included."""
+    """Returns the number of equations, those of nested blocks included."""
     return sum(1 for _ in block.walk())

@@ -14,13 +14,12 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.primitives import those_that
-from autopar.analysis.row_ids import RowIds
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.cost.heaps import fit_growth
 from autopar.ir.figures import Alpha, Growth
 from autopar.ir.program import Block, Equation, Program
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
@@ -114,5 +113,5 @@ def _moves(equation: Equation) -> bool:
 
 def id_inputs(program: Program) -> list[bool]:
     """Which of the step's inputs the ids of any table depend on."""
-    used = [id_program(program, program.ids[space.family])[1] for space in program.rows.spaces]
+    used = [id_program(program, program.ids[space.family])[1] for space in program.facts.spaces]
     return [any(by_family[k] for by_family in used) for k in range(len(program.inputs))]

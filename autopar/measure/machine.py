@@ -61,6 +61,6 @@ def looked_up(program: Program, example: Sequence[Any] | None) -> dict[int, Sequ
 
     `example`: flat arguments; None (or a shape, or a tracer) for those whose values aren't known.
     """
-    families = [space.family for space in program.rows.spaces if space.refusal is None]
+    families = [space.family for space in program.facts.spaces if space.refusal is None]
     ids = {family: example_ids(program, program.ids[family], example) for family in families}
     return {family: flat for family, flat in ids.items() if flat is not None}

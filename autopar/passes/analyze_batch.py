@@ -169,7 +169,7 @@ def _check_divides(
 
 
 def _with_ids(program: Program, axes: BatchAxes, devices: int, undivided: int = 0) -> Program:
-    spaces = () if program.rows is None else program.rows.spaces
+    spaces = () if program.rows is None else program.facts.spaces
     ids = {space.family: collect_ids(program.block, space, axes, devices, undivided) for space in spaces}
     return dataclasses.replace(program, batch=axes, ids=ids)
 
@@ -205,7 +205,7 @@ def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchA
 def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
     """Returns leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never
     are."""
-    taken = {k for space in program.rows.spaces if space.refusal is None for k in space.leaves}
+    taken = {k for space in program.facts.spaces if space.refusal is None for k in space.leaves}
     candidates = {}
     for k in program.new_states:
         var = program.block.inputs[k]

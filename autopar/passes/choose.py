@@ -45,14 +45,14 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
     # Those on devices share update logs, each on hosts has its own.
-    waiting = 0 if wanted.hosts else sum(space.extent for space in program.rows.spaces if space.deferred)
+    waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
-    made = [decide_family(program, space, choices) for space in program.rows.spaces]
+    made = [decide_family(program, space, choices) for space in program.facts.spaces]
     bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, bound.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
-            made[k] = decide_family(program, program.rows.spaces[k], choices, sharded=reason)
+            made[k] = decide_family(program, program.facts.spaces[k], choices, sharded=reason)
         bound = _assemble(program, options, made, wanted) if sharded else bound
     if options.tensor > 1:
         bound = _with_tensors(program, options, bound, wanted, measured)
@@ -65,12 +65,12 @@ def compares_methods(program: Program, options: Options) -> bool:
     """Returns whether `choose` compares what methods cost, and so wants rates of the devices."""
     wanted = _wanted(program, options.strategy)
     choices = Choices(options, UNMEASURED, wanted.methods, wanted.hosts)
-    return any(compares(program, space, choices) for space in program.rows.spaces)
+    return any(compares(program, space, choices) for space in program.facts.spaces)
 
 
 def _assemble(program: Program, options: Options, decided: Sequence[Decision], wanted: _Wanted) -> BoundPlan:
     """Returns the plan of all families' decisions, and of dense leaves."""
-    pairs = zip(program.rows.spaces, decided, strict=True)
+    pairs = zip(program.facts.spaces, decided, strict=True)
     families = [
         tuple(FamilyPlan(space.family, tables[0], bounds) for bounds in space_plan)
         for space, (space_plan, tables) in pairs
@@ -80,11 +80,11 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     safe, tight = [f for f, _ in families], [f for _, f in families]
     placements, layouts = _placements(program, safe)
     chosen = {f.family for f in safe}
-    rows = {leaf for space in program.rows.spaces if space.family in chosen for leaf in space.leaves}
+    rows = {leaf for space in program.facts.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, input_ in enumerate(program.inputs) if input_.role == "state")
     shards, plans = shard_dense(program, wanted.shards, states - rows, options.devices, options.spread_axes)
     tables = sorted(_with_shards([t for _, plans in decided for t in plans], plans), key=lambda t: order[t.path])
-    members = {leaf for space in program.rows.spaces for leaf in space.leaves}
+    members = {leaf for space in program.facts.spaces for leaf in space.leaves}
     named = {leaf.path: leaf for leaf in plans}
     others = [dense_plan(program, k, sharded=k in shards) for k in sorted(states - members)]
     dense = tuple(named.get(leaf.path, leaf) for leaf in others)
@@ -117,7 +117,7 @@ def _too_large(
         return {}
     open_: list[int] = []
     costs: list[Shardable] = []
-    for k, (space, (_, (plans, *_))) in enumerate(zip(program.rows.spaces, decided, strict=True)):
+    for k, (space, (_, (plans, *_))) in enumerate(zip(program.facts.spaces, decided, strict=True)):
         # Sizes are known where methods were compared.
         is_auto = all(choices.methods[t][0] == "auto" for t in space.tables)
         if is_auto and plans.sizes is not None and plans.method in REPLICATED:
@@ -162,7 +162,7 @@ def _with_tensors(
 ) -> BoundPlan:
     """Returns the plan with products that are divided over the devices of a tensor axis."""
     lifted = {f.family for f in bound.families}
-    rows = {leaf for space in program.rows.spaces if space.family in lifted for leaf in space.leaves}
+    rows = {leaf for space in program.facts.spaces if space.family in lifted for leaf in space.leaves}
     states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"}
     examples = {k for k, along in enumerate(bound.placements) if along is not None}.union(bound.uneven)
     eligible = sorted(states - rows - examples - wanted.kept)
@@ -189,7 +189,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
         if method == TENSOR:
             auto = {k: ("auto", False) for k in looked_up}
             return _Wanted(auto, {}, dict.fromkeys(states, TENSOR), frozenset(), frozenset())
-        liftable = {k for space in program.rows.spaces if host_refusal(program, space) is None for k in space.tables}
+        liftable = {k for space in program.facts.spaces if host_refusal(program, space) is None for k in space.tables}
         hosts = frozenset(liftable if where == "hosts" else ())
         methods = {k: (method, False) for k in looked_up}
         kept = frozenset(states if method == "allreduce" else ())
@@ -257,7 +257,7 @@ def _placements(
     axes = [program.batch.get(v) if input_.layout is None else _unstored(v, input_.layout) for v, input_ in pairs]
     sharded = {f.family: f.layout for f in families if f.layout is not None}
     layouts = {}
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         layout = sharded.get(space.family)
         if layout is not None:
             for leaf, axis in space.row_axes.items():

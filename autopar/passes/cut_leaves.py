@@ -15,8 +15,9 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
-from autopar.analysis.local import NotLocal, Placed, place_spread, resized_params
+from autopar.analysis.local import Placed, place_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
+from autopar.ir.local import NotLocal
 from autopar.ir.operations import split
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.slicing import clone, eliminate_dead, needed_equations

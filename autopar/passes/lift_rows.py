@@ -20,10 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.analysis.fates import Fates
-from autopar.analysis.row_ids import RowIds
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
-from autopar.ir.rowspace import Const, Row, RowFacts, RowSpace
+from autopar.ir.rowspace import Const, Row, RowFacts, RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.passes.lifting.deferral import StepUpdateLog, read_untouched_update
 from autopar.passes.lifting.equations import off_scope, rewrite
@@ -78,7 +77,7 @@ class _Lift:
 
     @staticmethod
     def of(program: Program, bound: BoundPlan) -> _Lift:
-        facts: RowFacts = program.rows
+        facts = program.facts
         spaces = {s.family: s for s in facts.spaces if bound.family(s.family) is not None}
         block = program.block
         ids: dict[int, RowIds] = {f: program.ids[f] for f in spaces}

@@ -19,20 +19,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
-from autopar.analysis.local import (
-    PARTIAL,
-    REDUCES,
-    LocalFacts,
-    NotLocal,
-    Partial,
-    Spread,
-    State,
-    keeps_partial,
-    place_spread,
-    resized_params,
-)
+from autopar.analysis.local import REDUCES, keeps_partial, place_spread, resized_params
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import PARTIAL, LocalFacts, NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
@@ -78,7 +68,7 @@ def localize(
 
 def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
     planned = {f.family for f in bound.families if f.layout is not None}
-    space = program.rows.space_of(k)
+    space = program.facts.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None
     return is_entry or k in bound.shards or (space is not None and space.family in planned)
 

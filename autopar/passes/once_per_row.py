@@ -31,10 +31,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.local import OncePerRow
 from autopar.analysis.primitives import Linear, those_that
 from autopar.analysis.work import flops, products
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import OncePerRow
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand

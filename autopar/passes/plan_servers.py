@@ -17,7 +17,7 @@ def served_plan(
     """Returns what is decided of a step that `split_servers` has cut, as the plan has it. `ranks`: of the servers that
     are processes of their own."""
     paths = [input_.path for input_ in program.inputs]
-    lifted = {k for space in program.rows.spaces if bound.family(space.family) is not None for k in space.leaves}
+    lifted = {k for space in program.facts.spaces if bound.family(space.family) is not None for k in space.leaves}
     kept = [pair for part in served.servers for pair in zip(part.leaves, part.pull.inputs, strict=False)]
     pulled = {v: served.leaf_of(k) for k, v in kept}
     lookups = (e for part in served.servers for e in part.pull.equations if e.op == "ap.pull")

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.analysis.batch_rules import SUMMED
-from autopar.analysis.local import REDUCES, NotLocal, place_spread, resized_params
+from autopar.analysis.local import REDUCES, place_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
+from autopar.ir.local import NotLocal
 from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Output, Program, Var
 from autopar.ir.reductions import neutral
@@ -257,7 +258,7 @@ def reduce_tables(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     if not layouts:
         return program, "no table is on hosts"
     walk = _Walk(program=program)
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         if space.family in layouts:
             for k, axis in space.row_axes.items():
                 path = program.inputs[k].path
@@ -350,7 +351,7 @@ class _Walk(Tables):
         self.append(equation)
 
     def _watch(self, equation: Equation) -> None:
-        space = next(s for s in self.program.rows.spaces if s.family == equation.params["family"])
+        space = next(s for s in self.program.facts.spaces if s.family == equation.params["family"])
         self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
 
     def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
@@ -404,7 +405,7 @@ class _Walk(Tables):
 
     def _family(self, equation: Equation) -> TableRows | None:
         family = equation.inputs[1].type.family
-        leaves = next(s.tables for s in self.program.rows.spaces if s.family == family)
+        leaves = next(s.tables for s in self.program.facts.spaces if s.family == family)
         return self.rows.get(self.program.block.inputs[leaves[0]])
 
     def _barrier(self, equation: Equation) -> None:

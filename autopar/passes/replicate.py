@@ -126,11 +126,11 @@ def check_replicas(earlier: Plan | None, name: str, old: Any, new: Any) -> None:
 def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatches: int) -> Iterator[tuple[int, int]]:
     """Tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
     for k in leaves:
-        space = program.rows.space_of(k)
+        space = program.facts.space_of(k)
         family = None if space is None else bound.family(space.family)
         if space is None or family is None or family.table.log_steps:
             continue
-        new = program.rows.value(program.block.outputs[program.new_states[k]])
+        new = program.facts.value(program.block.outputs[program.new_states[k]])
         if isinstance(new, Row) and isinstance(new.off, Same) and new.off.leaf == k:
             count = min(space.extent, minibatches * program.ids[space.family].count)
             yield k, count * (program.block.inputs[k].type.nbytes // space.extent)

@@ -13,8 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.analysis.local import NotLocal
 from autopar.analysis.work import equation_work
+from autopar.ir.local import NotLocal
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages

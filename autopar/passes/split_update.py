@@ -18,10 +18,10 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.flow import dependent
-from autopar.analysis.local import NotLocal, Spread, State
 from autopar.analysis.work import PRODUCTS
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
 from autopar.ir.slicing import clone, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
@@ -178,7 +178,7 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
 
 
 def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
-    rows = {k for space in program.rows.spaces for k in space.leaves if bound.family(space.family) is not None}
+    rows = {k for space in program.facts.spaces for k in space.leaves if bound.family(space.family) is not None}
     axes = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
     axes += [None] * (len(program.block.inputs) - len(axes))
     pairs = zip(axes, program.inputs, strict=True)

@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.analysis.row_ids import RowIds
 from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.figures import Growth
 from autopar.ir.program import Program
-from autopar.ir.rowspace import RowSpace
+from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.elsewhere import on_devices
@@ -217,7 +216,7 @@ class _Reader:
 
 
 def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         if space.accesses:
             ids = program.ids[space.family]
             yield space, ids, id_reader(program, ids)

@@ -88,7 +88,7 @@ def _explain(
     entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: ClusterSpec | None, verbose: bool
 ) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
-    rows = [_table_row(entry, space, k, leaves) for space in program.rows.spaces for k in space.tables]
+    rows = [_table_row(entry, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
     there = emission_notes(entry, verbose)

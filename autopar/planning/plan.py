@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.analysis.local import OncePerRow
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
 from autopar.cost import Growth, Rates, Term, step_terms
@@ -21,6 +20,7 @@ from autopar.cost.rates import NO_HOST_TIME, NO_TIME, HostRates, bound_rates, pl
 from autopar.cost.simulate import SIMULATED, TableLoad, Workload
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.local import OncePerRow
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace

@@ -167,7 +167,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
 
     def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         kept = list(outputs)
-        for space in program.rows.spaces:
+        for space in program.facts.spaces:
             if entry.compiled.bound.family(space.family) is None or entry.compiled.plan.sparse != "lazy":
                 continue
             flat = emit(id_program(program, program.ids[space.family])[0])(*inputs)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.ir.pipeline import StagedStep
+from autopar.ir.program import known
 from autopar.planning.replay import replay_minibatches
 from autopar.planning.verification import LeafCheck, Verification, as_floats
 from autopar.run.asynchronous import AsynchronousRunner
@@ -32,7 +32,7 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     """
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
-    step: StagedStep = entry.compiled.program.staged
+    step = known(entry.compiled.program.staged)
     pipeline = entry.compiled.plan.pipeline
     assert pipeline is not None, "a step without a flush has stages"
     first = [copied(materialize(leaf)) for leaf in leaves]

@@ -13,7 +13,6 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.local import OncePerRow, Spread
 from autopar.backends import across
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
@@ -24,7 +23,8 @@ from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
-from autopar.ir.program import ArrayType, Block, Program
+from autopar.ir.local import OncePerRow, Spread
+from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
@@ -42,7 +42,7 @@ class HostRunner:
 
     def __init__(self, compiled: Compiled, way: Way, out_tree: Any, donate: bool) -> None:
         self._out_tree = out_tree
-        self._local = compiled.program.local
+        self._local = known(compiled.program.local)
         self._donate = donate
         bound, self._program = compiled.bound, compiled.analysed
         self._bound = bound
@@ -58,7 +58,7 @@ class HostRunner:
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
         self._tables: dict[int, tuple[int, RowLayout]] = {
             leaf: (axis, hosted[space.family])
-            for space in self._program.rows.spaces
+            for space in self._program.facts.spaces
             if space.family in hosted
             for leaf, axis in zip(space.leaves, space.axes, strict=True)
         }
@@ -78,7 +78,7 @@ class HostRunner:
         limits = {f.family: (f.bounds.rows // count, (f.bounds.requested or 0) // count) for f in there}
         #: Two rows at least: a reshape would not tell an axis of one row from others.
         least: dict[int, tuple[int, int]] = dict.fromkeys(limits, (2, 1))
-        for space in self._program.rows.spaces:
+        for space in self._program.facts.spaces:
             is_known = space.is_pulled or not _has_dynamic_ids(space)  # whichever batch comes
             if space.family in least and (space.depends_on or is_known):
                 least[space.family] = limits[space.family]
@@ -110,7 +110,7 @@ class HostRunner:
                 "Give it ('ps', 'hosts') as well, or leave it to 'auto' or 'allreduce'"
             )
         there = {f.family: f.method for f in self._bound.families if not f.on_hosts}
-        spaces = [s for s in self._program.rows.spaces if s.family in there]
+        spaces = [s for s in self._program.facts.spaces if s.family in there]
         space = next((s for s in spaces if s.deferred), spaces[0] if spaces else None)
         if space is not None and (self._bound.devices > 1 or space.deferred):
             path, ranks = self._program.inputs[space.tables[0]].path, self._bound.devices

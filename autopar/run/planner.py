@@ -273,7 +273,7 @@ class Planner:
             analysed = analyze_program(program, way)
             try:
                 compiled = compile_program(analysed, way, way.measured(self, analysed, example))
-                tables = {k for space in analysed.program.rows.spaces for k in space.tables}
+                tables = {k for space in analysed.program.facts.spaces for k in space.tables}
                 known = replayed_in_vain(compiled.program, tables, way.options)
                 if not known:
                     break

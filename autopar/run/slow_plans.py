@@ -83,7 +83,7 @@ def _dense_tables(entry: Entry) -> Iterator[str]:
     """Tells of tables that are updated as a whole because of what else the step does with them."""
     program, plan = entry.compiled.analysed, entry.compiled.plan
     looked_up = {table.path: table.ids for table in plan.tables if table.refused}
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         table = program.inputs[space.tables[0]].path if space.tables else ""
         refusal, ids = space.refusal, looked_up.get(table, 0)
         asked = asked_of(entry.options.strategy, table)
@@ -106,7 +106,7 @@ def _whole_tables(entry: Entry) -> Iterator[str]:
     """Tells of tables that the strategy gives to a method of rows, and that are whole on every device all the same, for
     there is no update of theirs to save."""
     program, plan = entry.compiled.analysed, entry.compiled.plan
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         if space.refusal is None or space.accesses or space.rows_read or plan.devices == 1:
             continue
         table = plan.table(program.inputs[space.tables[0]].path)

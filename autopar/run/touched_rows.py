@@ -35,7 +35,7 @@ class TouchedRows:
         program = compiled.analysed
         by_path = {program.inputs[k].path: k for k in program.new_states}
         #: Input -> its family, of tables of which the touched rows are sent.
-        self._families = {k: program.rows.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
+        self._families = {k: program.facts.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
         family = compiled.bound.family
         lifted = {k: program.ids[s.family] for k, s in self._families.items() if family(s.family) is not None}
         self._readers = {k: id_reader(program, x) for k, x in lifted.items() if is_exact(id_program(program, x)[0])}

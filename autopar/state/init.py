@@ -309,7 +309,7 @@ def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
     layouts = {f.family: f.layout for f in entry.compiled.bound.families if f.on_hosts and f.layout is not None}
     return {
         leaf: (layouts[space.family], axis)
-        for space in entry.compiled.analysed.rows.spaces
+        for space in entry.compiled.analysed.facts.spaces
         if space.family in layouts
         for leaf, axis in zip(space.leaves, space.axes, strict=True)
     }

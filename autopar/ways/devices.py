@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import jax
 
-from autopar.analysis.local import NotLocal
 from autopar.backends.devices import Devices
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.passes.localize import localize

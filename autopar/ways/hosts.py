@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autopar import jax_compat
-from autopar.analysis.local import NotLocal
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.mpi.machines import exchange

@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.analysis.local import NotLocal
 from autopar.backends.served import one_worker
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
-from autopar.ir.program import Program
+from autopar.ir.program import Program, known
 from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.plan_servers import served_plan
@@ -75,7 +75,7 @@ class OnServers(Way):
             worker = localize_worker(program, bound, devices)
         except NotLocal as error:
             return program, f"{devices} devices of a worker are all given the whole minibatch: {error}"
-        served = dataclasses.replace(program.served, local_worker=worker)
+        served = dataclasses.replace(known(program.served), local_worker=worker)
         return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
 
     exchanges = "replicas (sync=)"

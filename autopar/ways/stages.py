@@ -9,15 +9,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from autopar import jax_compat
-from autopar.analysis.local import NotLocal
 from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
-from autopar.ir.pipeline import Pipeline, StagedStep
-from autopar.ir.program import Program, Var
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.program import Program, Var, known
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.passes.localizing.tensor import localize_stages
@@ -84,7 +84,7 @@ class InStages(Way):
 
     def _localize(self, program: Program, bound: BoundPlan) -> tuple[Program, str]:
         try:
-            staged, note = localize_stages(program.staged, bound, self.options.tensor)
+            staged, note = localize_stages(known(program.staged), bound, self.options.tensor)
         except NotLocal as error:
             raise StrategyError(
                 f"pipeline: products of {program.name} can't be divided over the devices of a stage: {error}. Leave "
@@ -159,7 +159,7 @@ class InStages(Way):
 
         assert entry.compiled.plan.pipeline is not None, "stages are planned"
         pipeline = entry.compiled.plan.pipeline.pipeline
-        staged: StagedStep = entry.compiled.program.staged
+        staged = known(entry.compiled.program.staged)
         devices, analysed = entry.stage_devices[: pipeline.devices], entry.compiled.analysed
         given = devices, entry.out_tree, entry.donate, KeptArguments(analysed, staged)
         if staged.asynchronous is not None:
@@ -193,7 +193,7 @@ class InStages(Way):
         """Compares a pipeline without a flush with its tasks, one after the other."""
         from autopar.planning.verify_replay import compare_replay
 
-        is_asynchronous = entry.compiled.program.staged.asynchronous is not None
+        is_asynchronous = known(entry.compiled.program.staged).asynchronous is not None
         return compare_replay(entry, leaves, steps) if is_asynchronous else None
 
     def sends(self, entry: Entry, name: str) -> Check:
@@ -207,7 +207,7 @@ def _leaves(entry: Entry) -> dict[int, tuple[StagePlace, ...]]:
     """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
     everywhere."""
     assert entry.compiled.plan.pipeline is not None, "stages are planned"
-    staged: StagedStep = entry.compiled.program.staged
+    staged = known(entry.compiled.program.staged)
     places = entry.compiled.plan.pipeline.places
     leaves: dict[int, tuple[StagePlace, ...]] = {}
     for k, leaf in enumerate(staged.inputs):

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from autopar.analysis.local import NotLocal
 from autopar.compile import Analysed, Analysis, Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.measure.machine import looked_up

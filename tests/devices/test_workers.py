@@ -13,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.analysis.local import NotLocal
 from autopar.backends import served
+from autopar.ir.local import NotLocal
 from autopar.ways import servers
 from tests.support.meshes import mesh_of
 from tests.support.partitioned import IDS

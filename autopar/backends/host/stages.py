@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.analysis.local import Spread
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import EACH, Place, Ranks
@@ -26,8 +25,9 @@ from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.reductions import reduce_some
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
+from autopar.ir.local import Spread
 from autopar.ir.operations import plain_name, split
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.mpi.buffers import aligned
@@ -165,7 +165,7 @@ class StagedProgram:
         places: dict[Atom, Place] = dict.fromkeys(made, EACH)
         inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)
         places |= {v: at for v, at in inputs if isinstance(v.type, ArrayType)}
-        for atom, state in zip(self._outputs, program.local.outputs, strict=True):
+        for atom, state in zip(self._outputs, known(program.local).outputs, strict=True):
             if atom in places:
                 places[atom] = state.axis if isinstance(state, Spread) and not state.owner else None
         return places
@@ -449,7 +449,7 @@ def returned_by_programs(program: Program) -> tuple[list[ProgramStage | Exchange
 
     What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
     """
-    items: list[ProgramStage | ExchangeStage] = list(program.stages.items)
+    items: list[ProgramStage | ExchangeStage] = list(known(program.stages).items)
     outputs = list(program.block.outputs)
     last = max(
         (k for k, item in enumerate(items) if isinstance(item, ProgramStage) and item.side == "device"), default=-1

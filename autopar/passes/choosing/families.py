@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.row_ids import RowIds, append_new
+from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
 from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
@@ -26,7 +26,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
-from autopar.ir.rowspace import Access, Refusal, RowSpace, host_refusal
+from autopar.ir.rowspace import Access, Refusal, RowIds, RowSpace, host_refusal
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.slicing import hoist
 from autopar.ir.strategy import ROW_METHODS, Where
@@ -379,7 +379,7 @@ class RowBytes:
 
 
 def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) -> RowBytes:
-    """Returns bytes of the family's rows that travel in a step.
+    """Returns the bytes of the family's rows that travel in a step.
 
     Args:
       program: The analysed program.

@@ -31,7 +31,7 @@ def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> N
             f"{earlier.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
         )
     known = {t.path for t in earlier.tables}
-    leaves = {program.inputs[k].path: (space, k) for space in program.rows.spaces for k in space.tables}
+    leaves = {program.inputs[k].path: (space, k) for space in program.facts.spaces for k in space.tables}
     states = {input_.path for input_ in program.inputs}
     divided = 1 if earlier.tensor is None or not earlier.tensor.axes else earlier.tensor.devices
     if divided != tensor:
@@ -75,7 +75,7 @@ def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
         if divided.get(path) != now.get(path):
             axes = (f"divided along axis {x[path]}" if path in x else "whole" for x in (divided, now))
             wrong.append(f"{path}: {next(axes)} in the plan, {next(axes)} in the step")
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         family = made.family(space.family)
         where, log_steps = ("devices", 0) if family is None else (family.table.where, family.table.log_steps)
         for k in space.tables:

@@ -63,7 +63,7 @@ def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory
     """
     excess = state_bytes(program, bound) - state_budget(memory)
     paths: list[str] = []
-    free = [s for s in program.rows.spaces if host_refusal(program, s) is None and is_open(program, s, strategy)]
+    free = [s for s in program.facts.spaces if host_refusal(program, s) is None and is_open(program, s, strategy)]
     sizes = {id(s): sum(leaf_bytes(program, bound, k) for k in s.leaves) for s in free}
     for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
         if excess <= 0:

@@ -12,13 +12,12 @@ from typing import Any, Protocol
 
 from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.primitives import SHAPED
-from autopar.analysis.row_ids import Index
 from autopar.analysis.rules import RESIZE
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.rowspace import Free, Row, RowFacts, RowSpace, can_be_run_again
+from autopar.ir.rowspace import Free, Index, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
 
@@ -300,7 +299,7 @@ class Scope(Writer):
     # --- routes and types ---
 
     def rows_of(self, family: int) -> int:
-        """Returns number of routed rows."""
+        """Returns the number of routed rows."""
         return self.lifting.families[family].bounds.rows
 
     def at(self, type_: Any, axis: int, family: int) -> ArrayType:

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.fates import Fate, Fates
-from autopar.analysis.local import NotLocal
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.unfollowed import LAZY
+from autopar.ir.local import NotLocal
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Off, Refusal, Row
 from autopar.ir.slicing import eliminate_dead

@@ -1,6 +1,6 @@
 """Values of a program that is written for one device, and how they are brought from one form into another.
 
-See `localize`: of each value a device has all, an equal shard, or a partial sum (`analysis.local`).
+See `localize`: of each value a device has all, an equal shard, or a partial sum (`ir.local`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter

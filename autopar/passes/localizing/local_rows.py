@@ -10,9 +10,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from autopar.analysis.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.deferred import Replay
+from autopar.ir.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.operations import split
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var, family_of
 from autopar.passes.localizing.local_forms import Forms, joined

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.analysis.local import NotLocal, Spread
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.program import Block, Program
+from autopar.ir.local import NotLocal, Spread
+from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.localize import Localizer, localize
@@ -43,15 +43,16 @@ def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPla
 
 
 def _reductions(program: Program) -> str:
-    ops = sorted({r.op for r in program.local.reductions})
+    ops = sorted({r.op for r in known(program.local).reductions})
     kinds = "all of sums" if ops in ([], ["sum"]) else f"by {', '.join(ops)}"
-    return f"{len(program.local.reductions)} reductions, {kinds}"
+    return f"{len(known(program.local).reductions)} reductions, {kinds}"
 
 
 def _unreachable_sum(program: Program) -> str | None:
-    if program.local.inside is not None:
-        return str(program.local.inside)
-    nested = next((r for r in program.local.reductions if r.nested), None)
+    local = known(program.local)
+    if local.inside is not None:
+        return str(local.inside)
+    nested = next((r for r in local.reductions if r.nested), None)
     return None if nested is None else f"a sum over all examples in a loop ({nested.source})"
 
 
@@ -83,7 +84,7 @@ def localize_worker(program: Program, bound: BoundPlan, devices: int) -> LocalWo
     Raises:
       NotLocal: an equation that can't be run on a part of its operands.
     """
-    worker: Block = program.served.worker
+    worker = known(program.served).worker
     places = zip(program.block.inputs, bound.placements, strict=False)
     axes = {v: axis for v, axis in places if axis is not None and v.shape[axis] % devices == 0}
     over = dataclasses.replace(bound, plan=dataclasses.replace(bound.plan, devices=devices))

@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.analysis.local import LocalFacts, Reduction, Spread, State
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import LocalFacts, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.pipeline import StagedStep
-from autopar.ir.program import Block, Equation, Program
+from autopar.ir.program import Block, Equation, Program, known
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -49,7 +49,7 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
     facts = LocalFacts(tuple(returned), frozenset(), tuple(shared.reductions), tuple(shared.gathered))
-    local = dataclasses.replace(program.local, reductions=tuple(_reductions(block)), tensor=facts)
+    local = dataclasses.replace(known(program.local), reductions=tuple(_reductions(block)), tensor=facts)
     return dataclasses.replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
 
 

@@ -17,7 +17,8 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
-from autopar.analysis.local import REDUCES, NotLocal, place_spread, resized_params
+from autopar.analysis.local import REDUCES, place_spread, resized_params
+from autopar.ir.local import NotLocal
 from autopar.ir.paths import layers_path
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Source, Var
 from autopar.ir.slicing import clone

@@ -198,7 +198,7 @@ def _borders(start: int, end: int) -> Iterator[int]:
 
 
 def held_bytes(var: Var, division: Division) -> int:
-    """Returns bytes of what a device has of a value."""
+    """Returns the bytes of what a device has of a value."""
     return -(-_bytes(var) // division.devices) if var in division.axes else _bytes(var)
 
 

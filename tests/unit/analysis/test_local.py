@@ -15,10 +15,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.scipy.linalg import solve_triangular
 from jax.sharding import Mesh
 
-from autopar.analysis.local import PARTIAL, Spread, State
 from autopar.backends.devices import Mapped
 from autopar.backends.emit import emit
 from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.local import PARTIAL, Spread, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.analysis.local import PARTIAL
 from autopar.ir.bound_plan import BoundPlan, Bounds, FamilyPlan
+from autopar.ir.local import PARTIAL
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import ArrayType, Equation, Var
 from autopar.passes.localize import Localizer
