@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.ir.program import Source, Type, Var
+from autopar.ir.program import ArrayType, Source, Var
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Reduction:
       source: The user's line.
     """
 
-    type: Type
+    type: ArrayType
     op: str
     nested: bool
     source: Source | None
