@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compile import Compiled
+from autopar.ir.program import known
 from autopar.ir.sync_plan import SyncPlan
 from autopar.measure.alpha import id_program, id_reader, is_exact
 from autopar.tables.replica import Rows, Touched
@@ -35,7 +36,7 @@ class TouchedRows:
         program = compiled.analysed
         by_path = {program.inputs[k].path: k for k in program.new_states}
         #: Input -> its family, of tables of which the touched rows are sent.
-        self._families = {k: program.facts.space_of(k) for k in (by_path[path] for path in plan.by_rows)}
+        self._families = {k: known(program.facts.space_of(k)) for k in (by_path[path] for path in plan.by_rows)}
         family = compiled.bound.family
         lifted = {k: program.ids[s.family] for k, s in self._families.items() if family(s.family) is not None}
         self._readers = {k: id_reader(program, x) for k, x in lifted.items() if is_exact(id_program(program, x)[0])}
