@@ -75,7 +75,7 @@ def plan_of(
     least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
     tables = []
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         for table in space.tables:
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
@@ -187,7 +187,7 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | 
     """
     program, bound = entry.compiled.analysed, entry.compiled.bound
     sizes: dict[int, tuple[int, int]] = {}
-    for space in program.rows.spaces:
+    for space in program.facts.spaces:
         family = bound.family(space.family)
         if family is None or not family.on_hosts or family.bounds.requested is None or not space.accesses:
             continue
