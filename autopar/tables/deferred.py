@@ -171,19 +171,15 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
         return list(self._begin(*(x for k, x in enumerate(leaves) if k % leaves_ < self.replay.changed)))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
-        """Compile, beside the steps, what brings rows up to date: those of evaluations, and some between steps."""
+        """Compile, beside the steps, what brings rows up to date: those of evaluations, some between steps, and what a
+        full log needs alone. They are begun before the programs that take longest (`run.devices.LateFallback`), behind
+        which the step that fills the log would wait."""
         if self._some_compilation is None:
-            operands = *map(_shape, (*leaves, *entries)), np.int32(0), *map(_shape, self.no_rows)
+            some = *map(_shape, (*leaves, *entries)), np.int32(0), *map(_shape, self.no_rows)
             what = "what brings rows up to date that wait"
-            self._some_compilation = beside(what, lambda: self.catch_up_some.lower(*operands).compile())
-
-    def prepare_turn(self, entries: Sequence[jax.Array]) -> None:
-        """Compile, beside the steps, what a full log needs alone."""
-        if self._turn_compilation is None:
-            operands = list(map(_shape, entries))
-            self._turn_compilation = beside(
-                "what a full update log needs", lambda: self.turn.lower(*operands).compile()
-            )
+            self._some_compilation = beside(what, lambda: self.catch_up_some.lower(*some).compile())
+            turn = list(map(_shape, entries))
+            self._turn_compilation = beside("what a full update log needs", lambda: self.turn.lower(*turn).compile())
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
@@ -245,11 +241,8 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         return older
 
     def _prepare(self, position: int) -> None:
-        part = self.spec.replay.part
-        if position >= part + self.spec.replay.prepared:
+        if position >= self.spec.replay.part + self.spec.replay.prepared:
             self.spec.prepare(self.leaves, self.entries)
-        if position >= part + part // 2:
-            self.spec.prepare_turn(self.entries)
 
     def _catch_up_some(self, steps: Sequence[Any], which: int) -> None:
         self._run(self.spec.some, *steps, np.int32(which), *self.spec.no_rows)

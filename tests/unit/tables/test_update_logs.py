@@ -66,6 +66,16 @@ def test_no_step_compiles_when_the_log_is_full(strategy: Any) -> None:
     assert differences(make_state(), theirs, autopar.materialize(state), 1e-4) == []
 
 
+def test_what_a_full_log_needs_is_compiled_before_longer_programs() -> None:
+    """Those that are begun behind 32 steps would have the step that fills the log wait for them."""
+    planned = autopar.parallelize(step, strategy="ps")
+    set_options(planned, log_steps=8 * LOG_STEPS)
+    with compilations() as made:
+        trained(planned, make_state(), 0, 20)
+        finish()
+    assert made.beside == 2, "a log's turn, and some rows that are brought up to date"
+
+
 def test_another_log_of_the_same_step_compiles_nothing() -> None:
     planned = made_for("ps")
     trained(planned, make_state(), 0, LOG_STEPS)
