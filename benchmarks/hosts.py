@@ -99,7 +99,7 @@ def _against(
             flush=True,
         )
     print(
-        f"  autopar compiled {told['compilations']} times; dense gradients: {', '.join(told['reduction_backend'])}; "
+        f"  autopar compiled {told['compilations']} times; dense gradients: {told['reduction_backend']}; "
         f"once for each distinct row: {told['once_per_row'] or 'nothing'}",
         flush=True,
     )
@@ -480,8 +480,12 @@ def timed(runner: HostRunner, stages: Sequence[str]) -> Iterator[StageTimes]:
     programs: list[Any] = list(runner._programs.values())  # a benchmark may look inside
     actions = [staged._actions for staged in programs]
     for staged in programs:
-        pairs = zip(list(found.seconds)[:-1], staged._actions, strict=True)
-        staged._actions = [_timed(action, name, found) for name, action in pairs]
+        names, timed_actions = list(found.seconds)[:-1], []
+        for action in staged._actions:  # waiting for reductions that run beside belongs to the stage behind it
+            name = names[0] if action == staged._await_reductions else names.pop(0)
+            timed_actions.append(_timed(action, name, found))
+        assert not names, "every stage is timed"
+        staged._actions = timed_actions
     try:
         yield found
     finally:

@@ -347,12 +347,13 @@ class Rank:
         params, batch = model.init(jax.random.key(0)), model.batch(0)
         state, _ = step((params, TX.init(params)), batch)
         runner: Any = step.latest.runner  # a benchmark may look inside
-        phases = {program.program.phase for program in runner._executor._programs.values()}
+        programs = runner.executor._compiled
+        phases = {program.phase for program, _ in programs}
         backward = 2 / len(phases & {"B", "W"})  # the first stage has gradients of weights alone
         tasks = {"F": task_s, "B": backward * task_s, "W": backward * task_s}
-        for key, compiled in runner._executor._compiled.items():
-            seconds = tasks.get(runner._executor._programs[key[0]].program.phase, 0.0)
-            runner._executor._compiled[key] = dataclasses.replace(compiled, run=_sleeping(compiled.run, seconds))
+        for key, compiled in programs.items():
+            seconds = tasks.get(key[0].phase, 0.0)
+            programs[key] = dataclasses.replace(compiled, run=_sleeping(compiled.run, seconds))
         waiting = runner.messages._waiting = Timed(runner.messages._waiting)
         state, _ = step(state, batch)
         start, waiting.seconds = time.perf_counter(), 0.0
