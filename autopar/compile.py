@@ -30,11 +30,11 @@ Pass = tuple[str, Callable[[Program, BoundPlan], tuple[Program, BoundPlan, str]]
 
 
 class HasPasses(Protocol):
-    """What the compiler asks of a way to run a step (`ways.way.Way`)."""
+    """Names what the compiler asks of a way to run a step (`ways.way.Way`)."""
 
     @property
     def options(self) -> Options:
-        """What the user chose for the whole step."""
+        """Returns what the user chose for the whole step."""
         ...
 
     @property

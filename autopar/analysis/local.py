@@ -1,4 +1,4 @@
-"""What an equation makes of shards and partial sums (`ir.local`): `place_spread` and `keeps_partial`.
+"""Rules for what equations make of shards and partial sums (`ir.local`): `place_spread` and `keeps_partial`.
 
 Both are sound: what they have no rule for is refused, never guessed.
 """

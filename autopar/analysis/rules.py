@@ -1,4 +1,4 @@
-"""What each primitive means along the rows and off the rows.
+"""Rules for what each primitive means along the rows and off the rows.
 
 `RULES[op]` takes an equation, the values of its operands and the running analysis, and returns the values of its
 results. It raises `Mixes` when a result's row would depend on other rows. `RESIZE[op]` gives the parameters of the

@@ -1,4 +1,4 @@
-"""Whether the untouched update only scales a row's leaves, some of them being zero; and by how much: see `ir.deferred`.
+"""Finds by how much an untouched update scales a row's leaves, if it does no more: see `ir.deferred`.
 
 An abstract interpretation of the untouched update's body. A value is zero; a leaf times a number, which is held as
 `unit + rest` so that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not

@@ -173,7 +173,7 @@ class Suffixes:
         return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
 
     def ends(self, changed: Sequence[Array], k: Array) -> dict[int, Array]:
-        """Of each scaled leaf its elements' sizes, if they are only scaled by the steps from `k` ([] or [B]) on.
+        """Returns the sizes of each scaled leaf's elements, if the steps from `k` ([] or [B]) on only scale them.
 
         Zero where that isn't known.
         """
@@ -215,7 +215,7 @@ class Suffixes:
         return good
 
     def _reach(self, changed: Sequence[Array], reach: Array, leaf: Array, k: Array) -> Array:
-        """Of a pair, for each element of the scaled leaf: that of the highest floor above which all leaves stay."""
+        """Returns, for each element of a pair's scaled leaf, that of the highest floor above which all leaves stay."""
         reached = reach[k, 0]
         if self.fading.floors:
             least = [

@@ -57,7 +57,7 @@ class UpdateLog(abc.ABC, Generic[Spec]):
     @property
     @abc.abstractmethod
     def steps(self) -> Sequence[Any]:
-        """What steps wrote down: now, segment, records, segments."""
+        """Returns what steps wrote down: now, segment, records, segments."""
 
     @abc.abstractmethod
     def _position(self) -> int:

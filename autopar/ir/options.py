@@ -17,7 +17,7 @@ from autopar.sync import Async, Replicated, Sync
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user chose for the whole step."""
+    """Holds what the user chose for the whole step."""
 
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"

@@ -361,7 +361,7 @@ class _Rewrite(Writer):
         *,
         again: bool = False,
     ) -> Var:
-        """See `ir.expand`."""
+        """See `ir.writer.expand`."""
         made = expand(fun, like, atoms, output, again=again)
         self.extend(made)
         return made[-1].outputs[0]

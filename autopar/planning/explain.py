@@ -199,7 +199,7 @@ class ExplainedLeaf:
       deferred: What deferred rows take, in words.
       sent: On several devices, method -> bytes that each device would send in a step.
       seconds: Method -> what its exchanges and updates were predicted to take.
-      table_3: The paper's figures for the table itself (`cost.transfer_bytes`).
+      table_3: The paper's figures for the table itself (`cost.exchange.transfer_bytes`).
     """
 
     plan: TablePlan | DensePlan

@@ -145,7 +145,7 @@ class ParallelStep(PickledByOptions):
 
     @property
     def options(self) -> Options:
-        """What the user chose for the whole step."""
+        """Returns what the user chose for the whole step."""
         return self.planner.options
 
     @property

@@ -64,17 +64,17 @@ class Way:
 
     @property
     def defers(self) -> bool:
-        """Whether rows may wait for later steps."""
+        """Says whether rows may wait for later steps."""
         return self.options.sparse == "exact"
 
     @property
     def divides(self) -> bool:
-        """Whether the batch is followed on one device, too; then devices divide it evenly or not at all."""
+        """Says whether the batch is followed on one device, too; then devices divide it evenly or not at all."""
         return False
 
     @property
     def analyses(self) -> tuple[Analysis, ...]:
-        """What finds out about a traced program, in this order."""
+        """Returns the passes that find out about a traced program, in this order."""
         options = self.options
         return (
             ("normalize", normalize),
