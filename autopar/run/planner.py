@@ -188,7 +188,7 @@ class Planner:
     def may_follow(self, plan: Plan) -> bool:
         """Whether an earlier plan may take the place of what the user left open: it is one of as many devices."""
         options = self.options
-        given = options.plan is not None or options.pipeline is not None or options.sync is not None
+        given = options.plan is not None or not self.way.may_follow
         hosts = asks_for_hosts(plan.strategy)
         return not given and plan.devices == options.devices and hosts == options.hosts
 
@@ -211,19 +211,18 @@ class Planner:
     def _check_job(self, leaves: Sequence[Any]) -> None:
         """Check that the processes of this job see each other, by MPI where the step needs it."""
         check_connected(self.name)
-        if self.options.hosts or any(isinstance(leaf, HostTable) for leaf in leaves):
+        if any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
-        if self.options.is_asynchronous:
-            check_ranks(self.name, "servers", "let clients average, sync=autopar.sync.Average(every=...)")
-        if self.options.pipeline is not None and self.processes is not None:
-            check_ranks(self.name, "stages on several processes", "give the stages devices of one process, mesh=")
+        needed = self.way.needs_mpi(self)
+        if needed is not None:
+            check_ranks(self.name, *needed)
 
     def _donates(self, call: Call, states: States) -> bool:
         """Whether a call's state is updated in place: all of it, or, with a warning, none."""
         arguments = [call.arguments[k] for k in states.outputs]
         kept = [a.name for a in arguments if self.donated is not None and a.place not in self.donated]
         donate = self.donate and not kept
-        if self.options.is_asynchronous and not donate:
+        if self.way.is_asynchronous and not donate:
             raise ArgumentsError(
                 f"{self.name}: servers go on with every step, so the old state can't be kept. Leave out donate=False, "
                 "donate_argnums and donate_argnames; autopar.average(state) and autopar.materialize(state) make copies"

@@ -166,7 +166,7 @@ class ParallelStep(PickledByOptions):
     @property
     def takes_turns(self) -> bool:
         """Whether clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
-        return not self.options.is_asynchronous
+        return not self.planner.way.is_asynchronous
 
     @property
     def static(self) -> NamedArguments:

@@ -25,6 +25,7 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
 from autopar.run.entry import Entry
+from autopar.run.planner import ON_DEVICES, Planner
 from autopar.run.runner import Runner
 from autopar.tables.home import Home
 from autopar.tables.host import HostHome
@@ -81,6 +82,10 @@ class OnHosts(Way):
         return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 
     exchanges = "tables on hosts"
+
+    def needs_mpi(self, planner: Planner) -> tuple[str, str]:
+        """Exchanges of rows do."""
+        return "tables on hosts", ON_DEVICES
 
     def runner(self, entry: Entry) -> Runner:
         """Runs a rank's programs."""

@@ -14,10 +14,11 @@ from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.passes.replicate import replicate
 from autopar.run.entry import Entry
+from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.sync import Replicated
 from autopar.tables.replica import Replica
-from autopar.ways.way import Way
+from autopar.ways.way import SERVERS, Way
 
 if TYPE_CHECKING:
     from autopar.planning.verification import Verification
@@ -49,6 +50,17 @@ class InReplicas(Way):
     exchanges = "replicas (sync=)"
     leaves = (Replica,)
 
+    may_follow = False
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Clients of a centre, and neighbors in a ring, never wait."""
+        return self.options.is_asynchronous
+
+    def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
+        """Messages to servers and neighbors do."""
+        return SERVERS if self.is_asynchronous else None
+
     def runner(self, entry: Entry) -> Runner:
         """Runs a client's step by its own runner, and exchanges weights behind it."""
         from autopar.run.exchanges import ElasticRunner, RingRunner
@@ -59,7 +71,7 @@ class InReplicas(Way):
         assert isinstance(sync, Replicated) and plan is not None and entry.clients is not None, "clients have replicas"
         touched, program = TouchedRows(compiled, plan), compiled.analysed
         given = entry.own_runner, sync, plan, touched, entry.clients, program, entry.out_tree, entry.plain
-        if not self.options.is_asynchronous:
+        if not self.is_asynchronous:
             return MeansRunner(*given)
         return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
@@ -68,5 +80,5 @@ class InReplicas(Way):
         from autopar.planning.replay_replicas import compare_replicas
         from autopar.planning.replay_served import compare_served
 
-        compare = compare_served if self.options.is_asynchronous else compare_replicas
+        compare = compare_served if self.is_asynchronous else compare_replicas
         return compare(entry, leaves, steps)

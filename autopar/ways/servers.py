@@ -20,11 +20,12 @@ from autopar.passes.plan_servers import served_plan
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import split_servers
 from autopar.run.entry import Entry
+from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.sync import Async
 from autopar.tables.averaging import average
 from autopar.tables.served import ServedLeaf
-from autopar.ways.way import Way, in_microbatches, lifting, rewriting
+from autopar.ways.way import SERVERS, Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
     from autopar.planning.verification import Verification
@@ -80,6 +81,17 @@ class OnServers(Way):
 
     exchanges = "replicas (sync=)"
     leaves = (ServedLeaf,)
+
+    may_follow = False
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Workers never wait."""
+        return True
+
+    def needs_mpi(self, planner: Planner) -> tuple[str, str]:
+        """Messages to servers and neighbors do."""
+        return SERVERS
 
     def runner(self, entry: Entry) -> Runner:
         """Runs a worker."""

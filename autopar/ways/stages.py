@@ -151,6 +151,14 @@ class InStages(Way):
 
     # --- what it is run by ---
 
+    may_follow = False
+
+    def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
+        """Messages between processes do."""
+        if planner.processes is None:
+            return None
+        return "stages on several processes", "give the stages devices of one process, mesh="
+
     def runner(self, entry: Entry) -> Runner:
         """Runs tasks on the stages' devices. With stages on several processes new leaves are on those of their stage,
         all other results everywhere."""

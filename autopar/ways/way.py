@@ -37,6 +37,9 @@ if TYPE_CHECKING:  # names of those who ask
     from autopar.run.runner import Runner
     from autopar.state.init import Maker
 
+#: What takes ranks of an MPI job where clients don't wait, and what to do in place of it.
+SERVERS = ("servers", "let clients average, sync=autopar.sync.Average(every=...)")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
@@ -130,6 +133,18 @@ class Way:
     exchanges: ClassVar[str] = ""
     #: Leaves of the state that this way alone takes.
     leaves: ClassVar[tuple[type, ...]] = ()
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether no client or worker waits for another one."""
+        return False
+
+    #: Whether an earlier plan may take the place of what the user left open.
+    may_follow: ClassVar[bool] = True
+
+    def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
+        """Returns what takes ranks of an MPI job, and what to do in place of it, in words; None: nothing does."""
+        return None
 
     def runner(self, entry: Entry) -> Runner:
         """Makes what calls the planned step."""
