@@ -52,8 +52,8 @@ class Pipeline:
       ahead: Of "spectrain" s for each stage, the updates by which its forwards and its backwards predict weights, in
         place of those that are counted in the simulated schedule.
       slack: Of asynchronous schedules, minibatches that are in flight for each border between stages, besides one for
-        each device; they hide slow links, and are as many updates more that a minibatch misses. None: so many, 3 at
-        most, that the simulated schedule comes to within 10% of its best.
+        each device; they hide slow links, and are as many updates more that a minibatch misses. None: 0 within
+        a process; between processes so many, 3 at most, that the simulated schedule comes to within 10% of its best.
 
     Raises:
       ArgumentsError: an option that no pipeline has, or options that don't go together.

@@ -79,7 +79,9 @@ def _without_flush(
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
     plan = dataclasses.replace(plan, statistics=())
-    slack = _slack(plan, measured) if pipeline.slack is None else pipeline.slack
+    slack = pipeline.slack
+    if slack is None:
+        slack = fitting_slack(plan, choose_slack(plan.places, stage_times(_later(plan, 0))), measured.memory)
     staged = without_flush(staged, program, plan.places, stashes=rule.stashes, slack=slack)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
@@ -90,17 +92,17 @@ def _without_flush(
     return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=tuple(ahead))
 
 
-def _slack(plan: PipelinePlan, measured: Measurements) -> int:
-    """Chooses the slack that hides the links, or the most that the devices' memory has room for."""
+def fitting_slack(plan: PipelinePlan, asked: int, memory: int | None) -> int:
+    """Returns `asked` minibatches of slack, or as many as devices of so many bytes have room for."""
+    if memory is None:
+        return asked
+    fits = (slack for slack in range(asked, 0, -1) if max(pipeline_memory(_later(plan, slack))) <= memory)
+    return next(fits, 0)
 
-    def with_slack(slack: int) -> PipelinePlan:
-        calls = Calls.soonest(plan.places, slack=slack)
-        return dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
 
-    slack = choose_slack(plan.places, stage_times(with_slack(0)))
-    while slack and measured.memory is not None and max(pipeline_memory(with_slack(slack))) > measured.memory:
-        slack -= 1
-    return slack
+def _later(plan: PipelinePlan, slack: int) -> PipelinePlan:
+    calls = Calls.soonest(plan.places, slack=slack)
+    return dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
 
 
 def _plan(

@@ -110,7 +110,14 @@ class InStages(Way):
         return dataclasses.replace(found, stages=rates)
 
     def settled(self, planner: Planner, program: Program) -> Way:
-        """Returns the way with a pipeline that leaves nothing to choose."""
+        """Returns the way with a pipeline that leaves nothing to choose.
+
+        Slack is chosen where links join processes. Those within a process are as fast as its memory: what seems slow is
+        a busy machine, and slack would change what is trained for nothing.
+        """
+        if self.pipeline.is_asynchronous and self.pipeline.slack is None and planner.processes is None:
+            at_once = dataclasses.replace(self.pipeline, slack=0)
+            return InStages(dataclasses.replace(self.options, pipeline=at_once)).settled(planner, program)
         if not self.pipeline.is_open:
             return self
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))

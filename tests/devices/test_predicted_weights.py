@@ -13,7 +13,9 @@ import optax
 import pytest
 
 import autopar
+from autopar.cost.rates import StageRates
 from autopar.cost.stage_time import pipeline_memory
+from autopar.passes.split_pipeline import fitting_slack
 from tests.support.microbatched import batch, language_model, stages_of
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="four devices")
@@ -193,21 +195,29 @@ def test_divided_weights(schedule: str) -> None:
     assert planned.latest.compiled.program.staged.divided and planned.latest.compiled.plan.table("rows").lifted
 
 
-def test_slack_stays_within_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As much as there is room for, where links ask for more; a plan file has it."""
+def test_slack_stays_within_the_memory(tmp_path: Path) -> None:
+    """As much as there is room for; a plan file has it."""
     step, make = language_model(SGD)
 
-    def plan_of(slack: int | None) -> autopar.Plan:
+    def plan_of(slack: int) -> autopar.Plan:
         planned = autopar.parallelize(step, pipeline=Pipeline(stages_of(2), "async", slack=slack))
         return autopar.plan(planned, make(), batch(0))
 
-    sizes = [max(pipeline_memory(plan_of(slack).pipeline)) for slack in range(4)]
+    plans = [plan_of(slack) for slack in range(4)]
+    sizes = [max(pipeline_memory(plan.pipeline)) for plan in plans]
     assert sizes == sorted(set(sizes)), "each minibatch takes more"
-    monkeypatch.setattr("autopar.passes.split_pipeline.choose_slack", lambda *_: 3)
-    assert plan_of(None).pipeline.slack == 3
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: sizes[1])
-    plan = plan_of(None)
-    assert plan.pipeline.slack == 1
-    plan.save(tmp_path / "plan.json")
+    limits = [None, *sizes, sizes[0] - 1]
+    assert [fitting_slack(plans[0].pipeline, 3, limit) for limit in limits] == [3, 0, 1, 2, 3, 0]
+    plans[1].save(tmp_path / "plan.json")
     again = autopar.parallelize(step, plan=autopar.Plan.load(tmp_path / "plan.json"))
     assert autopar.plan(again, make(), batch(0)).pipeline.slack == 1
+
+
+@pytest.mark.parametrize("pipeline", [Pipeline(2, "spectrain"), Pipeline("auto", "auto", asynchronous=True)])
+def test_stages_of_one_process_have_no_slack(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Links that a busy machine slows down don't change what is trained."""
+    step, make = language_model(SGD)
+    slow = StageRates(flop_s=1e-12, byte_s=1e-12, call_s=1e-4, send_byte_s=3e-7)
+    monkeypatch.setattr("autopar.api.stage_rates_of", lambda *_: slow)
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    assert autopar.plan(planned, make(), batch(0)).pipeline.slack == 0
