@@ -18,7 +18,7 @@ commands:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command; returns its exit code."""
+    """Runs a command; returns its exit code."""
     if arguments[:1] == ["launch"]:
         return launcher.main(arguments[1:])
     if arguments[:1] == ["calibrate"]:

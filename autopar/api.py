@@ -91,7 +91,7 @@ def parallelize(
     pipeline: Pipeline | None = None,
     sync: Sync | None = None,
 ) -> Any:
-    """Run a single-device train step by a plan that autopar makes of it.
+    """Runs a single-device train step by a plan that autopar makes of it.
 
     The returned callable computes the same function as `step`, up to the order of floating-point sums. Tables that
     are looked up by ids (embeddings) are updated on the rows that a batch touches only.
@@ -232,7 +232,7 @@ def parallelize(
 
 
 def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:
-    """A step that trains by data parallelism, of which each process gives its own minibatch, always or at first.
+    """Returns a step that trains by data parallelism, of which each process gives its own minibatch.
 
     Args:
       step, sync: What the user gave.
@@ -248,7 +248,7 @@ def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -
 
 
 def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy) -> str | None:
-    """The axis of the mesh over which products are divided; None if none are.
+    """Returns the axis of the mesh over which products are divided; None if none are.
 
     Raises:
       ArgumentsError: there is no such axis, or options that don't go with it.
@@ -273,7 +273,7 @@ def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: S
 
 
 def _may_stage(planner: Planner, devices: Devices) -> Planner:
-    """With stages for a state that fits the devices in no other way, if all is left to autopar."""
+    """Lets a planner use stages for a state that fits the devices in no other way, if all is left to autopar."""
     options = planner.options
     asked = (
         options.sync is not None or options.strategy != "auto" or options.plan is not None or options.microbatches > 1
@@ -285,7 +285,7 @@ def _may_stage(planner: Planner, devices: Devices) -> Planner:
 
 
 def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planner:
-    """What plans the same step in the stages of a pipeline."""
+    """Returns a planner of the same step in the stages of a pipeline."""
     places = _stage_devices(pipeline, devices)
     flat = tuple(device for place in places for device in place.devices)
     all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
@@ -321,7 +321,7 @@ def _machine_of(devices: Devices, *, is_measured: bool) -> Machine:
 
 
 def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
-    """Those that stages have, or may have: where products are divided, each is all devices of the tensor axis."""
+    """Returns the devices that stages may have: where products are divided, each is all devices of the tensor axis."""
     rows = devices.mesh.devices
     if devices.tensor_axis is not None:
         rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
@@ -368,7 +368,7 @@ def _decided(
     sparse: Sparse | None,
     pipeline: Pipeline | None,
 ) -> tuple[Plan | None, Strategy, Sparse, Pipeline | None]:
-    """What is decided beforehand, and the options that say so; else the user's, or their defaults."""
+    """Returns the plan that was given, and the options that follow from it; else the user's, or their defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
         return None, strategy, "exact" if sparse is None else sparse, pipeline
@@ -385,5 +385,5 @@ def _decided(
 
 
 def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
-    """A step by a method, to be timed."""
+    """Plans a step by one method, to be timed."""
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")

@@ -28,7 +28,7 @@ SECONDS = 60.0
 
 
 def calibrate(mesh: Mesh | None = None, *, seconds: float = SECONDS, again: bool = False) -> Cluster:
-    """Measure what plans need to know of the devices here, and of the ranks of an MPI job. Collective.
+    """Measures what plans need to know of the devices here, and of the ranks of an MPI job. Collective.
 
     What exchanges, updates and whole steps take is measured for the choice of methods and for predictions. Each
     collective gets its latency and bandwidth, on each level of links, by least squares over several sizes; how well
@@ -61,7 +61,7 @@ def calibrate(mesh: Mesh | None = None, *, seconds: float = SECONDS, again: bool
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     start = time.monotonic()
     try:
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _mesh_of(count: int | None) -> Mesh | None:
-    """The first so many devices of each process; None: all. CPU devices are as many as are asked for.
+    """Returns a mesh of the first so many devices of each process; None: all. CPU devices are made as asked for.
 
     Raises:
       ArgumentsError: a process has fewer.
@@ -101,7 +101,7 @@ def _mesh_of(count: int | None) -> Mesh | None:
 
 
 def _lines(rates: Rates) -> Iterator[str]:
-    """A table of what exchanges and steps take."""
+    """Yields lines of a table: the times of exchanges and of parts of steps."""
     for collective in ("all_to_all", "all_gather", "all_reduce"):
         points = getattr(rates, collective).points
         yield _row(collective, *(f"{format_bytes(size)} {_ms(s)}" for size, s in points))
@@ -114,7 +114,7 @@ def _lines(rates: Rates) -> Iterator[str]:
 
 
 def _link_lines(cluster: Cluster) -> Iterator[str]:
-    """The links of each collective."""
+    """Yields the lines of each collective's links."""
     if cluster.measured:
         yield "links:"
     for collective, levels in cluster.measured.items():

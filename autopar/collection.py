@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Nothing is collected in between, for passes keep what they allocate.
+    """Stops garbage collection within a block, for passes keep what they allocate.
 
     Each collection would walk all of JAX's and the user's objects: a third of the time of planning thousands of
     equations.

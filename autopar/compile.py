@@ -39,7 +39,7 @@ class HasPasses(Protocol):
 
     @property
     def analyses(self) -> tuple[Analysis, ...]:
-        """What finds out about a traced program, in this order."""
+        """The analyses of a traced program, in this order."""
         ...
 
     def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
@@ -76,7 +76,7 @@ class Compiled:
         return self.bound.plan
 
     def with_reason(self, paths: Collection[str], reason: str) -> Compiled:
-        """The same, whose plan has one more reason for some tables."""
+        """Returns it with one more reason for some tables in its plan."""
         bound = dataclasses.replace(self.bound, plan=self.plan.with_reason(paths, reason))
         return dataclasses.replace(self, bound=bound)
 
@@ -90,7 +90,7 @@ class Analysed:
 
 
 def analyze_program(program: Program, way: HasPasses) -> Analysed:
-    """Analyze a traced program: what there is to measure follows from it."""
+    """Analyzes a traced program: what there is to measure follows from it."""
     records: list[Record] = []
     with paused_collection():
         for name, run in way.analyses:
@@ -101,7 +101,7 @@ def analyze_program(program: Program, way: HasPasses) -> Analysed:
 
 
 def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements = UNMEASURED) -> Compiled:
-    """Choose a plan, and make the programs that follow it.
+    """Chooses a plan, and makes the programs that follow it.
 
     Raises:
       NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
@@ -114,7 +114,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
 
 
 def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[BoundPlan, Record]:
-    """Choose a plan.
+    """Chooses a plan.
 
     Raises:
       PlanError: an earlier plan doesn't fit the program.
@@ -130,7 +130,7 @@ def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[
 
 
 def run_passes(passes: Sequence[Pass], program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, list[Record]]:
-    """Run passes one after the other, and check the program after each."""
+    """Runs passes one after the other, and checks the program after each."""
     records: list[Record] = []
     for name, run in passes:
         start, before = time.perf_counter(), program.block

@@ -36,7 +36,7 @@ class DonatedStateError(AutoparError, RuntimeError):
 
 
 def donated(what: str) -> DonatedStateError:
-    """The error for whoever reads what a step got."""
+    """Returns the error for whoever reads a state that was given to a step."""
     return DonatedStateError(
         f"{what} was given to a step, which updates its state in place: go on with the state that the step returned, "
         "or keep old states with parallelize(step, donate=False)"
@@ -96,7 +96,7 @@ class StateWarning(UserWarning):
 
 
 def note_lost_rows(error: BaseException) -> None:
-    """Add a note to an error that was raised while deferred rows were brought up to date, in place."""
+    """Adds a note to an error that was raised while deferred rows were brought up to date, in place."""
     error.add_note(
         "autopar: deferred rows were being brought up to date in place: some are lost, and the state with them. Go on "
         "from a checkpoint (autopar.restore)"
@@ -126,7 +126,7 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for path in (Path(__file__).p
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Whether a file is nobody's own code: an installed package, the standard library, autopar."""
+    """Returns whether a file isn't the user's own code: an installed package, the standard library, autopar."""
     real = os.path.realpath(file)
     parts = real.replace("\\", "/")
     return (
@@ -147,7 +147,7 @@ def users_line(frame: FrameType) -> str:
 
 
 def warn(message: str, kind: type[Warning]) -> None:
-    """Warn at the line of the user's that led here."""
+    """Warns at the line of the user's that led here."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

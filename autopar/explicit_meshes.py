@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function that is run outside of the user's `jax.set_mesh`, if that mesh has Explicit axes.
+    """Runs a function outside of the user's `jax.set_mesh`, if that mesh has Explicit axes.
 
     There JAX refuses lookups of which it can't tell where they are to be. Arrays that the function returns are on the
     user's mesh: within it JAX takes no others.
@@ -45,7 +45,7 @@ def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _on_mesh(leaf: Any, mesh: Any) -> Any:
-    """An array as one of a mesh over the same devices, without a copy, where that mesh can say where the array is."""
+    """Returns an array as one of a mesh over the same devices, without a copy, where that mesh can say where it is."""
     old = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(old, NamedSharding):
         return leaf

@@ -118,7 +118,7 @@ class Interrupts:
         self.main = threading.main_thread().ident
 
     def forget(self) -> None:
-        """A child begins, which has no loop under way, and whose main thread is the one that forked."""
+        """Begins anew in a forked child, which has no loop under way, and whose main thread is the one that forked."""
         self.bodies.clear()
         self.main = threading.main_thread().ident
 
@@ -128,7 +128,7 @@ class Interrupts:
         return self.depth != self.open_at or bool(self.bodies)
 
     def begin(self) -> None:
-        """A call begins that isn't to be interrupted: whatever is held is answered, then all is held."""
+        """Begins a call that isn't to be interrupted: answers whatever is held, then holds all."""
         if self.depth == 0:
             self.open_at = 0
             if self._held or [*map(_signal.getsignal, SIGNALS)] != self._prepared:
@@ -139,12 +139,12 @@ class Interrupts:
         self._outside.clear()
 
     def let_through(self, depth: int) -> None:
-        """Answer signals at this depth from now on."""
+        """Answers signals at this depth from now on."""
         self.open_at = depth
         self._outside.clear()
 
     def end_body(self, body: Body, tell: Tell) -> None:
-        """The body of a loop ends (or its first one is about to begin): what is held is answered, all ranks' alike."""
+        """Ends the body of a loop (or begins its first one): answers what is held, on all ranks alike."""
         if body not in self.bodies:
             self.bodies.append(body)
         for number in SIGNALS:
@@ -157,17 +157,17 @@ class Interrupts:
         self.answer_all(told)
 
     def leave(self, body: Body) -> None:
-        """A loop ends, or is left."""
+        """Notes that a loop ends, or is left."""
         if body in self.bodies:
             self.bodies.remove(body)
 
     def answer_held(self) -> None:
-        """Answer what is held, here, but in a loop's body."""
+        """Answers what is held, here, but in a loop's body."""
         if not self.bodies:
             self.answer_all(tuple(self._held))
 
     def answer_all(self, numbers: Iterable[int]) -> None:
-        """Answer some signals, here."""
+        """Answers some signals, here."""
         for number in numbers:
             handler = _signal.getsignal(number)
             if isinstance(handler, Handler):
@@ -198,7 +198,7 @@ class Interrupts:
         return self._hold(number)
 
     def answer(self, number: int, frame: FrameType | None, previous: Callable[[int, FrameType | None], Any]) -> None:
-        """Call a signal's handler."""
+        """Calls a signal's handler."""
         self._held.pop(number, None)
         self._outside.discard(number)
         self._answering = True
@@ -230,7 +230,7 @@ class Interrupts:
         return True
 
     def _send(self, number: int, since_s: float) -> None:
-        """In a thread: send a signal that is held since then, until it is answered."""
+        """Sends a signal that is held since then, in a thread, until it is answered."""
         pause_s, said = PAUSE_S, False
         while self._held.get(number) == since_s:
             time.sleep(pause_s)
@@ -260,7 +260,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A function that signals don't cut short, nor keep from handing its result to its caller.
+    """Wraps a function that signals don't cut short, nor keep from handing its result to its caller.
 
     They are held back until the caller has assigned the result. A second one cuts it short.
     """
@@ -284,7 +284,7 @@ _LEAVING: set[Any] = set()
 
 @contextmanager
 def interruptible(when: bool = True) -> Iterator[None]:
-    """A part of an `uninterrupted` call that may be cut short: planning, compiling; nothing of the state is gone yet.
+    """Lets a part of an `uninterrupted` call be cut short: planning, compiling; nothing of the state is gone yet.
 
     `when`: whether that is so: not where other processes wait for this one.
     """

@@ -63,13 +63,15 @@ REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
 
 def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """The jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
+    """Returns the jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
 def lowered(jaxpr: Any) -> Any:
-    """A closed jaxpr whose primitives are those that XLA is given: jax 0.12 traces some (`jnp.searchsorted`) as a
-    `call_hi_primitive`, which stands for a program of such."""
+    """Returns a closed jaxpr whose primitives are those that XLA is given.
+
+    jax 0.12 traces some (`jnp.searchsorted`) as a `call_hi_primitive`, which stands for a program of such.
+    """
     return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
@@ -84,14 +86,14 @@ def is_jaxpr(value: Any) -> bool:
 
 
 def in_backward_pass(info: Any) -> bool:
-    """Whether an equation with this source info was made by differentiating in reverse."""
+    """Returns whether an equation with this source info was made by differentiating in reverse."""
     parts = getattr(getattr(info, "name_stack", None), "stack", ())
     kind = getattr(_source_info, "Transform", object)
     return any(isinstance(part, kind) and getattr(part, "name", "") == "transpose" for part in parts)
 
 
 def call_body(eqn: Any) -> Any | None:
-    """The body of a call that is to be inlined, or None if `eqn` is no such call."""
+    """Returns the body of a call that is to be inlined, or None if `eqn` is no such call."""
     name = CALLS.get(eqn.primitive.name)
     if name is None:
         return None
@@ -109,7 +111,7 @@ def call_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """(number of constants, number of carries) of a scan equation; jax 0.12 keeps them in a flat tree."""
+    """Returns the numbers of constants and of carries of a scan equation; jax 0.12 keeps them in a flat tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     jaxpr, _ = open_jaxpr(params["jaxpr"])
@@ -119,14 +121,14 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
-    """Apply a primitive; always a list of results."""
+    """Applies a primitive; returns a list of results, always."""
     out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
     return list(out) if primitive.multiple_results else [out]
 
 
 @contextlib.contextmanager
 def equation_context(context: Any, source_info: Any) -> Iterator[None]:
-    """Emit under an equation's own context (compute type, metadata) and with its source line."""
+    """Emits equations under another one's context (compute type, metadata) and with its source line."""
     manager = context.manager if context is not None else contextlib.nullcontext()
     if source_info is None:
         with manager:
@@ -138,7 +140,7 @@ def equation_context(context: Any, source_info: Any) -> Iterator[None]:
 
 
 def frames(source_info: Any) -> list[tuple[str, int, str]]:
-    """(file, line, function) of an equation's Python stack, innermost first."""
+    """Lists (file, line, function) of an equation's Python stack, innermost first."""
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
         return []
@@ -146,13 +148,13 @@ def frames(source_info: Any) -> list[tuple[str, int, str]]:
 
 
 def body_file(jaxpr: Any) -> str:
-    """The file that defines the function a jaxpr was traced from ('' where JAX doesn't say)."""
+    """Returns the file that defines the function a jaxpr was traced from ('' where JAX doesn't say)."""
     info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
     return str(getattr(info, "func_src_info", "") or "")
 
 
 def enable_x64(enabled: bool = True) -> contextlib.AbstractContextManager[Any]:
-    """A context in which 64-bit types exist (or don't), whatever the process's own setting."""
+    """Returns a context in which 64-bit types exist (or don't), whatever the process's own setting."""
     return _config.enable_x64(enabled)
 
 
@@ -169,7 +171,7 @@ def contexts() -> Callable[[], None]:
 
 
 def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Exported:
-    """A function of flat arrays, compiled for CPUs, that other processes with this version of JAX can call.
+    """Compiles a function of flat arrays for CPUs, so that other processes with this version of JAX can call it.
 
     It can be pickled; `Exported.serialize` would need another package.
 
@@ -183,7 +185,8 @@ def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Expor
 
 
 def share_compilations() -> None:
-    """Let processes of this machine have one compilation of a program: JAX's persistent cache, as its keys are on GPUs.
+    """Lets processes of this machine have one compilation of a program: JAX's persistent cache, as its keys are on
+    GPUs.
 
     JAX lets the first process alone write to it, for the sake of slow filesystems, and on CPUs a key has the numbers of
     a process's own devices, so that each rank compiles what the others have compiled. For the tests' ranks.
@@ -218,38 +221,38 @@ def is_manual(eqn: Any) -> bool:
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether a dtype is that of typed PRNG keys."""
+    """Returns whether a dtype is that of typed PRNG keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_ready(array: Any) -> bool:
-    """Whether an array is computed; also of typed PRNG keys."""
+    """Returns whether an array is computed; also of typed PRNG keys."""
     data: Any = jax.random.key_data(array) if is_key(array.dtype) else array
     return data.is_ready()
 
 
 def wrap_keys(data: Any, dtype: Any) -> Any:
-    """Typed PRNG keys of their data."""
+    """Makes typed PRNG keys of their data."""
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), dtype)))
 
 
 def is_float(dtype: Any) -> bool:
-    """Whether a dtype is a real floating-point one, the small ones (bfloat16, float8) included."""
+    """Returns whether a dtype is a real floating-point one, the small ones (bfloat16, float8) included."""
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
 def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
-    """`jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
+    """Traces a function by `jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
     return jax.jit(fun, **jit_options).trace(*args, **kwargs)
 
 
 def set_mesh_here() -> Any:
-    """The mesh of the user's `jax.set_mesh`, while JAX traces, too; an empty one where there is none."""
+    """Returns the mesh of the user's `jax.set_mesh`, while JAX traces, too; an empty one where there is none."""
     return _mesh.get_concrete_mesh()
 
 
 def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions and names that the `jax.jit` of a function was given; none of a function that it hasn't wrapped.
+    """Returns the positions and names that a function's `jax.jit` was given; none if `jax.jit` hasn't wrapped it.
 
     Args:
       fun: The function.
@@ -262,19 +265,19 @@ def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], 
 def vmap_inferred(
     fun: Callable[..., Sequence[Any]], in_axes: Sequence[int | None], axis_name: str, axis_size: int
 ) -> Callable[..., tuple[Sequence[Any], Sequence[int | None]]]:
-    """`jax.vmap` of a function of flat arrays that says which results are batched: (results, the axis of each, None
-    for the others')."""
+    """Wraps a function of flat arrays in a `jax.vmap` that returns (results, the batch axis of each, or None)."""
     inferring: Any = jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
     return inferring
 
 
 def widens_bfloat16() -> bool:
-    """Whether XLA widens a bfloat16 operand of a scatter to float32 (measured on CPUs: 0.10 does, 0.12 doesn't)."""
+    """Returns whether XLA widens a scatter's bfloat16 operand to float32 (measured on CPUs: 0.10 does, 0.12
+    doesn't)."""
     return jax.__version_info__ < (0, 11) and jax.default_backend() == "cpu"
 
 
 def rounds_by_shape() -> bool:
-    """Whether XLA may round an element otherwise in an array of another shape, or fused with other operations.
+    """Returns whether XLA may round an element otherwise in an array of another shape, or fused with other operations.
 
     On CPUs, since jax 0.11, a loop's last elements and its others are rounded by different code (erf_inv, exp), so that
     a share of an initializer isn't the initializer's share. Measured: 0.12 does it, 0.10 doesn't.
@@ -283,35 +286,37 @@ def rounds_by_shape() -> bool:
 
 
 def repeats_bits() -> bool:
-    """Whether a program gives the same bits each time it runs: on GPUs scatters add by atomics, in any order, unless
-    XLA is told otherwise."""
+    """Returns whether a program gives the same bits each time it runs.
+
+    On GPUs scatters add by atomics, in any order, unless XLA is told otherwise.
+    """
     told = "--xla_gpu_deterministic_ops=true" in os.environ.get("XLA_FLAGS", "")
     return told or jax.default_backend() not in ("gpu", "cuda", "rocm")
 
 
 def holds_floats(wide: Any, narrow: Any) -> bool:
-    """Whether every value of one float dtype is a value of another."""
+    """Returns whether every value of the narrow float dtype is a value of the wide one."""
     a, b = jax.numpy.finfo(narrow), jax.numpy.finfo(wide)
     return bool(a.nmant <= b.nmant and a.nexp <= b.nexp)
 
 
 def is_weak(value: Any) -> bool:
-    """Whether JAX lets this value's dtype yield to others."""
+    """Returns whether JAX lets this value's dtype yield to others."""
     return bool(getattr(jax.typeof(value), "weak_type", False))
 
 
 def weak(value: Any) -> Any:
-    """The value with a dtype that yields to others, as a Python number's does."""
+    """Returns the value with a dtype that yields to others, as a Python number's does."""
     return _lax._convert_element_type(value, value.dtype, weak_type=True)
 
 
 def strong(value: Any) -> Any:
-    """The value with a dtype that doesn't yield to others."""
+    """Returns the value with a dtype that doesn't yield to others."""
     return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value
 
 
 def register_array_like(kind: type, array_of: Callable[[Any], Any]) -> None:
-    """Have JAX's functions take objects of a class, which have `shape` and `dtype`, in place of arrays.
+    """Has JAX's functions take objects of a class, which have `shape` and `dtype`, in place of arrays.
 
     Args:
       array_of: Makes an array of one, when a program is to run on it.
@@ -322,17 +327,18 @@ def register_array_like(kind: type, array_of: Callable[[Any], Any]) -> None:
 
 
 def backend_is_up() -> bool:
-    """Whether JAX has been used, so that its processes can't be connected any more."""
+    """Returns whether JAX has been used, so that its processes can't be connected any more."""
     return _xla_bridge.backends_are_initialized()
 
 
 def process() -> tuple[int, int]:
-    """(number of this process, number of processes) as given to `jax.distributed.initialize`; starts no backend."""
+    """Returns this process's number, and the number of processes, of `jax.distributed.initialize`; starts no
+    backend."""
     return _distributed.global_state.process_id, _distributed.global_state.num_processes
 
 
 def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, ...]:
-    """What tells apart the arrays, numbers and tracers for which a step is planned by itself; hashable.
+    """Returns a hashable key of arrays, numbers and tracers: a step is planned once for each.
 
     `other`: the same of what is none of these; None of what there is nothing for, which is a TypeError.
     """
@@ -340,7 +346,7 @@ def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, 
 
 
 def shardings(leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Where concrete arrays are; None of anything else."""
+    """Returns the shardings of concrete arrays; None for anything else."""
     return tuple([leaf.sharding if type(leaf) is ConcreteArray else None for leaf in leaves])
 
 
@@ -358,7 +364,7 @@ def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def is_tracing() -> bool:
-    """Whether JAX traces something here, so that what is computed becomes a part of it."""
+    """Returns whether JAX traces something here, so that what is computed becomes a part of it."""
     return _core.trace_ctx.trace is not _core.eval_trace
 
 
@@ -370,25 +376,25 @@ def outside_traces() -> Iterator[None]:
 
 
 def is_profiling() -> bool:
-    """Whether a profile is being made."""
+    """Returns whether a profile is being made."""
     return StepTraceAnnotation.is_enabled()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def uses_x64() -> bool:
-    """Whether numbers of 64 bits are kept as they are, here and now."""
+    """Returns whether numbers of 64 bits are kept as they are, here and now."""
     return _config.enable_x64.value
 
 
 def is_tracer(value: Any) -> bool:
-    """Whether a value stands for one that is to come."""
+    """Returns whether a value is a tracer: it has no number yet."""
     return isinstance(value, Tracer)
 
 
 class KeyValueStore(Protocol):
-    """What is used of the store that `jax.distributed` keeps for its processes."""
+    """The part that autopar uses of the store that `jax.distributed` keeps for its processes."""
 
     def key_value_set_bytes(self, key: str, value: bytes) -> None:
-        """Once a key."""
+        """Sets a key, once."""
         ...
 
     def blocking_key_value_get_bytes(self, key: str, timeout_in_ms: int) -> bytes:
@@ -396,21 +402,21 @@ class KeyValueStore(Protocol):
         ...
 
     def key_value_delete(self, key: str) -> None:
-        """Forget it."""
+        """Forgets it."""
         ...
 
 
 def key_value_store() -> KeyValueStore | None:
-    """The store of `jax.distributed`; None where that isn't initialised."""
+    """Returns the store of `jax.distributed`; None where that isn't initialised."""
     return _distributed.global_state.client
 
 
 def listens_for_preemption() -> bool:
-    """Whether JAX's preemption service listens to SIGTERM."""
+    """Returns whether JAX's preemption service listens to SIGTERM."""
     return _distributed.global_state.preemption_sync_manager is not None
 
 
 def reached_preemption(step: int) -> bool:
-    """Whether this is the step at which all processes leave, as one of them is to be preempted."""
+    """Returns whether this is the step at which all processes leave, as one of them is to be preempted."""
     manager = _distributed.global_state.preemption_sync_manager
     return manager is not None and manager.reached_sync_point(step)

@@ -49,13 +49,15 @@ class Transformation(NamedTuple):
 
 
 def elastic(alpha: float) -> Transformation:
-    """The server's part of elastic averaging, for `KVStore.set_optimizer`: what is pushed are a worker's weights x, and
-    the centre c becomes c + alpha (x - c) (MXNET-MPI, equation 2 and figure 8)."""
+    """Returns the server's part of elastic averaging, for `KVStore.set_optimizer`.
+
+    Workers push their weights x, and the centre c becomes c + alpha (x - c) (MXNET-MPI, equation 2 and figure 8).
+    """
     return Transformation(lambda _: (), lambda x, state, c: (alpha * (x - c), state))
 
 
 def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | None = None) -> KVStore:
-    """A store over all ranks. Collective.
+    """Makes a store over all ranks. Collective.
 
     Args:
       kind: "sync", "async", "sync-mpi" or "async-mpi".
@@ -85,7 +87,7 @@ class KVStore:
     """
 
     def __init__(self, kind: Kind, clients: Clients, servers: int) -> None:
-        """Collective."""
+        """Connects the ranks. Collective."""
         self._clients, self.rank, self.workers = clients, clients.own, clients.count
         self._rank = everyone().rank
         self._is_synchronous = kind.startswith("sync")
@@ -100,7 +102,7 @@ class KVStore:
             self._members.rings_from = reductions_here().rings_from
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
-        """Keep some keys, with the first rank's values; balanced over the servers by bytes. Collective.
+        """Keeps some keys, with the first rank's values; balanced over the servers by bytes. Collective.
 
         Raises:
           ArgumentsError: a key is known already, or as many keys and values weren't given.
@@ -123,7 +125,7 @@ class KVStore:
         group.gather(b"", "keys are there")
 
     def set_optimizer(self, optimizer: Any, rescale: float = 1.0) -> None:
-        """Update values by what is pushed, from now on, with new states. Collective.
+        """Updates values by what is pushed, from now on, with new states. Collective.
 
         Args:
           optimizer: An Optax transformation, or `elastic(alpha)`.
@@ -145,7 +147,7 @@ class KVStore:
         group.together(ArgumentsError, self._set_rules, "the optimizer is there")
 
     def _set_rules(self) -> None:
-        """Tell servers how their keys are updated, those that this process speaks to for all."""
+        """Tells servers how their keys are updated, those that this process speaks to for all."""
         for n in self._link.own:
             keys = [key for key, home in self._homes.items() if home == n]
             values = {key: self._link.command(n, ReadKey(self._rank, key)) for key in keys}
@@ -165,7 +167,7 @@ class KVStore:
         return {key: rule.portable(updates[types[key]]) for key, rule in rules.items()}
 
     def push(self, keys: K | Sequence[K], values: Any) -> None:
-        """Send values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.
+        """Sends values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.
 
         Args:
           keys: A key, or a list of them.
@@ -191,8 +193,10 @@ class KVStore:
             self._link.tell(home, PushKey(self.rank, key, self._reduced(pushed)))
 
     def pull(self, keys: K | Sequence[K]) -> Any:
-        """Values of a key, or of a list of them, as NumPy arrays: by "sync" once all workers' pushes of the same round
-        are in them, by "async" as they are. With "-mpi" collective within the worker.
+        """Returns values of a key, or of a list of them, as NumPy arrays.
+
+        By "sync" once all workers' pushes of the same round are in them, by "async" as they are. With "-mpi" collective
+        within the worker.
 
         Raises:
           ArgumentsError: a key that isn't known.
@@ -201,8 +205,11 @@ class KVStore:
         return pulled if isinstance(keys, list) else pulled[0]
 
     def pushpull(self, keys: K | Sequence[K], values: Any) -> Any:
-        """Push and pull in one. With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce,
-        in which no server takes part."""
+        """Pushes and pulls in one.
+
+        With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce, in which no server takes
+        part.
+        """
         if self.workers == 1 and self._clients.members is not None and self._optimizer is None:
             summed = [self._reduced(merged(value)) for _, value in _pairs(keys, values)]
             return summed if isinstance(keys, list) else summed[0]
@@ -215,12 +222,10 @@ class KVStore:
         return self._homes[key]
 
     def _reduced(self, value: np.ndarray) -> np.ndarray:
-        """The sum over the ranks of a worker."""
         return value if self._members is None else self._members.reduce([value])[0]
 
 
 def _type_of(value: np.ndarray) -> tuple[tuple[int, ...], Any]:
-    """Returns the shape, and the dtype that JAX has for it."""
     return value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
 
 

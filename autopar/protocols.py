@@ -104,7 +104,7 @@ class Standing:
     """
 
     def __init__(self, workers: int, bound: int | None) -> None:
-        """Begin with all workers there, at step 0. `bound`: s; None: there is none."""
+        """Begins with all workers there, at step 0. `bound`: s; None: there is none."""
         self.applied, self.limit = [0] * workers, float("inf")
         self._bound, self._base, self._gone = bound, [0] * workers, set[int]()
         self._set_limit()
@@ -119,12 +119,12 @@ class Standing:
         return worker in self._gone
 
     def leave(self, worker: int) -> None:
-        """Let nobody wait for a worker any more."""
+        """Lets nobody wait for a worker any more."""
         self._gone.add(worker)
         self._set_limit()
 
     def come(self, worker: int) -> None:
-        """Let others wait for a worker that was gone."""
+        """Lets others wait for a worker that was gone."""
         if self.nobody:
             self._base = list(self.applied)
         else:
@@ -133,7 +133,7 @@ class Standing:
         self._set_limit()
 
     def push(self, worker: int) -> None:
-        """Count a step."""
+        """Counts a step."""
         self.applied[worker] += 1
         self._set_limit()
 
@@ -172,11 +172,11 @@ class Log:
         return np.array(self._events, np.int64).reshape(-1, 3)
 
     def see(self, worker: int) -> None:
-        """Say that a worker's next change is made of what there is now."""
+        """Says that a worker's next change is made of what there is now."""
         self._seen[worker] = self.version
 
     def check_next(self, worker: int, number: int, what: str) -> None:
-        """Check that no change of a worker was lost, or came twice.
+        """Checks that no change of a worker was lost, or came twice.
 
         Raises:
           AutoparError: one was.
@@ -185,17 +185,17 @@ class Log:
             raise AutoparError(f"worker {worker} {what} {number} where {wanted} is next. This is a bug of autopar")
 
     def change(self, worker: int, number: int) -> None:
-        """Record a worker's change, of the version that it saw last."""
+        """Records a worker's change, of the version that it saw last."""
         self.standing.push(worker)
         self._events.extend((worker, number, self._seen[worker]))
         self.version += 1
 
     def leave(self, worker: int) -> None:
-        """Record that nobody waits for a worker any more."""
+        """Records that nobody waits for a worker any more."""
         self.standing.leave(worker)
         self._events.extend((worker, LEFT, self.version))
 
     def come(self, worker: int) -> None:
-        """Record that others wait for a worker again."""
+        """Records that others wait for a worker again."""
         self.standing.come(worker)
         self._events.extend((worker, CAME, self.version))

@@ -13,7 +13,7 @@ Array = Any
 
 
 def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple[Array, Array]:
-    """The k items with the largest inner products with each query, in descending order.
+    """Finds the k items with the largest inner products with each query, in descending order.
 
     It returns what `jax.lax.top_k(queries @ items.T, k)` returns, the item with the smaller number first where two are
     equal, and goes through the items block by block: memory for scores is [..., block], and not [..., V].

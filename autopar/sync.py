@@ -62,7 +62,7 @@ class Replicated(abc.ABC):
         return self.learning_rate * self.curvature
 
     def check_stable(self, slope: float) -> None:
-        """Warn if training may diverge. `slope`: eta h."""
+        """Warns if training may diverge. `slope`: eta h."""
         most = stable_slope(self.delay)
         if slope >= most:
             warn(
@@ -386,7 +386,7 @@ def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, sy
 
 
 def check_clients(count: object, noun: str = "clients") -> None:
-    """Check a number of clients, or of something else.
+    """Checks a number of clients, or of something else.
 
     Raises:
       ArgumentsError: it is none.

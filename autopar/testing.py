@@ -1,4 +1,4 @@
-"""What tests and benchmarks of training by several workers need."""
+"""Helpers for tests and benchmarks of training by several workers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.launch.slowness import SLOWNESS
 
 @contextlib.contextmanager
 def slow(rank: int, factor: float, *, least_s: float = 0.0) -> Iterator[None]:
-    """Within it, one rank's steps with `sync=` seem slower than they are: a straggler, emulated by sleeping.
+    """Makes one rank's steps with `sync=` seem slower than they are: a straggler, emulated by sleeping.
 
     What a client or worker computes by itself takes longer; exchanges and servers don't.
 

@@ -1,4 +1,4 @@
-"""Which axis of a value runs over the examples of the batch, as far as it can be followed.
+"""Follows which axis of a value runs over the examples of the batch.
 
 This says how values are best spread over devices: a device that holds an equal shard of each input along its batch
 axis holds the same shard of these values along theirs. It is never more than advice: whatever is laid out otherwise
@@ -53,8 +53,10 @@ class Guesses:
 def follow_batch(
     equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None, *, devices: int
 ) -> None:
-    """Add to `axes` what the equations define, those of their bodies included; `devices`: over how many the examples
-    are to be spread."""
+    """Adds to `axes` what the equations define, those of their bodies included.
+
+    `devices`: over how many the examples are to be spread.
+    """
     guesses = guesses or Guesses({}, {})
     walk = _Batch(guesses, devices)
     walk.values.update((var, (axis, guesses.bases.get(var, 0))) for var, axis in axes.items())
@@ -131,7 +133,7 @@ class _Batch(Interpreter[_Found]):
         return self.followed(equation, operands) if equation.op == "while" else self.unconverged(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
-        """Branches agree on an axis, or don't care for it."""
+        """Joins branches, which must agree on an axis; one that is uniform along it agrees with any."""
         axis, base = next((a for a, _ in values if a is not None), None), union(b for _, b in values)
         pairs = zip(values, atoms, strict=True)
         if axis is None or all(a == axis or (a is None and self.guesses.is_uniform(x, axis)) for (a, _), x in pairs):
@@ -189,7 +191,7 @@ def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
 
 
 def uniform_axes(block: Block) -> dict[Var, int]:
-    """Variable -> the axes along which it is constant, as bits; inputs of the block are missing."""
+    """Maps each variable to the axes along which it is constant, as bits; inputs of the block are missing."""
     walk = _Uniform()
     walk.run(block.equations)
     return walk.values

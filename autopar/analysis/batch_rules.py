@@ -1,4 +1,4 @@
-"""Where an axis of an operand (of examples, of rows) goes in an equation's results, primitive by primitive.
+"""Follows an axis of an operand (of examples, of rows) into an equation's results, primitive by primitive.
 
 `place` says where it goes; `partners` says which axes of the other operands run along with it.
 """
@@ -38,7 +38,7 @@ def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int |
 
 
 def partners(equation: Equation, k: int, axis: int) -> Sequence[tuple[int, int]]:
-    """(operand, axis) of the other operands' axes that run along with an axis of operand k."""
+    """Lists the other operands' axes that run along with an axis of operand k, as (operand, axis)."""
     if equation.op in _ALONGSIDE:
         rank = len(equation.inputs[k].shape)
         return [(j, axis) for j, a in enumerate(equation.inputs) if j != k and len(a.shape) == rank]
@@ -71,7 +71,7 @@ def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
-    """Equal shards stay equal shards where the axis leads what it is merged with or split into.
+    """Follows an axis through a reshape: equal shards stay equal where it leads what it is merged with or split into.
 
     Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
     """
@@ -94,7 +94,7 @@ def _without(gone: Sequence[int], axis: int) -> int | None:
 
 
 def _kept(equation: Equation, k: int, axis: int) -> int | None:
-    """Slices, pads, sorts and scans along other axes."""
+    """Follows an axis through what works along other axes: slices, pads, sorts, scans."""
     p, rank = equation.params, len(equation.inputs[k].shape)
     if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
         return None
@@ -107,7 +107,7 @@ def _kept(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _gather(equation: Equation, k: int, axis: int) -> int | None:
-    """Along with the examples' ids, or with the window of an operand."""
+    """Follows an axis of the ids into the result, or one of the operand that the windows hold whole."""
     numbers = equation.params["dimension_numbers"]
     if k == 1:
         examples = [d for d in range(len(equation.outputs[0].shape)) if d not in numbers.offset_dims]

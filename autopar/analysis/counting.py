@@ -1,4 +1,4 @@
-"""Which values count along an axis: iotas, in whatever shape, also after the test for negative indices that JAX writes.
+"""Finds values that count along an axis: iotas, in whatever shape, also after JAX's test for negative indices.
 
 Of index vectors each component is known by itself: `h[jnp.arange(n), i]` has one that counts.
 """

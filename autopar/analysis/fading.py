@@ -1,5 +1,4 @@
-"""How far a row that is nearly scale-only still moves: what a small momentum does, bounded (see
-`ir.deferred.Fading`).
+"""Bounds how far a row that is nearly scale-only still moves: what a small momentum does (see `ir.deferred.Fading`).
 
 `analysis.scale_only` says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk
 carries with each value how far it may be from what it would be then: for each of these leaves a number, *reach*, so

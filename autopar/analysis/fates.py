@@ -1,4 +1,4 @@
-"""Whether untouched rows can differ from each other where a number of the step isn't finite.
+"""Finds whether untouched rows can differ from each other where a number of the step isn't finite.
 
 A row may hide by a predicate of its own (its number, what it holds) what a NaN or an infinity does to others. Most
 steps have no such predicate, or one that the same NaN settles for all (`jnp.where(sum_of_squares > 0, ...)`): there
@@ -70,13 +70,13 @@ class Fates(Interpreter[Fate]):
     """The fates of all values of a block, and of those in it."""
 
     def __init__(self, block: Block, rows: Mapping[Var, Value], roles: Mapping[Equation, str]) -> None:
-        """`rows`, `roles`: what analysis has found (`ir.rowspace.RowFacts`)."""
+        """Takes the `rows` and `roles` that analysis has found (`ir.rowspace.RowFacts`)."""
         super().__init__()
         self._rows, self._roles = rows, roles
         self.run(block.equations)
 
     def of(self, sources: Sequence[tuple[Atom, int]], product: Equation | None = None) -> Fate:
-        """That of a row value, given where its rows lie, or of the product of two, row by row."""
+        """Returns the fate of a row value, given where its rows lie, or of the product of two, row by row."""
         fates = [self._operand(atom, axis) for atom, axis in sources]
         return fates[0] if product is None else replace(_computed(product, fates), constant=True, zero=True)
 
@@ -212,7 +212,7 @@ def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Fate:
 
 
 def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
-    """Row by row from operands."""
+    """Returns the fate of a result that is computed row by row from operands."""
     op, known = equation.op, PRIMITIVES.get(equation.op, Primitive())
     keeps_nan = known.keeps_nan and all(jax_compat.is_float(a.dtype) for a in (*equation.inputs, *equation.outputs))
     may_be_poles = operands[1:] if op == "div" else () if keeps_nan else operands
@@ -247,7 +247,7 @@ def _sets(fates: Sequence[Fate]) -> tuple[list[frozenset[Event]], list[frozenset
 
 
 def _times_zero(op: str, zero: Fate, other: Fate) -> tuple[frozenset[Event], frozenset[Event]]:
-    """Events that make zero times (or by) something NaN, and those that make it 0 in all rows or NaN in all of them."""
+    """Returns events that make zero times (or by) something NaN, and those that make it 0 or NaN in all rows."""
     free = frozenset(e for e in other.events if e not in zero.events)
     if other.own:
         return _NOTHING, free & other.even

@@ -1,4 +1,4 @@
-"""What depends on what, and which inputs an output carries on.
+"""Follows what depends on what, and which inputs an output carries on.
 
 That is: which inputs reach it through elementwise equations, a sum or a write of rows among them. This tells a new
 state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same structure, or a
@@ -38,7 +38,7 @@ def dependent(
 
 
 def carried(block: Block, *, scaled: Scaled) -> list[int]:
-    """For each output, the set of inputs that it carries on, as the bits of an integer.
+    """Returns for each output the set of inputs that it carries on, as the bits of an integer.
 
     Args:
       block: Any block.

@@ -47,7 +47,7 @@ class Interpreter(abc.ABC, Generic[V]):
         return value
 
     def widen(self, equation: Equation, k: int, carry: V, result: V) -> V:
-        """Carry `k` of a loop, which a turn returns as this."""
+        """Joins carry `k` of a loop with what a turn returns of it."""
         start = equation.inputs[equation.border.head + equation.border.consts + k]
         return self.join([carry, result], [start, equation.bodies[-1].outputs[k]])
 
@@ -59,10 +59,10 @@ class Interpreter(abc.ABC, Generic[V]):
         """Returns what has been noted so far: a body is run again after `restore`."""
 
     def restore(self, mark: Any) -> None:
-        """Forget what was noted since."""
+        """Forgets what was noted since."""
 
     def loop_ended(self, equation: Equation, operands: Sequence[V]) -> None:
-        """A loop's carries have converged."""
+        """Ends a loop whose carries have converged: a hook for subclasses."""
 
     def unconverged(self, equation: Equation) -> Sequence[V]:
         """Returns the results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
@@ -86,7 +86,7 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.values[atom] if isinstance(atom, Var) and atom in self.values else self.unknown(atom)
 
     def run(self, equations: Sequence[Equation]) -> None:
-        """Equations in an order that can be run."""
+        """Interprets equations, which are in an order that can be run."""
         values: dict[Any, V] = self.values
         unknown = self.unknown
         for equation in equations:

@@ -1,4 +1,4 @@
-"""Which inputs of a program hold the words of single PRNG keys: `jax.random.PRNGKey` is an ordinary uint32[2].
+"""Finds inputs that hold the words of single PRNG keys: `jax.random.PRNGKey` is an ordinary uint32[2].
 
 Such an array has no axis for examples, though it has an axis. It is told by its use: its words are made a key
 (`random_wrap`), which is the first thing that every function of `jax.random` does with it. Before that they may be

@@ -1,4 +1,4 @@
-"""Where a step that is written for one device of several means something else than it would as a step for one device.
+"""Finds where a step that is written for one device means something else as a step for all devices.
 
 That is where a device uses what it reduced over its own examples before it is reduced over the devices: to normalize
 those examples (batch norm), to clip its own gradient; and where sums over devices aren't means. What goes through
@@ -20,7 +20,7 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 
 class SumKind(enum.IntEnum):
-    """How a value differs from device to device."""
+    """Says how a value differs from device to device."""
 
     SAME = 0
     #: A reduction over the device's examples, and what is linear in it.

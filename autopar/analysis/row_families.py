@@ -1,4 +1,4 @@
-"""What an interpretation of the program (`RowFlow`) means for its families: which there are, and which can be lifted.
+"""Finds the families of a program, and those that can be lifted, from its interpretation (`RowFlow`).
 
 A table's family is kept if
 
@@ -225,8 +225,8 @@ class Families:
         return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
 
     def _product(self, space: RowSpace) -> Refusal | None:
-        """Returns what makes the gradient dense (a product over all rows, a loop, a scatter): it tells more than what
-        comes of it."""
+        """Returns what makes the gradient dense (a product over all rows, a loop, a scatter): the cause, not its
+        effects."""
         telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
         return next((r for kind in telling for r in self._reads(space.family) if r.kind == kind), None)
 
@@ -253,7 +253,7 @@ class Families:
         return slices
 
     def own_lookups(self, space: RowSpace) -> list[Equation]:
-        """Lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
+        """Lists lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
         lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
         return [a.equation for a in lookups if self._on_own_rows(space, a)]
 
@@ -345,7 +345,7 @@ def _unlike_tables(flow: RowFlow, entries: Mapping[int, Equation], tables: Mappi
 
 
 def _updated(flow: RowFlow, families: set[int]) -> dict[int, int]:
-    """State leaves whose new values are rows of one of the families, with their row axes."""
+    """Maps leaves whose new values are rows of one of the families to their row axes."""
     program, updated = flow.program, {}
     for leaf, output in program.new_states.items():
         value, layout = flow.value(program.block.outputs[output]), program.inputs[leaf].layout

@@ -159,7 +159,7 @@ class RowFlow(Interpreter[Value]):
         self._equations = outer
 
     def equation(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
-        """Its results; what needs all rows is noted."""
+        """Interprets an equation; what needs all rows is noted, and has no value."""
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
@@ -277,7 +277,7 @@ class RowFlow(Interpreter[Value]):
     # --- what needs all rows ---
 
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
-        """Handle an equation that needs all rows: read them, or refuse the families it needs them of."""
+        """Handles an equation that needs all rows: reads them, or refuses the families it needs them of."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
         refusal = self._refusal(equation, mixes, max((a.shape[v.axis] for a, v in rows), default=0))
         possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)
@@ -316,7 +316,8 @@ class RowFlow(Interpreter[Value]):
             self.after.update(dict.fromkeys(equation.outputs, after))
 
     def _note_whole(self, equation: Equation) -> None:
-        """Results that can be had for all rows: new values of leaves, constants, and what is made of such."""
+        """Notes results that can be computed for all rows: new values of leaves, constants, and what is made of
+        such."""
         sources: frozenset[int] | None = frozenset()
         for atom in equation.inputs:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):

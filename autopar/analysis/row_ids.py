@@ -1,4 +1,4 @@
-"""Which rows a family's accesses mean, as equations at the top of the program.
+"""Writes a family's ids, of all its accesses, as equations at the top of the program.
 
 `collect_ids` computes the ids of all lookups and scatters of a family outside of the loops they stand in, each set of
 ids once: a forward lookup and its backward scatter share one. Ids come out flat, as int32, with what is out of range
@@ -42,7 +42,7 @@ def index_atoms(access: Access) -> tuple[Atom, ...]:
 
 
 def id_params(access: Access, extent: int) -> Mapping[str, Any]:
-    """Parameters of the `row_ids` (dynamic) or `row_range` (static) operation for an access.
+    """Returns the parameters of an access's `row_ids` (dynamic) or `row_range` (static) operation.
 
     `position`: which component of the index vectors is the row; `clip`: whether ids out of range mean the nearest
     row (else none); `count`: adjacent rows from each start.
@@ -171,9 +171,10 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
 def _known_axes(
     access: Access, index: Atom, turns: int, axes: Mapping[Var, int], devices: int
 ) -> tuple[int | None, int | None]:
-    """Returns the batch axis of an access's own index operand, and that of the known ids in its place, whose leading
-    axes are the turns of loops, and which has the same examples; None: every device has all of them, whatever it looks
-    up."""
+    """Returns the batch axes of an access's index operand and of the known ids in its place.
+
+    None: every device has all of them. Leading axes of the known ids are the turns of loops.
+    """
     own = access.equation.inputs[1]
     axis = _spread_axis(access, own, own, axes, devices)
     if axis is None or not isinstance(index, Var) or index.shape[turns:-1] != own.shape[:-1]:
@@ -191,7 +192,7 @@ def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[l
 
 
 def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:
-    """Add hoisted equations, those that exist already excepted; the value's name among them."""
+    """Adds hoisted equations, those that exist already excepted; returns the value's name among them."""
     env: dict[Atom, Atom] = {}
     for equation in inner:
         equation = dataclasses.replace(equation, inputs=tuple(env.get(a, a) for a in equation.inputs))

@@ -139,8 +139,10 @@ _OF_EQUALS: Mapping[str, int | None] = {
 
 
 def _of_equals(equation: Equation, offs: Sequence[Off]) -> Off:
-    """Returns what an equation of two operands is off the touched rows, if they are the same function of the row there.
-    One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity."""
+    """Returns the background of an equation of two operands that are the same function of the row there.
+
+    One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity.
+    """
     one, other = equation.inputs
     if one is other or offs[0] != offs[1] or isinstance(offs[0], Const) or offs[0] == UNKNOWN:
         return UNKNOWN

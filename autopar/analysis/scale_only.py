@@ -78,7 +78,7 @@ class Granted:
     not_negative: set[int] = field(default_factory=set)
 
     def assume(self, condition: Any) -> None:
-        """Note what must hold of the step's numbers."""
+        """Notes what must hold of the step's numbers."""
         self.assumed.append(self.xp.all(condition))
 
     def holds(self) -> Any:
@@ -87,7 +87,7 @@ class Granted:
         return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
 
     def finite(self, number: Number) -> None:
-        """Note that a number is finite."""
+        """Notes that a number is finite."""
         if not number.literal:
             self.assume(self.xp.isfinite(number.value))
 
@@ -405,7 +405,7 @@ class ScaleOnlyWalk(Granted):
         return one_of(self, index, cases)
 
     def _cond(self, equation: Equation, values: Sequence[Any]) -> list[Any]:
-        """Each branch by itself; what they take for granted must hold of the one that is taken."""
+        """Interprets each branch by itself; what it assumes must hold only if it is taken."""
         which, operands = self.known(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
             return [self.unknown()] * len(equation.outputs)

@@ -1,4 +1,4 @@
-"""Which stage each equation of a gradient program belongs to, and whether forward or backward: no markers needed.
+"""Assigns each equation of a gradient program to a stage, forward or backward: no markers needed.
 
 Weights are ordered by their first use, and cut into stages in that order. For each equation there is the deepest stage
 whose weights it depends on, and the deepest whose gradients it feeds. What doesn't depend on the last stage is the
@@ -108,7 +108,7 @@ def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def _feeds(block: Block, gradients: Mapping[Atom, int], last: int) -> tuple[dict[Var, int], set[Var]]:
-    """Value -> the deepest stage whose gradients it feeds; and those that feed a result that is no gradient."""
+    """Maps values to the deepest stage whose gradients they feed; and returns those that feed other results."""
     deepest_fed: dict[Var, int] = {}
     measured = {a for a in block.outputs if isinstance(a, Var) and a not in gradients}
     for atom in block.outputs:

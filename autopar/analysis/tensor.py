@@ -97,7 +97,7 @@ def divide_products(program: Program, leaves: Collection[int], devices: int, exa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """How the values of some equations are divided, their leaves being decided.
+    """Says how the values of some equations are divided, their leaves being decided.
 
     Attributes:
       devices: T.
@@ -128,11 +128,11 @@ class Divider:
         self._exchanges: dict[Equation, Sequence[Exchange]] = {}
 
     def same(self, new: Var, old: Atom) -> None:
-        """Say that a value is another one."""
+        """Says that a value is another one."""
         self._walk.values[new] = self._walk.value(old)
 
     def run(self, equations: Iterable[Equation]) -> None:
-        """Follow them through equations, in an order that can be run."""
+        """Follows them through equations, in an order that can be run."""
         for equation in equations:
             before = self._walk.mark()
             self._walk.run([equation])
@@ -222,7 +222,7 @@ class _Walk(Interpreter[_Value]):
         return first
 
     def inside(self, value: _Value) -> _Value:
-        """Layers aren't divided: a stack of weights is, along the axes of each."""
+        """Keeps the axis within one layer: layers aren't divided, a stack of weights is, along the axes of each."""
         if value.leaf is not None:
             return dataclasses.replace(value, axes=value.axes[1:])
         return dataclasses.replace(value, axis=value.axis - 1) if value.axis else _WHOLE
@@ -232,7 +232,7 @@ class _Walk(Interpreter[_Value]):
         return value if value.axis in (None, PARTIAL) else dataclasses.replace(value, axis=value.axis + 1)
 
     def nested(self, equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
-        """Partial sums are added up before a loop or branch."""
+        """Adds up partial sums before a loop or branch."""
         for atom, value in zip(equation.inputs, operands, strict=True):
             if value.axis == PARTIAL:
                 self._whole(atom, value)
@@ -266,7 +266,7 @@ class _Walk(Interpreter[_Value]):
         return _Value(value.axes.index(axis), value.leaf) if axis in value.axes and axis is not None else _WHOLE
 
     def brought(self, atom: Atom, value: _Value, axis: int) -> None:
-        """Note that a value is wanted in parts along an axis."""
+        """Notes that a value is wanted in parts along an axis."""
         if value.axis != axis:
             self._whole(atom, value)
 
@@ -319,7 +319,7 @@ class _Walk(Interpreter[_Value]):
         return _Value(leaf=operands[0].leaf, axes=tuple(axes))
 
     def _decide(self, equation: Equation, operands: Sequence[_Value]) -> None:
-        """Decide how a product's weight is divided: by rows if its other operand's features are divided and summed
+        """Decides how a product's weight is divided: by rows if its other operand's features are divided and summed
         over, else by columns."""
         if equation.op != "dot_general":
             return

@@ -35,7 +35,7 @@ class Numbering:
 
 
 def atom_key(atom: Atom) -> Hashable:
-    """Equal for equal values of one block."""
+    """Returns a key that is equal for equal values of one block."""
     if isinstance(atom, Literal):
         if atom.shape == () and not isinstance(atom.value, jax.Array):
             value = np.asarray(atom.value)
@@ -45,7 +45,7 @@ def atom_key(atom: Atom) -> Hashable:
 
 
 def params_key(equation: Equation) -> Hashable:
-    """Equal for equal parameters.
+    """Returns a key that is equal for equal parameters.
 
     Raises:
       TypeError: one can't be hashed.
@@ -62,7 +62,7 @@ def _bodies_key(equation: Equation) -> Hashable:
 
 
 def block_key(block: Block) -> Hashable:
-    """Equal for blocks that compute the same of their inputs.
+    """Returns a key that is equal for blocks that compute the same of their inputs.
 
     Raises:
       TypeError: a parameter can't be hashed.

@@ -1,4 +1,4 @@
-"""Which leaves of a state are weights: those that examples meet. Slots, averages and counts meet sums over them."""
+"""Finds the leaves of a state that are weights: examples meet those, but slots and averages only sums over examples."""
 
 from __future__ import annotations
 

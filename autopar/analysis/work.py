@@ -1,4 +1,4 @@
-"""What a step computes, whoever computes it: operations of its products, and the sums over examples that it takes.
+"""Counts what a step computes, on all devices together: operations of its products, and sums over examples.
 
 It is no `Interpreter`: it counts equations, and says nothing of values.
 """
@@ -30,12 +30,12 @@ def count_work(program: Program) -> Work:
 
 
 def products(block: Block) -> float:
-    """Floating-point operations of a block's products."""
+    """Counts the floating-point operations of a block's products."""
     return _of(block, {}).parameters
 
 
 def equation_work(equation: Equation) -> tuple[float, float]:
-    """Floating-point operations of an equation's products, and bytes that it reads and writes."""
+    """Counts the floating-point operations of an equation's products, and the bytes that it reads and writes."""
     block = Block((), (equation,), ())
     inside = {a: 0 for e in block.walk() for a in (*e.inputs, *e.outputs) if isinstance(a, Var)}
     work = _of(block, inside)
@@ -74,7 +74,7 @@ def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
 
 
 def flops(equation: Equation) -> float:
-    """Floating-point operations of a product, two for each that is added; 0 of anything else."""
+    """Counts the floating-point operations of a product: two for each term that is added; 0 for other equations."""
     if equation.op == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         summed = np.prod([equation.inputs[0].shape[k] for k in contracted])

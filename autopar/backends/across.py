@@ -25,13 +25,16 @@ Array = Any
 
 
 def is_global(value: Any) -> bool:
-    """Whether it is an array of which parts are on other processes."""
+    """Returns whether the value is an array that has parts on other processes."""
     return isinstance(value, jax.Array) and not jax_compat.is_tracer(value) and not value.is_fully_addressable
 
 
 def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
-    """`jax.device_put` to where a process may have some of the devices only. `own`: the result shares no memory with a
-    plain value."""
+    """Does what `jax.device_put` does, also where a process has some of the devices only.
+
+    Args:
+      own: The result shares no memory with a plain value.
+    """
     if is_global(value):
         with PROGRESS.during("moving an array", "waits"):
             return jax.device_put(value, sharding)
@@ -51,7 +54,7 @@ def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> ja
 
 
 def local(value: Any) -> Any:
-    """The whole of a global array on a device of this process, collectively; anything else as it is."""
+    """Returns the whole of a global array on a device of this process (collective); anything else as it is."""
     value = whole_everywhere(value)
     if not is_global(value):
         return value
@@ -62,9 +65,11 @@ def local(value: Any) -> Any:
 
 
 def whole_everywhere(value: Any) -> Any:
-    """A global array as one of which every device has the whole, so that NumPy reads it on every process; anything else
-    as it is. Collective. It takes the array's whole size on each device, or, where that isn't spread by a
-    `NamedSharding`, in the memory of each process."""
+    """Returns a global array as one of which every device has the whole, so that NumPy reads it on every process.
+
+    Anything else stays as it is. Collective. It takes the array's whole size on each device, or, where that isn't
+    spread by a `NamedSharding`, in the memory of each process.
+    """
     if not is_global(value) or value.is_fully_replicated:
         return value
     with jax.ensure_compile_time_eval():
@@ -79,5 +84,5 @@ def whole_everywhere(value: Any) -> Any:
 
 @functools.cache
 def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
-    """A program that brings an array to where it is whole on every device."""
+    """Returns a program that puts a whole copy of an array on every device."""
     return jit_on(cast(Mesh, sharding.mesh), lambda x: x, out_shardings=sharding)

@@ -48,7 +48,7 @@ class Compilation(Generic[_T]):
         self._turn = threading.Lock()
 
     def run(self) -> None:
-        """Compile, in the thread, unless that was done elsewhere."""
+        """Compiles, in the thread, unless that was done elsewhere."""
         if self._turn.acquire(blocking=False):
             self._run(self._in_thread())
 
@@ -70,7 +70,7 @@ class Compilation(Generic[_T]):
             self._future.set_result(result)
 
     def drop(self) -> None:
-        """Leave it to the step that needs it."""
+        """Leaves it to the step that needs it."""
         if self._turn.acquire(blocking=False):
             self._future.set_result(self._otherwise)
 
@@ -80,7 +80,7 @@ class Compilation(Generic[_T]):
         return self._turn.locked()
 
     def is_done(self) -> bool:
-        """Whether nobody has to wait for it."""
+        """Returns whether the compilation has ended."""
         return self._future.done()
 
     def finish(self) -> _T | None:

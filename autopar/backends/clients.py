@@ -58,7 +58,7 @@ class Clients:
 
     @staticmethod
     def of(all_: Devices, count: int | None) -> Clients:
-        """The clients that share devices: adjacent processes, as many to each.
+        """Divides devices among clients: each has as many adjacent processes as any other.
 
         Raises:
           ArgumentsError: clients don't divide the processes, or the data axis isn't divided by them.
@@ -96,7 +96,7 @@ class Clients:
 
     @property
     def leads(self) -> bool:
-        """Whether this process is the first one of its client."""
+        """This process is the first one of its client."""
         return jax.process_index() == self.leader(self.own)
 
     def leader(self, client: int) -> int:
@@ -110,7 +110,7 @@ class Clients:
 
     @functools.cached_property
     def _processes(self) -> list[list[int]]:
-        """The numbers of each client's processes, ascending."""
+        """Each client's processes, ascending."""
         return [sorted({d.process_index for d in part.flat}) for part in self.grid]
 
     @functools.cached_property
@@ -127,28 +127,34 @@ class Clients:
 
     @functools.cached_property
     def _mesh(self) -> Mesh:
-        """All devices, the last client's first: XLA gives devices in another order other connections, where a mean that
-        is on its way can't meet what another thread's programs exchange meanwhile."""
+        """All devices, the last client's first.
+
+        XLA gives devices in another order other connections, where a mean that is on its way can't meet what another
+        thread's programs exchange meanwhile.
+        """
         names = (_AXIS, *self.devices.mesh.axis_names)
         return Mesh(self.grid[::-1], names, axis_types=(AxisType.Auto,) * len(names))
 
     @property
     def _is_alone(self) -> bool:
-        """Whether nothing may run beside a mean: CPU devices of a client share threads, which the collectives of two
-        programs could wait for in turn."""
+        """Nothing may run beside a mean: CPU devices of a client share threads, which two programs' collectives could
+        block."""
         return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
 
     def mean(self, arrays: Sequence[jax.Array], turn: int | None = None) -> list[jax.Array]:
-        """The mean of each array over the clients, in its dtype and where it is. Collective; waited for on clients of
-        several CPU devices alone. `turn`: over those two alone that are partners then, in a ring."""
+        """Averages each array over the clients, in its dtype and where it is.
+
+        Collective; waited for only on clients of several CPU devices.
+          turn: Averages only over the two that are partners then, in a ring.
+        """
         return self._joined(arrays, mean_of, turn if turn is None else turn % 2)
 
     def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
-        """The bits that any client has set. Collective."""
+        """Returns the bits that any client has set. Collective."""
         return self._joined(bits, _union)
 
     def first(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """The first client's arrays, random keys among them. Collective."""
+        """Returns the first client's arrays, random keys among them. Collective."""
         keys = {n: x for n, x in enumerate(arrays) if jax_compat.is_key(getattr(x, "dtype", None))}
         data = [jax.random.key_data(x) if n in keys else jnp.asarray(x) for n, x in enumerate(arrays)]
         made = self._joined(data, _first_of)
@@ -157,7 +163,8 @@ class Clients:
         return made
 
     def stacked(self, arrays: Sequence[Any], about: str) -> list[np.ndarray]:
-        """[C, ...]: all clients' arrays, of which a process has a client's whole, in host memory. Collective."""
+        """Returns all clients' arrays, [C, ...], in host memory; each process has its client's whole arrays.
+        Collective."""
         own: list[np.ndarray] = []
         self.processes.together(AutoparError, lambda: own.extend(np.asarray(x) for x in arrays), about)
         each = self.processes.arrays(own, about)
@@ -190,7 +197,7 @@ class Clients:
         return place_array(array, self.devices.sharding(None))
 
     def _across(self, array: jax.Array, spec: P) -> jax.Array:
-        """All clients' arrays as one, [C n, ...], of which this client has its part."""
+        """Joins all clients' arrays into one, [C n, ...], of which this client has its part."""
         first, *rest = array.shape or (1,)
         parts = [shard.data.reshape(shard.data.shape or (1,)) for shard in array.addressable_shards]
         shape = (self.count * first, *rest)
@@ -199,13 +206,15 @@ class Clients:
 
 @functools.cache
 def _thread() -> ThreadPoolExecutor:
-    """A thread that dispatches programs."""
     return ThreadPoolExecutor(1, "autopar-means")
 
 
 def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) -> Sequence[Array]:
-    """Returns a program's results, on which those that this thread runs next don't wait: on CPUs JAX runs the programs
-    of one thread one after the other. It is dispatched when this returns, in an order that all processes have."""
+    """Runs a program whose results those that this thread runs next don't wait for.
+
+    On CPUs JAX runs the programs of one thread one after the other. It is dispatched when this returns, in an order
+    that all processes have.
+    """
     is_wide = jax.config.read("jax_enable_x64")  # a thread's own
 
     def dispatch() -> Sequence[Array]:
@@ -276,7 +285,7 @@ def said_clients(processes: StoreGroup) -> int | None:
 
 
 def check_ring(sync: Sync | None, clients: int) -> None:
-    """Check that so many clients make a ring, if they are to.
+    """Checks that so many clients make a ring, if they are to.
 
     Raises:
       ArgumentsError: they don't.
@@ -323,7 +332,7 @@ def checked_servers(name: str, wanted: int | None, processes: int) -> int:
 
 
 def mean_of(parts: Sequence[Array]) -> Array:
-    """The mean of some arrays of one dtype, summed in their order, in 32 bits where they have fewer."""
+    """Averages arrays of one dtype, summed in their order, in 32 bits where they have fewer."""
     dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
     total = parts[0].astype(dtype)
     for part in parts[1:]:
@@ -340,7 +349,7 @@ def _first_of(parts: Sequence[Array]) -> Array:
 
 
 def _spec(array: jax.Array) -> P:
-    """How all clients' arrays lie one behind the other along the first axis."""
+    """Returns the spec of all clients' arrays, concatenated along the first axis."""
     own = array.sharding.spec if isinstance(array.sharding, NamedSharding) else P()
     first, *rest = own or (None,)
     names = () if first is None else first if isinstance(first, tuple) else (first,)
@@ -348,7 +357,7 @@ def _spec(array: jax.Array) -> P:
 
 
 def _part(array: jax.Array, like: jax.Array) -> jax.Array:
-    """This client's part of an array of all clients."""
+    """Returns this client's part of an array of all clients."""
     parts = [shard.data.reshape(own.data.shape) for shard, own in _paired(array, like)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
 
@@ -362,8 +371,10 @@ def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Any, Any]]:
 def _program(
     mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int, turn: int | None
 ) -> Callable[..., Sequence[Array]]:
-    """A program that joins all clients' arrays, each client a C-th of the elements of every dtype; or, `turn` being
-    given, each client its own and its partner's."""
+    """Compiles a program that joins all clients' arrays; each client computes a C-th of the elements of every dtype.
+
+    With `turn` each client joins its own and its partner's.
+    """
     places = range(count)[::-1]
 
     def joined_by_all(flat: Array) -> Array:

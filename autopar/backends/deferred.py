@@ -54,7 +54,8 @@ class Deferred:
     update: Callable[..., Sequence[Array]]
 
     def spread(self, tables: Sequence[bool]) -> tuple[list[int | None], tuple[int | None, ...]]:
-        """Along which axis the operands of a flush, and its results, are spread over devices, if a table's rows are."""
+        """Returns the axes along which a flush's operands and results are spread over devices, if a table's rows
+        are."""
         p = self.replay
         rows = [[axis if is_spread else None for axis in p.axes] for is_spread in tables]
         stamps = [0 if is_spread else None for is_spread in tables]
@@ -65,12 +66,13 @@ class Deferred:
     # --- what a step does ---
 
     def catch_up_tables(self, rows: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
-        """Rows of several tables as they are after `now` steps; of the changed leaves."""
+        """Returns the changed leaves of several tables' rows as they are after `now` steps."""
         tables = DeferredTables(self.replay, rows, stamps)
         return tuple(itertools.chain(*tables.together(lambda some, stamped: self.catch_up(some, stamped, entries))))
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
-        """The rows ([U, ...] of each leaf, changed ones first) as they are after `now` steps; of the changed leaves."""
+        """Returns the changed leaves of rows ([U, ...] of each leaf, changed ones first) as they are after `now`
+        steps."""
         changed, read = self._parts(self._rows_first(rows))
         changed, begin = self._scaled(changed, stamps, entries)
         return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
@@ -78,7 +80,7 @@ class Deferred:
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
     ) -> Sequence[Array]:
-        """Changed leaves of rows [U, ...] with the steps from each one's first, `begin` int32[U], to `now` replayed."""
+        """Replays steps on rows [U, ...]: from each one's own, `begin` int32[U], to `now`. Returns changed leaves."""
         count = begin.shape[0]
         group_rows = max(1, min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // row_elements(changed, count))))
         order = jnp.argsort(begin)
@@ -105,7 +107,8 @@ class Deferred:
     def record(
         self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None
     ) -> list[Array]:
-        """The update log's records with one step more; those of earlier steps stay if it is to be done again."""
+        """Returns the update log's records with one step more; unless it `exceeded` a capacity, and is to be done
+        again."""
         p = self.replay
         recorded = list(map(jnp.asarray, values))
         later: list[Array] = []
@@ -126,13 +129,17 @@ class Deferred:
         return Suffixes.of(p, records[len(p.values) + len(p.scale_only.scaled if p.scale_only else ()) + 1 :])
 
     def times(self, elements: int) -> int:
-        """How many times `catch_up_some` is called while the newer part becomes full: after each step, but for a few
-        rows. `elements`: of the largest leaf, on one device."""
+        """Returns how many calls of `catch_up_some` fill the newer part: one a step, but fewer for few rows.
+
+        `elements`: of the largest leaf, on one device.
+        """
         return max(1, min(self.replay.part, elements // _LEAST_ELEMENTS))
 
     def flush(self, leaves: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
-        """Changed leaves, stamps, now and segment with all rows up to date, and an empty update log. In place where the
-        leaves are donated."""
+        """Brings all rows up to date, and returns changed leaves, stamps, now and segment of an empty update log.
+
+        In place where the leaves are donated.
+        """
 
         def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
             new = self.catch_up(mine, stamped, entries)
@@ -160,8 +167,10 @@ class Deferred:
         ids: Sequence[Array],
         times: int,
     ) -> tuple[Array, ...]:
-        """Changed leaves and stamps after some rows were brought up to `now`: those that are read, or those that the
-        older part moves, to its end. One program does both, as it is the replay that takes long to compile.
+        """Brings some rows up to `now`, and returns changed leaves and stamps: rows that are read, or that the older
+        part moves.
+
+        One program does both, as it is the replay that takes long to compile.
 
         Args:
           leaves, stamps: As in `flush`.
@@ -191,17 +200,18 @@ class Deferred:
         return DeferredTables(self.replay, leaves, stamps).visited(rows, _SOME_ELEMENTS, caught_up)
 
     def caught_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
-        """The rows as they are after `now` steps, of the changed leaves, and their new stamps."""
+        """Returns the changed leaves of rows as they are after `now` steps, and their new stamps."""
         new, p = self.catch_up(rows, stamps, entries), self.replay
         return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
     def lags(self, stamps: Any, segment: Any) -> Any:
-        """bool[rows]: which rows have to be brought up to the end of the older part in time."""
+        """Returns bool[rows]: which rows have to be brought up to the end of the older part in time."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
-        """int32[rows]: stamps of rows that have moved up to the beginning of the newer part, which has this segment."""
+        """Returns int32[rows]: stamps of rows that have moved up to the beginning of the newer part, of this
+        segment."""
         scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
         if scale_only is None:
             return jnp.full((extent,), self.replay.part, jnp.int32)
@@ -219,7 +229,8 @@ class Deferred:
     # --- scale-only rows ---
 
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
-        """Scale-only rows up to date; and from which step on each row is to be replayed (`now`: not at all)."""
+        """Brings scale-only rows up to date; and returns the step from which each row is to be replayed (`now`: not at
+        all)."""
         if self.replay.scale_only is None:
             return list(changed), stamps
         whole, before_newer, hold = scales(self.replay, entries)
@@ -237,7 +248,7 @@ class Deferred:
         records: Sequence[Array],
         suffixes: Suffixes | None,
     ) -> list[Array]:
-        """Rows [B, ...] with the untouched update replayed from each one's step on, until it has caught up or faded."""
+        """Replays the untouched update on rows [B, ...] from each one's step on, until it has caught up or faded."""
         p = self.replay
         values = records[: len(p.values)]
         changed, read = self._parts(rows)

@@ -119,7 +119,7 @@ class DeferredTables:
 
 
 def row_elements(leaves: Sequence[Array], rows: int) -> int:
-    """Elements of a row of the widest leaf."""
+    """Counts the elements of a row of the widest leaf."""
     return max(1, max(leaf.size // max(1, rows) for leaf in leaves))
 
 

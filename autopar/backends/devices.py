@@ -36,7 +36,7 @@ class Devices:
 
     @staticmethod
     def of(mesh: Mesh | None, axis: str | None = None, tensor_axis: str | None = None) -> Devices:
-        """The user's mesh, its Explicit axes made Auto; all devices by default."""
+        """Returns the user's mesh, its Explicit axes made Auto; all devices by default."""
         if mesh is None:
             return Devices(jax.make_mesh((len(jax.devices()),), ("data",), axis_types=(AxisType.Auto,)), "data")
         names = mesh.axis_names
@@ -45,7 +45,7 @@ class Devices:
 
     @staticmethod
     def of_array(array: jax.Array, along: int) -> Devices:
-        """Those over which an array is spread along one of its axes."""
+        """Returns the devices over which an array is spread along one of its axes."""
         sharding = array.sharding
         assert isinstance(sharding, NamedSharding), "a plan spreads arrays over a mesh"
         assert isinstance(sharding.mesh, Mesh), "of real devices"
@@ -62,31 +62,32 @@ class Devices:
         return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
     def position(self) -> Array:
-        """In the program of one device its number, int32[]."""
+        """Returns the device's number, int32[], in the program of one device."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
 
     @functools.cached_property
     def processes(self) -> StoreGroup:
-        """Those that own the devices."""
+        """The processes that own the devices."""
         return StoreGroup.of(self.mesh)
 
     def spec(self, along: int | None) -> P:
-        """Spread along an axis of the array, or replicated."""
+        """Returns the spec of an array that is spread along an axis, or replicated."""
         return P() if along is None else P(*[None] * along, self.axis)
 
     def sharding(self, along: int | None, tensor: int | None = None) -> NamedSharding:
-        """The same as a sharding; `tensor`: the axis that is spread over the tensor axis."""
+        """Returns the sharding of an array that is spread along an axis; `tensor`: the axis spread over the tensor
+        axis."""
         if tensor is None:
             return NamedSharding(self.mesh, self.spec(along))
         names = {tensor: self.tensor_axis} | ({} if along is None else {along: self.axis})
         return NamedSharding(self.mesh, P(*[names.get(k) for k in range(max(names) + 1)]))
 
     def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
-        """Tell XLA where a value is."""
+        """Tells XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
 
     def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
-        """Run a function on each device's part of the operands.
+        """Runs a function on each device's part of the operands.
 
         Args:
           fun: Takes and returns local arrays; may use collectives over `axis`.
@@ -103,7 +104,7 @@ class Devices:
         returned: Any,
         tensors: tuple[Sequence[int | None], Sequence[int | None]] | None = None,
     ) -> Callable[..., Any]:
-        """The function of global arrays that `local` calls.
+        """Returns the function of global arrays that `local` calls.
 
         Zeros are put behind an operand that these don't divide, so that results may be longer as well.
 
@@ -135,7 +136,7 @@ class Devices:
 
 
 class OwnPart(Devices, abc.ABC):
-    """The same devices seen by one of them: arrays are its own shards."""
+    """A device's own view of the same devices: arrays are its own shards."""
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -148,34 +149,34 @@ class OwnPart(Devices, abc.ABC):
         return self
 
     def share(self, value: Array, axis: int) -> Array:
-        """This device's shard of what all have."""
+        """Returns this device's shard of an array that every device has."""
         size = value.shape[axis] // self.count
         # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
         value = jax.lax.optimization_barrier(value)
         return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, axis)
 
     def padded_share(self, value: Array, axis: int, size: int) -> Array:
-        """The same, `size` long, where that is more than all have: beyond the end are copies of the last element."""
+        """Returns a shard that is `size` long, where that is more than all have: its end repeats the last element."""
         return jnp.take(value, self.position() * size + jnp.arange(size), axis=axis, mode="clip")
 
     def once(self, value: Array) -> Array:
-        """The value on the first device, zeros on the others."""
+        """Returns the value on the first device, zeros on the others."""
         return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
 
     def only_examples(self, value: Array, axis: int, size: int, fill: Any) -> Array:
-        """This device's shard of `size` elements, `fill` in place of what is beyond the end."""
+        """Returns this device's shard of `size` elements, `fill` in place of what is beyond the end."""
         own = value.shape[axis]
         number = self.position() * own + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
         return jnp.where(number < size, value, jnp.asarray(fill, value.dtype))
 
     @abc.abstractmethod
     def gathered(self, value: Array, along: int) -> Array:
-        """All of a value that is spread along an axis, on every device."""
+        """Returns all of a value that is spread along an axis, on every device."""
         ...
 
     @abc.abstractmethod
     def reduce(self, value: Array, op: str) -> Array:
-        """Reduced over the devices."""
+        """Reduces a value over the devices."""
         ...
 
 
@@ -186,5 +187,5 @@ class Mapped(OwnPart):
         return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
 
     def reduce(self, value: Array, op: str) -> Array:
-        """Reduced over the devices."""
+        """Reduces a value over the devices."""
         return reduce_across(op, value, self.axis)

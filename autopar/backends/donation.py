@@ -13,14 +13,16 @@ from autopar.ir.program import Program
 
 
 def donation_order(new: Mapping[int, int], count: int) -> tuple[int, ...]:
-    """Of `count` results the order in which JAX is to get them. `new`: donated input -> the result that is its new
-    value; no result twice."""
+    """Returns the order in which JAX is to get `count` results, so that each new state takes its old one's buffer.
+
+    `new`: donated input -> the result that is its new value; no result twice.
+    """
     first = [new[k] for k in sorted(new)]
     return (*first, *sorted(set(range(count)) - set(first)))
 
 
 def has_unread_states(program: Program) -> bool:
-    """Whether the new value of a state doesn't depend on the old one (the last gradient), nor does anything else.
+    """Returns whether a state's old value isn't read at all (the last gradient, say).
 
     JAX drops arguments that nothing reads, and pairs the other ones: such a state must be kept, `jit(keep_unused=)`.
     """

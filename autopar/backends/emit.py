@@ -43,9 +43,13 @@ def emit(
     devices: OwnPart | None = None,
     microbatch: Microbatch | None = None,
 ) -> Callable[..., list[Array]]:
-    """A function of the block's inputs that returns its outputs. `backends`: by family, where that isn't
-    `SingleDevice`, or `ReplicatedRows` in `shard_map`; `devices`: where values are spread, if any are; `microbatch`: of
-    which this is the program."""
+    """Compiles a block into a function of its inputs that returns its outputs.
+
+    Args:
+      backends: By family, where that isn't `SingleDevice`, or `ReplicatedRows` in `shard_map`.
+      devices: Where values are spread, if any are.
+      microbatch: The microbatch that this is the program of.
+    """
     emitter = _Emitter(backends, devices, microbatch)
 
     def run(*inputs: Array) -> list[Array]:
@@ -55,7 +59,7 @@ def emit(
 
 
 def deferred_of(equation: Equation) -> Deferred:
-    """What an equation of an update log replays: its body is the untouched update."""
+    """Returns what an equation of an update log replays: its body is the untouched update."""
     (body,) = equation.bodies
     return Deferred(equation.params["replay"], body, emit(body))
 
@@ -71,7 +75,7 @@ class _Emitter:
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
-        """The backend of the family whose route the equation makes or takes."""
+        """Returns the backend of the family whose route the equation makes or takes."""
         atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
         family = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
         return self._whole if family is None else self._backends.get(family, self._whole)
@@ -117,7 +121,7 @@ class _Emitter:
         return jax_compat.bind(equation.primitive, operands, params)
 
     def _over(self, op: str) -> tuple[str, OwnPart | None]:
-        """An operation's name, of one over the tensor axis that over the data axis; and over which devices it is."""
+        """Returns an operation's name over the data axis, and the devices it is over: those of either axis."""
         if not op.startswith(_TENSOR):
             return op, self._devices
         assert self._devices is not None and self._devices.tensor_axis is not None, "products are divided"
@@ -235,7 +239,7 @@ class _Emitter:
         return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Each device by itself, on what it has of the operands."""
+        """Brings rows up to date, each device those that it has."""
         deferred = deferred_of(equation)
         replay, tables = deferred.replay, len(equation.params["families"])
         n = len(replay.leaves) * tables
@@ -243,8 +247,11 @@ class _Emitter:
         return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Nothing: the update log's owner does it, by a program of its own (`tables.deferred.UpdateLog.make_room`), for
-        it comes once in many steps, and would be half of what XLA compiles."""
+        """Returns its operands: the log's owner flushes by a program of its own
+        (`tables.deferred.DeviceUpdateLog.make_room`).
+
+        It comes once in many steps, and would be half of what XLA compiles.
+        """
         replay = deferred_of(equation).replay
         leaves, rest = operands[: len(replay.leaves)], operands[len(replay.leaves) :]
         return [*leaves[: replay.changed], *rest[:3], *rest[3 + len(replay.records) :]]
@@ -266,7 +273,7 @@ class _Emitter:
         return [result.astype(p["dtype"])]
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Whether rows change that the step doesn't touch."""
+        """Returns whether rows change that the step doesn't touch."""
         p = equation.params
         backend = self._backends.get(p["family"], self._whole)
         named = split(equation.op, p, operands)
@@ -289,12 +296,12 @@ class _Emitter:
 
 
 def _is(value: Array, known: Any) -> Array:
-    """Elementwise, NaN being NaN."""
+    """Compares elementwise, NaN being equal to NaN."""
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
 
 def _gathered(devices: OwnPart, value: Array, axis: int, size: int | None = None) -> Array:
-    """All of a spread value; its axis cut to `size`, if what was spread was padded."""
+    """Returns all of a spread value; its axis cut to `size`, if what was spread was padded."""
     value = devices.gathered(value, axis)
     return value if size is None else cut(value, axis, size)
 
@@ -348,7 +355,7 @@ def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
 
 
 def _rarely(value: Array) -> Array:
-    """A condition on a value that hardly ever holds: what waits for it waits for the value.
+    """Returns a condition on a value that hardly ever holds: what waits for it waits for the value.
 
     XLA copies a table that is still to be read when it is overwritten in place, and on CPUs it drops optimization
     barriers before it decides. A sweep that runs without need changes nothing, so it may wait in this way.
@@ -373,7 +380,7 @@ def _typed(value: Array, type_: Any) -> Array:
 
 
 def _like(value: Array, other: Array) -> Array:
-    """A loop's carry keeps its type, JAX's weak type included."""
+    """Gives a loop's carry its type back, JAX's weak type included."""
     value = jnp.asarray(value)
     if jax_compat.is_key(value.dtype) or jax_compat.is_weak(value) == jax_compat.is_weak(other):
         return value
@@ -381,7 +388,7 @@ def _like(value: Array, other: Array) -> Array:
 
 
 def _is_slow_in_loops(body: Block, devices: OwnPart | None) -> bool:
-    """Whether XLA is some ten times slower at it inside a loop: convolutions on CPUs."""
+    """Returns whether XLA is some ten times slower at it inside a loop: convolutions on CPUs."""
     platform = jax.default_backend() if devices is None else devices.mesh.devices.flat[0].platform
     return platform == "cpu" and any(e.op == "conv_general_dilated" for e in body.walk())
 
@@ -506,7 +513,7 @@ REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]
 
 
 def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], start: Any) -> Any:
-    """`lax.while_loop`, whose condition may have axes, as `vmap` makes it.
+    """Runs `lax.while_loop` with a condition that may have axes, as `vmap` makes it.
 
     They are the first axes of all that the loop carries, and each element says whether that example's loop goes on.
     """

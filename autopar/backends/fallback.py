@@ -67,7 +67,7 @@ def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
 
 
 def _inside(turn: Array, value: Array) -> Array:
-    """The value, in the only turn, as something that isn't known before the loop.
+    """Returns the value, in the only turn, as something that isn't known before the loop.
 
     XLA does what depends on the batch alone, the exchange of its ids above all, ahead of the loop: in every step.
     """
@@ -75,5 +75,5 @@ def _inside(turn: Array, value: Array) -> Array:
 
 
 def _strong(values: Sequence[Array]) -> tuple[Array, ...]:
-    """A loop's carry keeps its types."""
+    """Makes values strongly typed: a loop's carry keeps its types."""
     return tuple(x if jax_compat.is_key(x.dtype) else jax_compat.strong(x) for x in map(jnp.asarray, values))

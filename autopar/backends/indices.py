@@ -16,7 +16,7 @@ Array = Any
 
 
 def in_range(ids: Array, extent: int, clip: bool) -> Array:
-    """int32 ids; those out of range clipped, or mapped to `extent`. Compared before they are narrowed."""
+    """Returns int32 ids; those out of range clipped, or mapped to `extent`. Compared before they are narrowed."""
     low, high = np.asarray(0, ids.dtype), np.asarray(min(extent - 1, np.iinfo(ids.dtype).max), ids.dtype)
     if clip:
         return jnp.clip(ids, low, high).astype(jnp.int32)
@@ -25,7 +25,7 @@ def in_range(ids: Array, extent: int, clip: bool) -> Array:
 
 
 def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
-    """The rows that an access's index operand means: flat int32, `extent` for no row.
+    """Returns the rows that an access's index operand means: flat int32, `extent` for no row.
 
     With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch,
     which `more` examples without rows make possible.
@@ -42,7 +42,7 @@ def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
 
 
 def lengthened(value: Array, axis: int, more: int, fill: Any = 0) -> Array:
-    """An array with more elements behind it along an axis."""
+    """Appends elements to an array along an axis."""
     if not more:
         return value
     widths = [(0, more if d == axis else 0) for d in range(value.ndim)]
@@ -51,12 +51,12 @@ def lengthened(value: Array, axis: int, more: int, fill: Any = 0) -> Array:
 
 
 def cut(value: Array, axis: int, size: int) -> Array:
-    """The first elements of an array along an axis."""
+    """Returns the first elements of an array along an axis."""
     return value if value.shape[axis] == size else jax.lax.slice_in_dim(value, 0, size, axis=axis)
 
 
 def sorted_unique(ids: Array, size: int, fill: int) -> Array:
-    """The distinct ids in order, padded with `fill` (which is no id, and above all of them)."""
+    """Returns the distinct ids in order, padded with `fill` (which is above all ids)."""
     if ids.shape[0] == 0:
         return jnp.full((size,), fill, jnp.int32)
     ordered = jax.lax.sort(ids)
@@ -66,20 +66,22 @@ def sorted_unique(ids: Array, size: int, fill: int) -> Array:
 
 
 def _places(rows: Array, ids: Array) -> Array:
-    """Where ids belong in a sorted list. A loop is as fast on CPUs, and compiled sooner; on others each of its turns is
-    some kernels."""
+    """Finds where ids belong in a sorted list.
+
+    A loop is as fast on CPUs, and compiled sooner; on others each of its turns is some kernels.
+    """
     method = "scan" if jax.default_backend() == "cpu" else "scan_unrolled"
     return jnp.searchsorted(rows, ids, side="left", method=method).astype(jnp.int32)
 
 
 def find(rows: Array, ids: Array, extent: int) -> Array:
-    """Where ids are in a sorted list of rows that holds them; the list's length for `extent` and above."""
+    """Finds ids in a sorted list of rows that holds them; the list's length for `extent` and above."""
     places = _places(rows, ids)
     return jnp.where(ids < extent, places, rows.shape[0])
 
 
 def find_own(rows: Array, ids: Array) -> Array:
-    """The same for a list that may lack some of the ids: the list's length for those."""
+    """Finds ids in a sorted list of rows that may lack some of them: the list's length for those."""
     places = _places(rows, ids)
     return jnp.where(rows.at[places].get(mode="clip") == ids, places, rows.shape[0])
 
@@ -92,8 +94,11 @@ def local_index(
     places_of: Callable[[Array], Array] = lambda ids: ids,
     own: bool = False,
 ) -> Array:
-    """Index vectors into the table as index vectors into a sorted list of its rows, which may lack some if they are its
-    `own`. `params`: `position`, `extent` and `clip`; `places_of`: where the row with an id is stored."""
+    """Returns index vectors into the table as index vectors into a sorted list of its rows.
+
+    The list may lack some rows if they are a device's `own`. `params`: `position`, `extent` and `clip`; `places_of`:
+    where the row with an id is stored.
+    """
     position, extent, index = params["position"], params["extent"], jnp.asarray(index)
     ids = in_range(index[..., position], extent, params["clip"])
     places = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
@@ -108,7 +113,7 @@ _OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "ax
 
 
 def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
-    """The gather of a lookup, from some of the table's rows."""
+    """Gathers a lookup's rows from some of the table's rows."""
     options = {k: v for k, v in params.items() if k not in _OURS}
     options["indices_are_sorted"] = False
     if params["clip"] and local.shape[-1] == 1:  # every id is one of the rows
@@ -117,7 +122,7 @@ def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
 
 
 def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: Array) -> Array:
-    """The scatter of a push, into some of the table's rows."""
+    """Scatters a push's updates into some of the table's rows."""
     primitive = params["primitive"]
     options = {k: v for k, v in params.items() if k not in _OURS}
     mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -138,7 +143,7 @@ def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: 
 
 
 def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
-    """Rows replaced; numbers from their extent on are dropped.
+    """Replaces rows; numbers from their extent on are dropped.
 
     A single number is kept in range: of a scatter of one index XLA makes slices, and where an index out of range is one
     of a slice of a slice, it reads another element than the last one (openxla/xla#49121).
@@ -152,17 +157,17 @@ def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
 
 
 def along(axis: int, index: Any) -> tuple[Any, ...]:
-    """An index along one axis, everything along the others."""
+    """Returns an index along one axis, and everything along those before it."""
     return (slice(None),) * axis + (index,)
 
 
 def untouched(rows: Array) -> Array:
-    """The first row that is not among sorted ones; some row if all of them are."""
+    """Returns the first row that is not among sorted ones; some row if all of them are."""
     return jnp.argmin(rows == jax.lax.iota(jnp.int32, rows.shape[0])).astype(jnp.int32)
 
 
 def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) -> Array:
-    """Rows of a leaf by their numbers; the last stands for the untouched rows, where it is padding.
+    """Returns rows of a leaf by their numbers; the last stands for the untouched rows, where it is padding.
 
     It is a real row (`spare`), because plain JAX computes its new value too; made finite in a state, because a row that
     is not finite by itself must not be taken for all rows.
@@ -178,7 +183,7 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
 
 
 def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
-    """Rows of a leaf replaced, in place: sorted unique numbers; from the leaf's extent on they are dropped.
+    """Replaces rows of a leaf, in place: sorted unique numbers; from the leaf's extent on they are dropped.
 
     On CPUs jax 0.10 widens a bfloat16 table to float32 and back for a scatter. There the bits are written as integers:
     still a copy of the table, but six times faster.
@@ -204,7 +209,7 @@ def as_bits(move: Callable[[Array], Array], value: Array) -> Array:
 
 
 def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Array:
-    """All rows of a table: those that are given, and the last one everywhere else."""
+    """Returns all rows of a table: those that are given, and the last one everywhere else."""
     last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
     return set_rows(jnp.broadcast_to(last, resized(rows.shape, axis, extent)), rows, numbers, axis)
 
@@ -213,14 +218,14 @@ def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Arra
 
 
 def numbered(p: Mapping[str, Any], numbers: Array) -> Array:
-    """Rows' numbers along an axis, as an iota."""
+    """Returns rows' numbers along an axis, as an iota."""
     shape = [1] * len(p["shape"])
     shape[p["axis"]] = numbers.shape[0]
     return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
 
 
 def _only_rows(p: Mapping[str, Any], value: Array, numbers: Array) -> Array:
-    """Another value where there is no row (its number is -1). `factor` elements along the axis are of one row."""
+    """Puts another value where there is no row (its number is -1). `factor` elements along the axis are of one row."""
     shape = [1] * value.ndim
     shape[p["axis"]] = value.shape[p["axis"]]
     there = jnp.repeat(numbers >= 0, p["factor"], total_repeat_length=value.shape[p["axis"]]).reshape(shape)

@@ -36,24 +36,24 @@ _PART = 1 << 26
 
 
 def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Rows as they are stored, [..., V, ...] -> [..., N shard, ...]; spare ones are copies of the last row."""
+    """Returns rows as they are stored, [..., V, ...] -> [..., N shard, ...]; spare ones are copies of the last row."""
     return arrange(even_shards(rows, layout, axis, devices), layout, axis, devices)
 
 
 def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """A device's shard, as it is stored, of rows that every device has: [..., V, ...] -> [..., shard, ...]."""
+    """Returns a device's shard, as it is stored, of rows that every device has: [..., V, ...] -> [..., shard, ...]."""
     return jnp.take(rows, jnp.minimum(layout.row(_numbers(layout, devices)), layout.extent - 1), axis)
 
 
 def even_shards(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Rows in their own order, [..., V, ...] -> [..., N shard, ...], spread; spare ones are zeros."""
+    """Spreads rows in their own order, [..., V, ...] -> [..., N shard, ...]; spare ones are zeros."""
     widths = [(0, (layout.stored - layout.extent) * (d == axis), 0) for d in range(rows.ndim)]
     padded = jax.lax.pad(devices.constrain(rows, axis), jnp.zeros((), rows.dtype), widths)
     return devices.constrain(padded, axis)
 
 
 def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Even shards as they are stored."""
+    """Returns even shards as they are stored."""
 
     def run(rows: Array, last: Array) -> Array:
         rows, last = jnp.moveaxis(rows, axis, 0), jnp.moveaxis(last, axis, 0)
@@ -65,28 +65,28 @@ def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Ar
 
 
 def own_whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """In `shard_map`: a device's even shard of the rows, of its stored one."""
+    """Returns, in `shard_map`, a device's even shard of the rows, from its stored one."""
     return jnp.moveaxis(_from_cyclic(jnp.moveaxis(stored, axis, 0), layout, devices), 0, axis)
 
 
 def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """The rows in their own order, without the spare ones; still spread along the row axis."""
+    """Returns the rows in their own order, without the spare ones; still spread along the row axis."""
     rows = devices.local(lambda rows: own_whole(rows, layout, axis, devices), (axis,), axis, stored)
     return devices.constrain(jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis), axis)
 
 
 def _numbers(layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: which rows this device's even shard holds; from `extent` on spare ones."""
+    """Returns, in `shard_map`, the rows that this device's even shard holds; from `extent` on spare ones."""
     return devices.position() * layout.shard_rows + jnp.arange(layout.shard_rows, dtype=jnp.int32)
 
 
 def _parts(shard_rows: int, count: int) -> tuple[Array, Array]:
-    """Devices, and how many rows at most go from one of them to one other, as a grid of numbers."""
+    """Returns a grid of devices and of numbers of the rows that go from one of them to one other, at most."""
     return jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(-(-shard_rows // count), dtype=jnp.int32)[None]
 
 
 def _to_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: this device's even shard [shard, ...] -> its cyclic one, the rows k, k + N, ... of device k."""
+    """Exchanges, in `shard_map`, even shards [shard, ...] for cyclic ones: rows k, k + N, ... on device k."""
     if not layout.cyclic:
         return rows
     count, shard_rows = layout.devices, layout.shard_rows
@@ -99,7 +99,7 @@ def _to_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
 
 
 def _from_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
-    """In `shard_map`: the way back from a cyclic shard to an even one."""
+    """Exchanges, in `shard_map`, cyclic shards for even ones."""
     if not layout.cyclic:
         return rows
     count, shard_rows = layout.devices, layout.shard_rows
@@ -115,7 +115,7 @@ def _from_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
 
 
 def ordinary(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """The table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
+    """Returns the table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
     return _to_ordinary(layout, axis, devices, resized(stored.shape, axis, layout.extent))(stored)
 
 
@@ -140,13 +140,13 @@ def _to_ordinary(layout: RowLayout, axis: int, devices: Devices, shape: tuple[in
 
 @functools.cache
 def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array], jax.Array]:
-    """`arrange` as a program of its own, in place."""
+    """Compiles `arrange` as a program of its own, in place."""
     run = functools.partial(arrange, layout=layout, axis=axis, devices=devices)
     return jit_on(devices.mesh, run, out_shardings=devices.sharding(axis), donate_argnums=0)
 
 
 def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
-    """Rows that are stored cyclically, cut or padded with zeros to another number of them: each stays where it is."""
+    """Cuts rows that are stored cyclically, or pads them with zeros, to `extent`: each stays where it is."""
     return _to_extent(layout.shard_rows, dataclasses.replace(layout, extent=extent).shard_rows, axis, devices)(stored)
 
 
@@ -161,7 +161,7 @@ def _to_extent(old: int, new: int, axis: int, devices: Devices) -> Callable[[Arr
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:
-    """A table from wherever it is, as it is stored. An array on the host, or elsewhere, is taken share by share.
+    """Stores a table from wherever it is. An array on the host, or elsewhere, is taken share by share.
 
     Where the devices are of several processes, that is collective for global arrays; of an array that is the same on
     all processes each takes its own shards.
@@ -203,7 +203,7 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
-    """The table as a NumPy array, put together from the devices' shares; collective if processes share them."""
+    """Returns the table as a NumPy array, joined from the devices' shares; collective if processes share them."""
     table = np.empty(resized(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
     for places, part in _parts_on_host(stored, layout, axis):
@@ -232,7 +232,7 @@ def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[
 
 @functools.cache
 def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, int], jax.Array]:
-    """`size` rows of each shard from a number on, on every device."""
+    """Compiles what gives every device `size` rows of each shard, from a number on."""
 
     def some(rows: Array, start: Array) -> Array:
         return jax.lax.all_gather(

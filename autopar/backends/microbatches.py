@@ -31,7 +31,7 @@ class Microbatch:
     count: int
 
     def share(self, value: Array, axis: int) -> Array:
-        """The part of a value that all microbatches have."""
+        """Returns the part of a value that all microbatches have."""
         if self.count == 1:
             return value
         size = value.shape[axis] // self.count
@@ -39,7 +39,7 @@ class Microbatch:
         return jax.lax.dynamic_index_in_dim(parted, self.number, axis, keepdims=False)
 
     def once(self, value: Array) -> Array:
-        """The value for the first microbatch, zeros for the others."""
+        """Returns the value for the first microbatch, zeros for the others."""
         return jnp.where(self.number == 0, value, jnp.zeros_like(value))
 
 
@@ -50,7 +50,7 @@ def run_microbatches(
     *,
     unrolled: bool = False,
 ) -> list[Array]:
-    """The results of all microbatches, joined.
+    """Returns the results of all microbatches, joined.
 
     Args:
       params: Of an `ap.microbatches` equation. `count`: M. `axes`: for each operand the axis of its examples, None for
@@ -98,12 +98,12 @@ def _one(
 
 
 def wide(dtype: Any) -> Any:
-    """What sums of a dtype are kept in."""
+    """Returns the dtype that sums of a dtype are kept in."""
     return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 
 
 def _unparted(parts: Array, along: int) -> Array:
-    """[M, ...] -> the examples of all microbatches along their axis, in the batch's order."""
+    """Joins parts, [M, ...] -> the examples of all microbatches along their axis, in the batch's order."""
     count, *shape = parts.shape
     moved = jnp.moveaxis(parts, 0, along)
     return moved.reshape(*shape[:along], count * shape[along], *shape[along + 1 :])

@@ -37,7 +37,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def route(self, params: Params, *ids: Array) -> Route:
-        """What finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
+        """Finds the rows of flat int32 ids (`extent`: no row), padded to `rows`; at least one is padding.
 
         `params`: `extent`, `rows`, `requested` (F), and in `batched` for each of `ids` whether equal shards of it are
         the devices' (None: none is).
@@ -45,7 +45,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def pull(self, params: Params, leaf: Array, route: Route) -> Array:
-        """The routed rows: [V, ...] -> [U, ...]. The last, which is padding, is some untouched row: of a `state` made
+        """Returns the routed rows: [V, ...] -> [U, ...]. The last, padding, is some untouched row: of a `state` made
         finite."""
 
     @abc.abstractmethod
@@ -54,56 +54,61 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
-        """The gather that `params` describes, whose index vectors mean rows of the table, from the fetched rows."""
+        """Does the gather that `params` describes, whose index vectors mean rows of the table, from the fetched
+        rows."""
 
     @abc.abstractmethod
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
-        """The rows with these flat int32 ids, all of which are rows."""
+        """Returns the rows with these flat int32 ids, all of which are rows."""
 
     @abc.abstractmethod
     def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """The scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U, ...]."""
+        """Does the scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U,
+        ...]."""
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """A push by each device of what it has itself, into the rows that it requested: `base` [F, ...]."""
+        """Pushes what each device has itself into the rows that it requested: `base` [F, ...]."""
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
-        """What was aggregated, [F, ...], summed over the devices and added to `base` [U, ...], if there is one."""
+        """Sums what was aggregated, [F, ...], over the devices, and adds it to `base` [U, ...], if there is one."""
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     @abc.abstractmethod
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:
-        """`base` [U, ...] with the rows of these flat int32 ids replaced; all of them are rows."""
+        """Returns `base` [U, ...] with the rows of these flat int32 ids replaced; all of them are rows."""
 
     def row_iota(self, params: Params, route: Route) -> Array:
-        """The rows' numbers along their axis, as an iota."""
+        """Returns the rows' numbers along their axis, as an iota."""
         return numbered(params, self.row_numbers(route, params["extent"]))
 
     @abc.abstractmethod
     def row_numbers(self, route: Route, extent: int) -> Array:
-        """int32[U]: which row of the table each routed row is, the last padding row included."""
+        """Returns int32[U]: the number in the table of each routed row, the last padding row included."""
 
     @abc.abstractmethod
     def reduce_rows(
         self, params: Params, rows: Array, route: Route, *alone: Array, others: Others | None = None, part: bool = False
     ) -> Array:
-        """A reduction over all rows, from the routed ones, and from `others` if need be; if it is a `part`, over an
-        owner's own rows, in the program of one device. `alone`: whether the others are left out, where that may be so.
+        """Reduces over all rows, from the routed ones, and from `others` if need be.
+
+        Args:
+          part: Reduces an owner's own rows alone, in the program of one device.
+          alone: Whether the others are left out, where that may be so.
 
         `params`: `op`, `axes`, `axis`, `extent`.
         """
 
     def padding(self, params: Params, rows: Array, route: Route) -> Array:
-        """The padding rows that stand for the untouched ones: at least one."""
+        """Returns the padding rows that stand for the untouched ones: at least one."""
         return self.last_rows(rows, params["axis"])
 
     @abc.abstractmethod
     def last_rows(self, rows: Array, axis: int) -> Array:
-        """The last row; where rows are spread, of each device."""
+        """Returns the last row; where rows are spread, that of each device."""
 
     def commit(self, params: Params, leaf: Array, rows: Array, route: Route, *rest: Array) -> Array:
-        """The leaf with the routed rows replaced; as it was if a guard holds, and after what is to be done first."""
+        """Replaces the routed rows of a leaf, after what is to be done first; leaves it as it was if a guard holds."""
         guard, first = (rest[0], rest[1:]) if params.get("guarded") else (None, rest)
         if first:
             rows, *_ = jax.lax.optimization_barrier((rows, *first))
@@ -111,34 +116,35 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        """The leaf with the routed rows replaced, in place where the leaf is donated; as it was if `guard` holds."""
+        """Replaces the routed rows of a leaf, in place where it is donated; leaves it as it was if `guard` holds."""
 
     def load(self, params: Params, route: Route) -> Array:
-        """int32[]: the most rows that a device asks another one for, be they more than the route holds."""
+        """Returns int32[]: the most rows that a device asks another one for, be they more than the route holds."""
         return jnp.zeros((), jnp.int32)
 
     @abc.abstractmethod
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
-        """All rows: the routed ones where they belong, the padding row's value everywhere else."""
+        """Returns all rows: the routed ones where they belong, the padding row's value everywhere else."""
 
     def fill(self, params: Params, leaf: Array, rows: Array, route: Route, *unless: Array) -> Array:
-        """All rows what the padding row is, in place, unless one of some conditions holds."""
+        """Makes all rows equal to the padding row, in place, unless one of some conditions holds."""
         rounds = jnp.where(jnp.any(jnp.stack(unless)), 0, 1)
         return jax.lax.fori_loop(0, rounds, lambda _, leaf: self.filled(leaf, rows, params["axis"]), leaf)
 
     @abc.abstractmethod
     def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
-        """The leaf with all rows what the padding row is."""
+        """Returns the leaf with all rows equal to the padding row."""
 
     # --- all rows, some at a time ---
 
     @abc.abstractmethod
     def blocks(self, rows: int, extent: int) -> int:
-        """How many blocks of `rows` rows there are."""
+        """Returns the number of blocks of `rows` rows."""
 
     @abc.abstractmethod
     def block(self, k: Array, rows: int, extent: int) -> Route:
-        """A route to the rows of one block, whether the step touches them or not; its `rows` are their numbers."""
+        """Returns a route to the rows of one block, whether the step touches them or not; its `rows` are their
+        numbers."""
 
     def sweep(
         self,
@@ -147,7 +153,8 @@ class RowBackend(abc.ABC):
         leaves: Sequence[Array],
         needed: Array,
     ) -> Sequence[Array]:
-        """If `needed`, run the update of untouched rows over all rows of the leaves, `rows` at a time and in place."""
+        """Runs, if `needed`, the update of untouched rows over all rows of the leaves, `rows` at a time and in
+        place."""
         size, extent = params["rows"], params["extent"]
 
         def step(k: Array, leaves: Sequence[Array]) -> Sequence[Array]:
@@ -160,8 +167,11 @@ class RowBackend(abc.ABC):
     def join_others(
         self, params: Params, part: Array, others: Others | None, reduced: Callable[[Array, Route], Array]
     ) -> Array:
-        """A `part` of the routed rows (of all rows, unless others are needed) joined with that of all others, block by
-        block. `reduced`: a block's rows and their route -> the reduction of those of them that are others."""
+        """Joins a `part` of the routed rows (of all rows, unless others are needed) with that of all others, block by
+        block.
+
+        `reduced`: a block's rows and their route -> the reduction of those of them that are others.
+        """
         if others is None:
             return part
         size, extent = others.block, params["extent"]

@@ -31,7 +31,7 @@ class Others:
 
 
 def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
-    """A reduction of some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
+    """Reduces some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
     op, axis = params["op"], params["axis"]
     shape = [1] * rows.ndim
     shape[axis] = rows.shape[axis]
@@ -41,7 +41,7 @@ def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
 def reduce_routed(
     params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
 ) -> Array:
-    """A reduction over all `extent` rows, or over the routed ones `alone`. `is_row`: bool[U], False for padding."""
+    """Reduces all `extent` rows, or the routed ones `alone`. `is_row`: bool[U], False for padding."""
     kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]
     part = reduce_some(params, rows, is_row)
     padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
@@ -51,7 +51,7 @@ def reduce_routed(
 
 
 def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
-    """The devices' results reduced over axes of the mesh, in `shard_map`."""
+    """Reduces the devices' results over axes of the mesh, in `shard_map`."""
     kind = REDUCERS[op]
     if kind.across is not None and part.dtype != jnp.bool_:
         result = kind.across(part, name)

@@ -33,14 +33,17 @@ class Entries:
 
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Entries:
-        """From flat arrays."""
+        """Returns entries from flat arrays."""
         n = len(replay.records)
         return Entries(flat[0], flat[1], flat[2 : 2 + n], flat[2 + n :])
 
 
 def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[Array]]:
-    """Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room; the
-    next segment's number; and the segments with this one."""
+    """Closes a part of the update log as a segment.
+
+    Returns: Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room;
+    the next segment's number; and the segments with this one.
+    """
     none = jnp.zeros((), jnp.int32)
     if replay.scale_only is None:
         return jnp.zeros((), bool), none, none, []
@@ -56,7 +59,7 @@ def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[A
 
 
 def scales(replay: Replay, entries: Entries) -> tuple[list[Array], list[Array], Array]:
-    """For each scaled leaf [M], by segment, what a row that has waited since then is to be multiplied by.
+    """Returns for each scaled leaf [M], by segment, the factor of a row that has waited since then.
 
     Logarithms where factors are near one, and sums of them: a product would round each factor.
 
@@ -81,7 +84,7 @@ def scales(replay: Replay, entries: Entries) -> tuple[list[Array], list[Array], 
 
 
 def closed(replay: Replay, segment: Array, segments: Sequence[Array]) -> list[Array]:
-    """For each scaled leaf [M], by segment, what the closed parts since then multiply a row by (`scales`)."""
+    """Returns for each scaled leaf [M], by segment, the factor of the closed parts since then (`scales`)."""
     made = []
     scale_only = replay.scale_only
     for known, near_one in zip(segments, scale_only.near_one if scale_only else (), strict=True):
@@ -92,7 +95,7 @@ def closed(replay: Replay, segment: Array, segments: Sequence[Array]) -> list[Ar
 
 
 def multiplied(replay: Replay, changed: Sequence[Array], stamps: Array, scales: Sequence[Array]) -> list[Array]:
-    """Rows of which the scale-only ones are multiplied by the scales, [M] for each scaled leaf."""
+    """Multiplies scale-only rows by the scales, [M] for each scaled leaf."""
     changed = list(changed)
     waits = stamps < 0
     since = jnp.where(waits, ~stamps, 0)
@@ -133,7 +136,7 @@ class Suffixes:
 
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Suffixes:
-        """From flat arrays."""
+        """Returns suffixes from flat arrays."""
         scale_only, fading = replay.scale_only, replay.fading
         assert scale_only is not None and fading is not None, "there are rows that fade"
         rest = list(flat[1:])
@@ -142,7 +145,7 @@ class Suffixes:
         return Suffixes(scale_only, fading, flat[0], *parts)
 
     def and_then(self, now: Array, rates: Sequence[Array], holds: Array, numbers: Sequence[Array]) -> list[Array]:
-        """Flat arrays with one step more.
+        """Returns the flat arrays with one step more.
 
         Args:
           now: Which step it is: what is there of it and of later ones is of no meaning.
@@ -185,8 +188,7 @@ class Suffixes:
         return sizes
 
     def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
-        """[B]: whether rows ([B, ...], leaves that the untouched update changes) are only scaled by the steps from `k`
-        on.
+        """Returns bool[B]: rows ([B, ...], of changed leaves) that the steps from `k` on do no more to than scale them.
 
         Args:
           changed: Rows after the steps before `k`.
@@ -226,7 +228,7 @@ class Suffixes:
         return reached
 
     def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
-        """Rows after the steps from `k` on, if they have faded."""
+        """Returns rows after the steps from `k` on, if they have faded."""
         scale_only, fading = self.scale_only, self.fading
         done = list(changed)
         count = changed[0].shape[:1]
@@ -238,12 +240,12 @@ class Suffixes:
 
 
 def beside(flags: Array, rows: Array) -> Array:
-    """[B] in the shape of rows [B, ...]."""
+    """Reshapes flags [B] so that they broadcast over rows [B, ...]."""
     return flags.reshape(flags.shape[0], *(1,) * (rows.ndim - 1))
 
 
 def times(rows: Array, by: Array, near_one: bool) -> Array:
-    """Rows times `by` [B], or times e^by: where that is near one, without rounding it."""
+    """Multiplies rows by `by` [B], or by e^by: where that is near one, without rounding it."""
     if not near_one:
         return rows * beside(by, rows).astype(rows.dtype)
     small = by < -0.5

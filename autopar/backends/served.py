@@ -88,7 +88,8 @@ class ServedPrograms:
         )
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
-        """For each server the ids of the rows that a worker needs of it. `leaves`: the step's flat arguments."""
+        """Returns for each server the ids of the rows that a worker needs of it. `leaves`: the step's flat
+        arguments."""
         if self._ids is None:
             return [()] * len(self.step.servers)
         ids = self._ids(*(self._placed_input(k, leaves[k], None) for k in self.step.id_inputs))
@@ -116,12 +117,12 @@ class ServedPrograms:
         return pushed, results, dict(zip(self.step.clocks, rest[count:], strict=True))
 
     def _placed(self, value: Array, axis: int | None) -> Array:
-        """A value on all devices of the worker, divided along an axis if there is one."""
+        """Puts a value on all devices of the worker, divided along an axis if there is one."""
         sharding = self._sharding(axis)
         return value if sharding is None else place_array(value, sharding)
 
     def _placed_input(self, k: int, leaf: Array, axis: int | None) -> Array:
-        """An input there, which it may be already from an earlier step."""
+        """Puts an input there, unless it is there from an earlier step."""
         sharding = self._sharding(axis)
         if sharding is None or self._keep is None or k in self._states:
             return self._placed(leaf, axis)
@@ -153,7 +154,6 @@ class ExportedPrograms:
 def _server_functions(
     step: ServedStep, part: ServerPart, program: Program
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Returns what a server computes, not compiled: leaves, ids -> pulled; leaves, clocks, pushed -> new ones."""
     places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
     return _own(part.pull), _typed(emit(part.update), types)
@@ -188,7 +188,7 @@ def copied(leaf: Array) -> Array:
 
 
 def _own(block: Block) -> Callable[..., list[Array]]:
-    """The block as a function, of whose results none is an argument: these are updated in place."""
+    """Returns a function that runs the block and copies arguments that it returns: these are updated in place."""
     run, given = emit(block), set(block.inputs)
 
     def own(*inputs: Array) -> list[Array]:
@@ -198,14 +198,13 @@ def _own(block: Block) -> Callable[..., list[Array]]:
 
 
 def _mapped(worker: LocalWorker, devices: Devices) -> Callable[..., Sequence[Array]]:
-    """Returns a worker's program as a function of global arrays, each of its devices running its own."""
     run = emit(worker.block, devices=Mapped(devices.mesh, devices.axis))
     returned = (None,) * len(worker.block.outputs)
     return devices.mapped(lambda *inputs: tuple(map(jnp.asarray, run(*inputs))), worker.axes, returned)
 
 
 def _typed(run: Callable[..., Sequence[Array]], types: Sequence[Any]) -> Callable[..., list[Array]]:
-    """The function with the plain step's types, weak or strong."""
+    """Returns the function with the plain step's types, weak or strong."""
 
     def typed(*inputs: Array) -> list[Array]:
         return [x if t is None else _like(jnp.asarray(x), t) for x, t in zip(run(*inputs), types, strict=True)]

@@ -72,18 +72,17 @@ class ShardedRows(RowBackend):
         self._capacity = capacity
 
     def _places(self, ids: Array) -> Array:
-        """Where rows are stored; one past the last place for no row."""
+        """Returns the places where rows are stored; one past the last place for no row."""
         return jnp.where(ids < self._layout.extent, self._layout.place(ids), self._layout.stored).astype(jnp.int32)
 
     def _local(self, params: Params, places: Array, index: Array, *, own: bool = False) -> Array:
         return local_index(params, places, index, places_of=self._places, own=own)
 
     def _first(self) -> Array:
-        """The place of this device's first row."""
         return self._devices.position() * self._shard_rows
 
     def _exchange(self, parts: Array) -> Array:
-        """[N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
+        """Exchanges [N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
         split = parts.reshape(self._devices.count, self._capacity, *parts.shape[1:])
         received = as_bits(lambda sent: jax.lax.all_to_all(sent, self._devices.axis, 0, 0), split)
         return received.reshape(parts.shape)
@@ -141,7 +140,7 @@ class ShardedRows(RowBackend):
         return jax.lax.slice_in_dim(wider, 0, base.shape[axis], axis=axis)
 
     def _owned(self, rows: Array) -> Array:
-        """The places of an owner's rows."""
+        """Returns the places of an owner's rows."""
         return jnp.where(rows < self._shard_rows, rows + self._first(), self._layout.stored)
 
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:

@@ -39,7 +39,7 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """Which rows a step touches.
+    """Holds the rows that a step touches.
 
     Attributes:
       rows: int32[U], sorted unique row numbers; V for padding.
@@ -51,7 +51,7 @@ class Route:
 
 
 def route_types(type_: RouteType) -> Route:
-    """What a route of one device is made of."""
+    """Returns the types of a one-device route's arrays."""
     return Route(jax.ShapeDtypeStruct((type_.rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 
 

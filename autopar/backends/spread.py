@@ -19,7 +19,7 @@ Array = Any
 
 
 def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
-    """Family -> its backend; `allreduce_rows` needs none but that of `emit`."""
+    """Maps families to their backends; `allreduce_rows` needs none but that of `emit`."""
     by_family: dict[int, RowBackend] = {}
     for family in bound.families:
         if family.layout is not None and family.bounds.capacity is not None:
@@ -30,7 +30,7 @@ def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
 
 
 def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
-    """The program of one device on all of them: a function of global arrays."""
+    """Runs the program of one device on all of them: a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
     run = emit(program.block, backends(bound, inside), inside)
@@ -42,14 +42,14 @@ def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[...
 
 
 def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
-    """Along which axis each result is spread."""
+    """Returns the axis along which each result is spread."""
     return tuple(state.axis if isinstance(state, Spread) else None for state in local.outputs)
 
 
 def spread(
     run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
-    """The same function of global arrays, with XLA told where its inputs and the new states are."""
+    """Returns the function of global arrays, with XLA told where its inputs and the new states are."""
     types = [v.type for v in program.block.inputs]
 
     def constrained(value: Array, k: int) -> Array:
@@ -69,7 +69,7 @@ def spread(
 def on_ordinary_arrays(
     run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
-    """The same function of arrays whose rows are in their own order."""
+    """Returns the function of arrays whose rows are in their own order."""
     outputs = {out: bound.layouts[k] for k, out in program.new_states.items() if k in bound.layouts}
 
     def ordinary_run(*inputs: Array) -> Sequence[Array]:

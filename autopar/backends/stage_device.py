@@ -33,7 +33,7 @@ class StageDevice:
 
     @property
     def platform(self) -> str:
-        """As JAX calls it."""
+        """The platform, in JAX's words."""
         return self.devices[0].platform
 
     @functools.cached_property
@@ -42,11 +42,11 @@ class StageDevice:
         return None if len(self.devices) == 1 else _mesh([self])
 
     def sharding(self, axis: int | None = None) -> Any:
-        """Of an array that is here, divided along an axis or whole on each device."""
+        """Returns the sharding of an array that is here, divided along an axis or whole on each device."""
         return sharding_over([self], axis)
 
     def put(self, value: Any, axis: int | None = None) -> Array:
-        """A value here, without a copy if it is here already."""
+        """Puts a value here, without a copy if it is here already."""
         sharding = self.sharding(axis)
         if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and _is_there(value, sharding):
             return _of_shards([value], sharding)
@@ -54,25 +54,25 @@ class StageDevice:
 
 
 def sharding_over(places: Sequence[StageDevice], axis: int | None = None) -> Any:
-    """Of an array that several places have, each all of it; divided within each along an axis, if one is given."""
+    """Returns the sharding of an array that each of several places has whole, or divided within each along an axis."""
     if len(places) == len(places[0].devices) == 1:
         return jax.sharding.SingleDeviceSharding(places[0].devices[0])
     return _mesh(places).sharding(None, axis)
 
 
 def array_over(values: Sequence[Array], places: Sequence[StageDevice], axis: int | None = None) -> Array:
-    """One array of what each of several places has."""
+    """Makes one array of what each of several places has."""
     return values[0] if len(values) == 1 else _of_shards(values, sharding_over(places, axis))
 
 
 def _mesh(places: Sequence[StageDevice]) -> Devices:
-    """Replicas along the first axis, the devices that divide products along the second one."""
+    """Returns a mesh with replicas along the first axis, the devices that divide products along the second one."""
     devices = np.array([place.devices for place in places])
     return Devices(jax.sharding.Mesh(devices, ("replica", "tensor")), "replica", tensor_axis="tensor")
 
 
 def _is_there(value: Array, sharding: Any) -> bool:
-    """Whether each device of a sharding has its part of an array, and maybe others do."""
+    """Returns whether each device of a sharding has its part of an array; others may have some, too."""
     if value.is_fully_replicated and sharding.is_fully_replicated:
         return sharding.device_set <= value.sharding.device_set
     have, wanted = (each.devices_indices_map(value.shape) for each in (value.sharding, sharding))
@@ -80,7 +80,6 @@ def _is_there(value: Array, sharding: Any) -> bool:
 
 
 def _of_shards(values: Sequence[Array], sharding: Any) -> Array:
-    """An array of the shards of others."""
     own = {shard.device: shard.data for value in values for shard in value.addressable_shards}
     if isinstance(sharding, jax.sharding.SingleDeviceSharding):
         (device,) = sharding.device_set

@@ -18,7 +18,7 @@ from autopar.ir.printer import block_text
 
 
 class UpdateLogSpec:
-    """How the rows of some tables are brought up to date: what a planned step knows of its update logs.
+    """Says how the rows of some tables are brought up to date: what a planned step knows of its update logs.
 
     Attributes:
       replay: What steps write down.
@@ -28,7 +28,7 @@ class UpdateLogSpec:
     times: int
 
     def __init__(self, deferred: Deferred, tables: Any) -> None:
-        """`tables`: what tells these tables from others, by its text."""
+        """Takes the update that rows wait for; `tables` tells these tables from others, by its text."""
         self._deferred = deferred
         self.replay: Replay = deferred.replay
         self._signature = [str(tables), *block_text(deferred.body)]
@@ -65,19 +65,19 @@ class UpdateLog(abc.ABC, Generic[Spec]):
 
     @abc.abstractmethod
     def _flush(self) -> None:
-        """Bring all rows up to date, in place; the log is empty then."""
+        """Brings all rows up to date, in place; the log is empty then."""
 
     @abc.abstractmethod
     def _turned(self) -> list[Any] | None:
-        """Make the newer part the older one. Returns that: now, records; None if a flush has to do it."""
+        """Makes the newer part the older one. Returns that: now, records; None if a flush has to do it."""
 
     @abc.abstractmethod
     def _prepare(self, position: int) -> None:
-        """Compile, beside the steps, what is needed once the log is full."""
+        """Compiles, beside the steps, what is needed once the log is full."""
 
     @abc.abstractmethod
     def _catch_up_some(self, steps: Sequence[Any], which: int) -> None:
-        """Bring some rows up to date with `steps`; `which`: of `spec.times`."""
+        """Brings some rows up to date with `steps`; `which`: of `spec.times`."""
 
     def is_deleted(self) -> bool:
         """Tells whether a step got the rows, and updated them in place."""
@@ -85,7 +85,7 @@ class UpdateLog(abc.ABC, Generic[Spec]):
 
     @jax_compat.outside_traces()
     def bring_up_to_date(self) -> None:
-        """Bring all rows up to date. The update log is empty then, and goes on with the next step."""
+        """Brings all rows up to date. The update log is empty then, and goes on with the next step."""
         if not self.is_up_to_date or self.is_deleted():
             self._flush()
             self.is_up_to_date = True
@@ -93,7 +93,8 @@ class UpdateLog(abc.ABC, Generic[Spec]):
     @uninterrupted
     @jax_compat.outside_traces()
     def make_room(self) -> None:
-        """Make room for a step, and bring some rows up to the end of the older part, so that it can be left in time."""
+        """Makes room for a step, and brings some rows up to the end of the older part, so that it can be left in
+        time."""
         times, part = self.spec.times, self.spec.replay.part
         if self._position() >= self.spec.replay.length:
             older = self._turned()

@@ -53,7 +53,7 @@ class Watched:
         self._what, self._is_compiled = what, False
 
     def lower(self, *operands: Any) -> Any:
-        """`jax.jit(...).lower`: what is compiled of it is called."""
+        """Lowers the program as `jax.jit(...).lower` does: what is compiled of it is called."""
         return self._program.lower(*operands)
 
     def __call__(self, *operands: Any) -> Any:

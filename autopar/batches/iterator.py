@@ -33,7 +33,7 @@ from autopar.launch.group import StoreGroup, everyone, odd_one
 
 
 def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start: int) -> Iterator[Part]:
-    """Batches of an epoch, from number `start` on, made of what all processes have; `source` is this one's.
+    """Yields batches of an epoch, from number `start` on, made of what all processes have; `source` is this one's.
 
     `last`: what is done where they don't give as much: "error"; "drop": such a batch is left out, and the epoch ends
     with the first source that does; "pad": what lacks is filled up with the source's last example, until all end.
@@ -117,7 +117,7 @@ Position = tuple[int, int, str | None]
 
 @dataclass(frozen=True)
 class Options:
-    """How batches are made and placed."""
+    """Says how batches are made and placed."""
 
     devices: Devices
     batch_axis: BatchAxis
@@ -131,12 +131,12 @@ class Options:
 
     @property
     def sources(self) -> int:
-        """How many sources a global batch is made of."""
+        """The number of sources that a global batch is made of."""
         return len(self.devices.processes.members) if self.per_process else 1
 
     @property
     def member(self) -> int:
-        """Which of them is this process's."""
+        """The number of this process's source among them."""
         return self.devices.processes.rank if self.per_process else 0
 
 
@@ -177,7 +177,7 @@ class Batches(Iterator[Any]):
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The position: of the next batch that wasn't given out yet, whatever was read ahead.
+        """Returns the position of the next batch that wasn't given out yet, whatever was read ahead.
 
         Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
 
@@ -196,9 +196,11 @@ class Batches(Iterator[Any]):
         return {"epoch": epoch, "batch": batch, "seed": o.seed, "sources": o.sources, **own}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a position. Examples that can be indexed are found at once, and so are batches of a source whose
-        iterator keeps its own position (`get_state`, `set_state`), as Grain's do. Of other sources the batches of the
-        epoch before it are read and left out, so they must come in the same order.
+        """Goes on from a position.
+
+        Examples that can be indexed are found at once, and so are batches of a source whose iterator keeps its own
+        position (`get_state`, `set_state`), as Grain's do. Of other sources the batches of the epoch before it are read
+        and left out, so they must come in the same order.
 
         Args:
           state: What `state()` gave, of a `shard` with the same source, batch size, seed and `per_process`.
@@ -237,7 +239,7 @@ class Batches(Iterator[Any]):
         self._failed: Exception | None = None
 
     def _placed(self, epoch: int, start: int, kept: str | None) -> Iterator[tuple[Position, Any]]:
-        """All batches from a position on, each with the position after it."""
+        """Yields all batches from a position on, each with the position after it."""
         while self._options.epochs is None or epoch < self._options.epochs:
             number = None
             for part in self._parts(epoch, start, kept):
@@ -256,7 +258,7 @@ class Batches(Iterator[Any]):
         return self._whole(source, epoch, start, kept)
 
     def _whole(self, source: Stream, epoch: int, start: int, kept: str | None) -> Iterator[Part]:
-        """Batches that each process has whole."""
+        """Yields batches that each process has whole."""
         for part in source.read(epoch, start, kept):
             full = source.full
             assert full is not None, "a batch was read"
@@ -273,7 +275,7 @@ class Batches(Iterator[Any]):
             yield filled(part, full)
 
     def _place(self, part: Part) -> Any:
-        """Put what this process has of a batch on its devices."""
+        """Puts what this process has of a batch on its devices."""
         options, count = self._options, self._options.devices.count
         if part.total % count and options.sources > 1:
             raise ArgumentsError(
@@ -329,7 +331,7 @@ def _placed(leaf: Any, along: int | None, devices: Devices) -> jax.Array:
 
 
 def _check_same(part: Part, processes: StoreGroup) -> None:
-    """That the first batch is the same one on all processes."""
+    """Checks that the first batch is the same one on all processes."""
     digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())

@@ -78,7 +78,7 @@ class Part:
 
 
 def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
-    """The batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
+    """Returns the batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
     leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
     known = [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
     for (path, _), (_, leaf) in zip(known, leaves, strict=True):
@@ -90,13 +90,14 @@ def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> lis
 
 
 def map_axes(fun: Callable[[Any, int | None], Any], batch: Any, axes: Sequence[int | None]) -> Any:
-    """A function of leaves and their batch axes over a batch."""
+    """Maps a function of leaves and their batch axes over a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return jax.tree.unflatten(tree, [fun(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
 
 
 def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
-    """Examples in a batch: the most frequent size along the batch axes, the larger one of equally frequent ones."""
+    """Counts the examples in a batch: the most frequent size along the batch axes, the larger one if two are equally
+    frequent."""
     sizes = [leaf.shape[axis] for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
     if not sizes:
         shown = ", ".join(f"{type(x).__name__}{list(getattr(x, 'shape', []))}" for x in jax.tree.leaves(batch)[:4])
@@ -108,7 +109,7 @@ def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
 
 
 def filled(part: Part, full: int) -> Part:
-    """With its last example repeated until there are `full`."""
+    """Returns a part with its last example repeated until there are `full`."""
 
     def fill(leaf: Any, axis: int | None) -> Any:
         if axis is None or leaf.shape[axis] != part.size or part.size == full:

@@ -34,7 +34,7 @@ def shard(
     batch_axis: BatchAxis = 0,
     step: Replicated | None = None,
 ) -> Batches:
-    """Global batches from a source, each spread over the devices along its examples.
+    """Makes global batches from a source, each spread over the devices along its examples.
 
     Args:
       source: An iterable of batches: pytrees of arrays, or of anything that NumPy makes arrays of (torch tensors).

@@ -48,7 +48,7 @@ class Arrays:
         self._axes = [a if a is not None and leaf.shape[a] == self.count else None for a, leaf in leaves]
 
     def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
-        """Examples as a batch, and its batch axes."""
+        """Reads examples as a batch; returns that and its batch axes."""
         in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
         picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
 
@@ -68,7 +68,7 @@ class Items:
         self.count = len(source)
 
     def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
-        """Examples as a batch, and its batch axes."""
+        """Reads examples as a batch; returns that and its batch axes."""
         examples = [jax.tree.map(np.asarray, self._source[int(k)]) for k in numbers]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), examples[0])
         axes = axes_of(shapes, self._batch_axis, self._added)
@@ -126,8 +126,10 @@ class Stream:
             )
 
     def read(self, epoch: int, start: int, kept: str | None = None) -> Iterator[Part]:
-        """Batches of an epoch from number `start` on; those before are read, too, and left out, unless the source's own
-        position is known: `kept`, of the part before."""
+        """Yields batches of an epoch from number `start` on.
+
+        Those before are read, too, and left out, unless the source's own position is known: `kept`, of the part before.
+        """
         if self._once and self._begun and kept is None:
             raise ArgumentsError(
                 f"a {type(self._source).__name__} can be read once only: restore a position before the first batch is "
@@ -163,7 +165,7 @@ class Stream:
 
 
 def _position_of(batches: Any, full: int) -> str | None:
-    """A source's own position, and how many examples its first batch had, as JSON; None if it keeps none."""
+    """Returns a source's own position, and the size of its first batch, as JSON; None if it keeps none."""
     if not hasattr(batches, "get_state"):
         return None
     state = batches.get_state()
@@ -175,7 +177,7 @@ def _position_of(batches: Any, full: int) -> str | None:
 
 
 def _set_position(batches: Any, kept: str) -> int:
-    """Take a source to a position; returns how many examples its first batch had."""
+    """Takes a source to a position; returns how many examples its first batch had."""
     try:
         known = json.loads(kept)
         full, state = known["full"], base64.b64decode(known["bytes"]) if "bytes" in known else known["state"]
@@ -241,8 +243,10 @@ class Examples:
         return self._size * len(self._counts)
 
     def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """Batches of an epoch from number `start` on, of clients those whose turn it is; a part's number is that of the
-        last batch that somebody has then."""
+        """Yields batches of an epoch from number `start` on; of clients, those whose turn it is.
+
+        A part's number is that of the last batch that somebody has then.
+        """
         count, rest = self._reader.count, (self.batches - start) % self._turns
         if rest and self._last == "error":
             raise ArgumentsError(
@@ -261,7 +265,7 @@ class Examples:
             yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """The examples of an epoch by their numbers; that of the latest one is kept."""
+        """Returns the order of an epoch's examples; that of the latest one is kept."""
         if self._known is None or self._known[0] != epoch:
             random = np.random.default_rng((seed, epoch, self._member))
             self._known = epoch, random.permutation(self._reader.count)

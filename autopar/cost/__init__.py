@@ -1,4 +1,4 @@
-"""What a plan costs: bytes and time. Knows no program."""
+"""Costs of a plan: bytes and time. Knows no program."""
 
 from autopar.cost.exchange import Term, sent_bytes, step_seconds, step_terms, transfer_bytes
 from autopar.cost.rates import Rates

@@ -93,7 +93,7 @@ class ClientTime:
         return waited / (waited + self.computing_s) if waited else 0.0
 
     def compute(self, now: float, seconds: float) -> None:
-        """Begin a step of its own."""
+        """Begins a step of its own."""
         self.own_steps.append((now, seconds))
         self.computing_s += seconds
 
@@ -137,7 +137,7 @@ def simulate_averages(
     every: int = 1,
     delay: int = 0,
 ) -> ClientRun:
-    """Simulate clients whose weights become their mean now and then.
+    """Simulates clients whose weights become their mean now and then.
 
     Args:
       load: What they do.
@@ -181,15 +181,15 @@ class Clock:
         self._due: list[tuple[float, int, Action]] = []
 
     def at(self, time: float, action: Action) -> None:
-        """Do something at a time, behind all else that is to be done then."""
+        """Does something at a time, behind all else that is to be done then."""
         heapq.heappush(self._due, (time, next(self._numbers), action))
 
     def after(self, seconds: float, action: Action) -> None:
-        """Do something in so many seconds."""
+        """Does something in so many seconds."""
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Do everything."""
+        """Does everything."""
         while self._due:
             self.now, _, action = heapq.heappop(self._due)
             action()
@@ -206,7 +206,7 @@ class Wires:
         self._free: dict[tuple[str, str, int], float] = {}
 
     def send(self, source: int, target: int, size: float, arrive: Action) -> None:
-        """Send a message from a device to another. To itself it takes no time."""
+        """Sends a message from a device to another. To itself it takes no time."""
         if source == target:
             self._clock.after(0.0, arrive)
             return
@@ -224,8 +224,10 @@ class Wires:
         self._clock.at(self._occupied(("out", level, ends[0]), seconds), enter)
 
     def _occupied(self, wire: tuple[str, str, int], seconds: float) -> float:
-        """Have a wire carry something behind what it carries already; returns when it begins. Times of a wire never
-        decrease, not by rounding either: messages don't overtake each other."""
+        """Occupies a wire, behind what it carries already; returns when it begins.
+
+        Times of a wire never decrease, not by rounding either: messages don't overtake each other.
+        """
         start = max(self._clock.now, self._free.get(wire, 0.0))
         self._free[wire] = start + seconds
         return start
@@ -256,10 +258,9 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, worker: int) -> None:
-        """Let a client begin its next step."""
+        """Lets a client begin its next step."""
 
     def _events(self) -> Sequence[np.ndarray]:
-        """Returns what servers did, if there are any."""
         return ()
 
     def _compute(self, worker: int, then: Callable[[int], None]) -> None:
@@ -268,7 +269,7 @@ class Training(abc.ABC):
         self._clock.after(seconds, functools.partial(then, worker))
 
     def _end(self, worker: int) -> None:
-        """Count a minibatch."""
+        """Counts a minibatch."""
         self.clients[worker].ends.append(self._clock.now)
         self._done += 1
         wanted = self._load.count * self._load.steps
@@ -300,7 +301,7 @@ class Pairs:
 
 
 def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
-    """Simulate clients each of which averages with one neighbour behind each step, left and right in turn.
+    """Simulates clients each of which averages with one neighbour behind each step, left and right in turn.
 
     Args:
       load: What they do.
@@ -332,7 +333,7 @@ class _Pairs(Training):
         self._arrived(worker, step, sent)
 
     def _arrived(self, worker: int, step: int, sent: float) -> None:
-        """End a client's step once its own weights and its partner's are there."""
+        """Ends a client's step once its own weights and its partner's are there."""
         there = self._there[worker, step]
         there.append(sent)
         if len(there) <= self._pairs.devices:
@@ -405,7 +406,7 @@ class Served:
 
 
 def simulate_served(load: ClientLoad, served: Served) -> ClientRun:
-    """Simulate workers until they have done `load.steps` minibatches on average, and the slowest one a few.
+    """Simulates workers until they have done `load.steps` minibatches on average, and the slowest one a few.
 
     Args:
       load: What they do.
@@ -432,7 +433,7 @@ class _Server:
         self._waiting: list[_Message] = []
 
     def take(self, message: _Message) -> None:
-        """Put a message at the end of the queue."""
+        """Puts a message at the end of the queue."""
         self._queue.append(message)
         self._next()
 
@@ -498,12 +499,12 @@ class _Served(Training):
         self.servers = [_Server(self._clock, each, log, self) for each, log in zip(served.servers, logs, strict=True)]
 
     def applied(self, number: int) -> None:
-        """Count a worker's minibatch, once all servers have applied its push."""
+        """Counts a worker's minibatch, once all servers have applied its push."""
         if min(server.log.standing.applied[number] for server in self.servers) > self.clients[number].minibatches:
             self._end(number)
 
     def answer(self, server: _Server, number: int, held_s: float) -> None:
-        """Send a worker what it asked for. `held_s`: how long the bound kept its pull."""
+        """Sends a worker what it asked for. `held_s`: how long the bound kept its pull."""
         arrive = functools.partial(self._answered, number, held_s)
         self._wires.send(server.load.device, self._served.devices[number], server.load.pull_bytes, arrive)
 
@@ -551,7 +552,7 @@ class _Served(Training):
         self._receive(number)
 
     def _receive(self, number: int) -> None:
-        """Let a worker that waits go on, once it has all replies."""
+        """Lets a worker that waits go on, once it has all replies."""
         worker, client = self._workers[number], self.clients[number]
         if worker.waits_from is None or worker.open:
             return

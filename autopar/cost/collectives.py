@@ -1,4 +1,4 @@
-"""How long exchanges take in a cluster: latency and bandwidth, on two levels of links (docs/planning.md).
+"""Predicts the time of exchanges in a cluster: latency and bandwidth, on two levels of links (docs/planning.md).
 
 Each function gives the seconds until all devices have their results. Inside a machine devices exchange with each other,
 between machines each with those of its own number in the others, so that a machine's interfaces are shared by all of

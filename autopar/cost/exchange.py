@@ -1,4 +1,4 @@
-"""What a step costs: the bytes that each device sends, and the time that it takes, by table and method, and by part.
+"""Predicts the bytes that each device sends in a step, and its time, by table and method, and by part.
 
 Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). Time is made of
 measured parts: collectives, routing, rows moved and updated (`Rates`). `step_terms` leaves out what all methods have in

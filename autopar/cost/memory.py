@@ -1,4 +1,4 @@
-"""What a plan's state takes of the devices' memory, which tables to shard for it, and how many devices are enough."""
+"""Predicts the device memory of a plan's state, which tables to shard for it, and how many devices are enough."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When lifting pays on one device.
+"""Predicts whether lifting pays on one device.
 
 The dense step walks every row of a table and its slots; the lifted one sorts the ids and walks the touched rows, with
 a higher price per row (gather and scatter in place of a contiguous loop), which weighs more where rows are short. The

@@ -1,4 +1,4 @@
-"""How long the parts of a step take on some devices: measured curves, or those that follow from a cluster's figures.
+"""Rates of some devices for the parts of a step: measured curves, or those that follow from a cluster's figures.
 
 Measured figures are of all devices at work at once (`measure.calibrate` takes them so): what they share, memory, cores
 or a link, is in them.

@@ -1,4 +1,4 @@
-"""What a step would take on 1 to 10,000 devices of a kind: compute, exchanges, busy owners, stragglers, overlap.
+"""Predicts a step on 1 to 10,000 devices of a kind: compute, exchanges, busy owners, stragglers, overlap.
 
 Weak scaling: every device has as many examples as it has now. The arrays that are sent are as long as they would be in
 the compiled step, whose shapes are static (`passes.choosing.capacity`), so padding is counted.

@@ -160,7 +160,7 @@ class Versions:
 
 
 def simulate_versions(calls: Calls, times: StageTimes, minibatches: int | None = None) -> Versions:
-    """Count versions in a simulated run.
+    """Counts versions in a simulated run.
 
     Args:
       calls: When each task is issued.

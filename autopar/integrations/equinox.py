@@ -44,7 +44,7 @@ class Static:
 
 
 def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Run a step of Equinox modules by a plan that autopar makes of it.
+    """Runs a step of Equinox modules by a plan that autopar makes of it.
 
     Args:
       step: What `eqx.filter_jit` would take: a function of pytrees that returns new modules.
@@ -86,7 +86,7 @@ class FilteredStep(ObjectStep):
         return _combined(static, out)
 
     def pure(self, args: Any, kwargs: Any) -> tuple[ParallelStep, Any, Any]:
-        """The ordinary step, and its arguments."""
+        """Returns the ordinary step, and its arguments."""
         static, (args, kwargs) = _partitioned((tuple(args), dict(kwargs)))
         try:
             hash(static)
@@ -117,7 +117,7 @@ def _combined(static: Static, tree: Any) -> Any:
 
 
 def _pure(fun: Callable[..., Any], static: Static) -> Callable[..., Any]:
-    """The step as a function of arrays: returns what is static of its result, then the result's parts."""
+    """Returns the step as a function of arrays: it returns what is static of its result, then the result's parts."""
 
     @functools.wraps(fun)
     def pure(*args: Any, **kwargs: Any) -> Sequence[Any]:

@@ -79,7 +79,7 @@ class Graphs:
 
 
 def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
-    """Run a step of nnx objects by a plan that autopar makes of it.
+    """Runs a step of nnx objects by a plan that autopar makes of it.
 
     Args:
       step: What `nnx.jit` would take: a function of nnx objects (modules, optimizers, metrics, Rngs, also within
@@ -114,7 +114,7 @@ def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> An
 
 
 def materialize(*objects: Any) -> None:
-    """Put ordinary arrays in place of the Tables in nnx objects: for `nnx.jit`, `nnx.split`, saving.
+    """Puts ordinary arrays in place of the Tables in nnx objects: for `nnx.jit`, `nnx.split`, saving.
 
     The next planned step takes them as well, and keeps its tables as before.
     """
@@ -143,7 +143,7 @@ class NnxStep(ObjectStep):
     def pure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
-        """The ordinary step, and its arguments."""
+        """Returns the ordinary step, and its arguments."""
         with nnx.update_context(_TAG):
             split, args, kwargs = self._split(args, kwargs)
         return self._step(split.structure), args, kwargs
@@ -153,7 +153,7 @@ class NnxStep(ObjectStep):
         return autopar.parallelize(self.fun, **self.options).static
 
     def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
-        """A call of the ordinary step, and what was taken out of the arguments for it."""
+        """Splits a call into one of the ordinary step, and what was taken out of the arguments for it."""
         with nnx.split_context(_TAG) as context:
             split = _Split(context)
             pure_args = tuple(a if k in self._static else split(k, a) for k, a in enumerate(args))
@@ -177,7 +177,7 @@ class _Split:
         self.variables: dict[Any, list[Any]] = {}
 
     def __call__(self, name: Any, tree: Any) -> Any:
-        """The tree with Values in place of objects."""
+        """Returns the tree with Values in place of objects."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
         objects = list(map(_is_object, leaves))
         if any(objects) and not all(objects) and name is not _OUT:
@@ -194,7 +194,7 @@ class _Split:
         return Graphs(tuple(self.graphs.items()))
 
     def update(self, new: Any) -> None:
-        """Put what the step returned into the Variables."""
+        """Puts what the step returned into the Variables."""
         for values in _values_in(new):
             for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
                 if isinstance(variable, nnx.Variable):
@@ -235,7 +235,7 @@ def _merged(tree: Any, graphs: Mapping[Any, Any], context: Any) -> Any:
 
 
 def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., Any]:
-    """The step as a function of arrays, for objects of a structure.
+    """Returns the step as a function of arrays, for objects of a structure.
 
     It returns what the step returns; the new structures, or None if they are the old ones; and of each argument that
     holds objects their new values, or None if they are the old ones.

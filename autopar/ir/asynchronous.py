@@ -1,4 +1,4 @@
-"""When an asynchronous pipeline does what: one minibatch a call, no flush, an update behind each backward. Data only.
+"""Asynchronous pipelines: one minibatch a call, no flush, an update behind each backward. Data only.
 
 Call t brings minibatch t. Stage k runs F(t - f), then B(t - b) of the minibatch that came b calls before, then the
 update of minibatch t - u. F is a call later for each border ahead of the stage where links are slow, so that what it

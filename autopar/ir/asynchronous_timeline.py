@@ -175,7 +175,7 @@ class MinibatchLister:
         return self._calls.version(kind, program.stage, number)
 
     def _old(self, action: Action, number: int) -> Drops:
-        """Versions of leaves that no one reads any more: behind the update, if no backward is to see them."""
+        """Returns versions of leaves that no one reads any more: behind the update, if no backward is to see them."""
         if not isinstance(action, Run) or action.program.phase not in ("B", "update"):
             return ()
         stage, device = action.program.stage, action.device
@@ -202,7 +202,7 @@ _PHASES = ("before", "F", "B", "update")
 
 
 def last_updates(step: StagedStep) -> dict[StageProgram, tuple[Var, ...]]:
-    """Program of the update -> leaves of its stage that no later one reads or writes."""
+    """Maps each update program to the leaves of its stage that no later one reads or writes."""
     assert step.asynchronous is not None, "minibatches aren't flushed"
     leaves = {new: leaf for leaf, new in step.asynchronous.news.items()} | {leaf: leaf for leaf in step.homes}
     last = {
@@ -251,7 +251,7 @@ def asynchronous_timeline(step: StagedStep, minibatches: int, everywhere: Iterab
 
 
 def verify_versions(timeline: Timeline, *, stashes: bool) -> None:
-    """Raise AssertionError, naming the action, unless tasks see the versions that their schedule promises.
+    """Raises AssertionError, naming the action, unless tasks see the versions that their schedule promises.
 
     Counted by what is updated in the list itself: a forward sees the newest version, a backward too, or, where versions
     are stashed, that of its minibatch's forward; an update that of its minibatch, or the one that it makes.

@@ -13,7 +13,7 @@ LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Numbers of the things in each part: the largest come first, each to the part that has least."""
+    """Divides things into parts of about equal size: the largest come first, each to the part that has least."""
     made: list[list[int]] = [[] for _ in range(parts)]
     filled = [0] * parts
     for n in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):

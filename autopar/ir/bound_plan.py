@@ -13,7 +13,7 @@ from autopar.ir.plan import Plan, TablePlan
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How many rows of a family a step's arrays hold.
+    """Says how many rows of a family a step's arrays hold.
 
     Attributes:
       rows: The most that a step touches, one padding row included.
@@ -48,12 +48,12 @@ class FamilyPlan:
 
     @property
     def method(self) -> str:
-        """How its rows travel ("ps" on one device, where nothing travels)."""
+        """The way its rows travel ("ps" on one device, where nothing travels)."""
         return self.table.method
 
     @property
     def layout(self) -> RowLayout | None:
-        """How the rows are spread; None if they aren't."""
+        """The way the rows are spread; None if they aren't."""
         return self.bounds.layout
 
 

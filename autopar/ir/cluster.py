@@ -139,13 +139,13 @@ class ClusterSpec:
         return f"{self.name}: {self.machines} x {self.devices} {self.device.name}"
 
     def as_dict(self) -> dict[str, Any]:
-        """Nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
+        """Returns nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
         fields = asdict(self)
         levels = {"inside": fields.pop("inside"), "between": fields.pop("between"), "host": fields.pop("to_host")}
         sections = {"device": fields.pop("device"), "link": levels, "measured": fields.pop("measured")}
         return {**fields, **sections}
 
     def of(self, machines: int, devices: int | None = None, name: str | None = None) -> Self:
-        """Another number of the same machines."""
+        """Returns a cluster of another number of the same machines."""
         devices = self.devices if devices is None else devices
         return replace(self, name=self.name if name is None else name, machines=machines, devices=devices)

@@ -76,7 +76,7 @@ class Fading:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """How the rows of a family are brought up to date. Its equations' body is the untouched update.
+    """Says how the rows of a family are brought up to date. Its equations' body is the untouched update.
 
     The untouched update's inputs: one row (size 1 along its axis) of each leaf that it changes, one row of each that it
     only reads, and the values of a step; its outputs: the new rows.
@@ -113,17 +113,17 @@ class Replay:
 
     @property
     def waiting(self) -> int:
-        """How many of the last full parts scale-only rows may wait for: older rows are multiplied between steps."""
+        """The number of last full parts that scale-only rows may wait for: older rows are multiplied between steps."""
         return SEGMENTS // 2
 
     @property
     def dropped(self) -> int:
-        """How many segments are dropped where there is no room for another one: those for which no row waits."""
+        """The number of segments that make room for another one: the oldest, for which no row waits."""
         return SEGMENTS - 1 - self.waiting
 
     @property
     def read(self) -> int:
-        """How many leaves the untouched update only reads."""
+        """The number of leaves that the untouched update only reads."""
         return len(self.leaves) - self.changed
 
     @property

@@ -1,4 +1,4 @@
-"""Which axis of each leaf of a batch runs over its examples, as the user says it (`batch_axis=`)."""
+"""The axis of each leaf of a batch that runs over its examples, as the user gives it (`batch_axis=`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BatchAxis = int | Mapping[str, int | None]
 
 
 def check_batch_axis(batch_axis: Any) -> None:
-    """Raise ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
+    """Raises ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
     axes = [a for a in batch_axis.values() if a is not None] if isinstance(batch_axis, Mapping) else [batch_axis]
     patterns = list(batch_axis) if isinstance(batch_axis, Mapping) else []
     is_axis = all(isinstance(a, int) and not isinstance(a, bool) for a in axes)

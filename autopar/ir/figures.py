@@ -35,7 +35,7 @@ class Alpha:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How many distinct rows of a table n workers touch together in a step.
+    """Says how many distinct rows of a table n workers touch together in a step.
 
     Attributes:
       extent: V, rows of the table.
@@ -53,7 +53,7 @@ class Growth:
     residual: float
 
     def rows(self, n: float) -> float:
-        """Distinct rows that n workers are expected to touch together."""
+        """Returns the number of distinct rows that n workers are expected to touch together."""
         drawn = n * self.ids
         return min(drawn, distinct(self.extent, self.k * drawn**self.beta))
 
@@ -64,7 +64,7 @@ class Growth:
 
 
 def distinct(extent: int, endless: float) -> float:
-    """Distinct rows of V, if in an endless table they would be so many."""
+    """Returns the number of distinct rows of V that are hit, if in an endless table `endless` were."""
     return -extent * math.expm1(-endless / extent)
 
 

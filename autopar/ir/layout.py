@@ -1,4 +1,4 @@
-"""How the rows of a table are stored where a plain array can't be spread equally: padded, and distributed cyclically.
+"""Storage of a table's rows where a plain array can't be spread equally: padded, and distributed cyclically.
 
 A stored table has N shards of ceil(V/N) rows, shard k on device k. Rows are distributed cyclically like cards
 (`cyclic`: row r is on device r mod N), because frequent words have neighbouring ids and would all have one owner; or

@@ -1,4 +1,4 @@
-"""What a device (or a rank) has of a value when it runs its own part of a step.
+"""The part of a value that a device (or a rank) has when it runs its own part of a step.
 
 Three things can be had of a global value: all of it (`None`), an equal shard along one axis (`Spread`), or a partial
 sum of it (`Partial`: the value is the sum over all).

@@ -67,7 +67,7 @@ class Options:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether no client or worker waits for another one."""
+        """No client or worker waits for another one."""
         if self.sync is None or (isinstance(self.sync, Replicated) and self.sync.is_ring and self.clients == 1):
             return False
         return self.sync.is_asynchronous
@@ -78,5 +78,5 @@ class Options:
 
     @property
     def is_served(self) -> bool:
-        """Whether servers keep the state."""
+        """Servers keep the state."""
         return isinstance(self.sync, Async)

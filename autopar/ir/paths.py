@@ -40,6 +40,6 @@ def split_layers(path: str) -> tuple[str, range | None]:
 
 
 def matches_layers(pattern: str, path: str) -> bool:
-    """`matches` of paths and patterns that may end in layers, of which the pattern has all that the path has."""
+    """Returns whether a pattern matches a path, both perhaps with layers: the pattern has all that the path has."""
     (general, some), (leaf, own) = split_layers(pattern), split_layers(path)
     return matches(general, leaf) and (some is None or (own is not None and set(own) <= set(some)))

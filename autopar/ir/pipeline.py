@@ -25,7 +25,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """How a step is to be run in stages.
+    """Says how a step is to be run in stages.
 
     Attributes:
       stages: S, how many; for each stage the patterns over paths of its parameters; or "auto": the number of stages
@@ -153,7 +153,7 @@ class Pipeline:
 
     @property
     def devices(self) -> int:
-        """How many devices the stages need."""
+        """The number of devices that the stages need."""
         return max(max(replicas) for replicas in self.places) + 1
 
     @property
@@ -170,7 +170,7 @@ class Pipeline:
 
     @property
     def replica_counts(self) -> Sequence[int]:
-        """How many devices each stage has."""
+        """The number of devices of each stage."""
         return [self.replicas] * self.count if isinstance(self.replicas, int) else self.replicas
 
     def __str__(self) -> str:

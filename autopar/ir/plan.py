@@ -122,7 +122,7 @@ class DensePlan:
 
     @property
     def method(self) -> str:
-        """How its gradient travels."""
+        """The way its gradient travels."""
         return "ps" if self.sharded else "allreduce"
 
     @property
@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def way(self) -> SyncPlan | ServedPlan | None:
-        """How clients train, with replicas of their own or with servers; None: there are no clients."""
+        """The plan of clients, with replicas of their own or with servers; None: there are no clients."""
         return self.sync or self.served
 
     @property
@@ -288,7 +288,7 @@ class Plan:
         return difference({"the step": _step_facts(self), **mine}, {"the step": _step_facts(new), **theirs})
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, as JSON.
+        """Writes the plan to a file, as JSON.
 
         Raises:
           PlanError: the file can't be written.

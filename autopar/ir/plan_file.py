@@ -33,7 +33,7 @@ def plan_text(made: Any) -> str:
 
 
 def write_plan(path: str | Path, made: Any) -> None:
-    """Write a dataclass to a file, all or nothing.
+    """Writes a dataclass to a file, all or nothing.
 
     Raises:
       PlanError: the file can't be written.

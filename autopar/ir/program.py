@@ -33,7 +33,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 
 def short_dtype(dtype: Any) -> str:
-    """`float32` as `f32`, in the way jaxprs print it."""
+    """Returns `f32` for `float32`: dtypes in the way jaxprs print them."""
     name = str(np.dtype(dtype).name) if not hasattr(dtype, "_impl") else str(dtype)
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :]
@@ -149,7 +149,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """How an equation hands its operands to its last body (each of its bodies, but of a while).
+    """Says how an equation hands its operands to its last body (each of its bodies, but of a while).
 
     Attributes:
       head: Leading operands that it doesn't take: a cond's index, what a while's condition alone reads.
@@ -209,7 +209,7 @@ class Equation:
 
     @property
     def border(self) -> Border:
-        """How operands reach the body of a loop, branch or checkpoint."""
+        """The operands' places in the body of a loop, branch or checkpoint."""
         if self.op == "scan":
             return Border(0, self.params["num_consts"], self.params["num_carry"])
         if self.op == "while":
@@ -341,7 +341,7 @@ class Program:
 
     @property
     def facts(self) -> RowFacts:
-        """What `analyze_rows` found, which has run."""
+        """The rows' facts, once `analyze_rows` has run."""
         return known(self.rows)
 
     @property

@@ -46,7 +46,7 @@ class Reducer:
     across: Callable[[Array, Any], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:
-        """Two results joined: of NumPy arrays in NumPy."""
+        """Joins two results: of NumPy arrays in NumPy."""
         module = np if isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic) else jnp
         return getattr(module, self.joined)(a, b)
 

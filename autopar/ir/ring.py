@@ -57,7 +57,7 @@ class Ring:
 
 
 def check_even(clients: int, name: str, remedy: str) -> None:
-    """Check that so many clients make a ring. One alone has no partner, and needs none.
+    """Checks that so many clients make a ring. One alone has no partner, and needs none.
 
     Args:
       clients: How many.

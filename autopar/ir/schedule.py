@@ -53,7 +53,7 @@ class Schedule:
 
     @property
     def devices(self) -> int:
-        """How many devices the stages have together."""
+        """The number of devices that the stages have together."""
         return len(self.orders)
 
     @property
@@ -107,8 +107,8 @@ def gpipe(places: Places, microbatches: int) -> Schedule:
 
 
 def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
-    """Schedules a forward and a backward in turn as soon as there is one: stage k holds the activations of S - k
-    microbatches.
+    """Schedules a forward and a backward in turn as soon as there is one: stage k holds S - k microbatches'
+    activations.
 
     A stage of several devices holds as many as there are devices from it on, spread over its replicas.
     """
@@ -116,7 +116,7 @@ def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
 
 
 def zero_bubble(places: Places, microbatches: int) -> Schedule:
-    """H1: 1F1B whose stages put off the gradients of weights until others would wait for them.
+    """Schedules 1F1B whose stages put off the gradients of weights until others would wait for them (H1).
 
     Stage k computes them k microbatches late. Each stage holds the activations of S microbatches, as 1F1B's first does;
     where F, B and W take equally long, the bubble is a third of 1F1B's.
@@ -126,7 +126,8 @@ def zero_bubble(places: Places, microbatches: int) -> Schedule:
 
 
 def interleaved(places: Places, microbatches: int) -> Schedule:
-    """1F1B in which each of D devices has V stages, d, D + d, 2 D + d, ...: the bubble is a V-th, sends are V times.
+    """Schedules 1F1B where each of D devices has V stages, d, D + d, 2 D + d, ...: a V-th of the bubble, V times the
+    sends.
 
     Microbatches go through a device's stages in groups of D.
     """
@@ -157,7 +158,7 @@ def forwards_ahead(places: Places, stage: int, slack: int = 0) -> int:
 def _by_stages(
     name: str, places: Places, microbatches: int, ahead: Callable[[int], int], delay: Sequence[int] | None = None
 ) -> Schedule:
-    """Each stage on devices of its own.
+    """Schedules stages that have devices of their own.
 
     Args:
       name, places, microbatches: Of the schedule.
@@ -197,7 +198,7 @@ def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: i
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How a schedule is made, and what it asks of a pipeline: here that each stage has devices of its own.
+    """Says how a schedule is made, and what it asks of a pipeline: here that each stage has devices of its own.
 
     Attributes:
       name: What users call it.

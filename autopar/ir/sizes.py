@@ -1,4 +1,4 @@
-"""What a step does with one table, in numbers: all that its cost depends on."""
+"""Numbers of what a step does with one table: all that its cost depends on."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def nearest_line(block: Block, atom: Atom) -> Equation | None:
 
 
 def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, tuple[bool, ...]]:
-    """Compute a value that is defined inside loops and remats outside of them, and nothing else that they do.
+    """Computes a value that is defined inside loops and remats outside of them, and nothing else that they do.
 
     Args:
       path: The equations around the value, outermost first: scans, remats and conds.

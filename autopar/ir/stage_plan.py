@@ -85,12 +85,12 @@ class PipelinePlan:
 
     @property
     def devices(self) -> int:
-        """How many the stages have together, those of a tensor axis counted as one."""
+        """The number of devices that the stages have together, those of a tensor axis counted as one."""
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
     def size(self) -> int:
-        """How many real ones these are."""
+        """The number of real devices that these are."""
         return self.devices * self.tensor
 
     @property
@@ -110,7 +110,7 @@ class PipelinePlan:
 
     @property
     def calls(self) -> Calls:
-        """When an asynchronous one issues its tasks."""
+        """The calls in which an asynchronous pipeline issues its tasks."""
         return Calls(self.places, self.updates, self.last, self.schedule == "stash", self.slack)
 
     def version_bytes(self, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""What a user may ask for: methods, and which parameters they are for.
+"""Methods that a user may ask for, and the parameters they are for.
 
 Patterns over parameter paths: a pattern that matches a node covers its leaves; `*` stays within a segment, `**`
 crosses segments; the first match wins.
@@ -35,7 +35,7 @@ Results = Choice["whole", "spread"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
-    """Method and place of what a user gives: `"ps"`, or `("ps", "hosts")`.
+    """Splits what a user gives into method and place: `"ps"`, or `("ps", "hosts")`.
 
     Raises:
       StrategyError: there is no such method, or not there.
@@ -89,7 +89,7 @@ def without_hosts(strategy: Strategy) -> Strategy:
 
 
 def check_choices(strategy: Any, sparse: Any, donate: Any, results: Any = None) -> None:
-    """Check what a user chose.
+    """Checks what a user chose.
 
     Raises:
       ArgumentsError: there is no such thing.

@@ -10,7 +10,7 @@ from autopar.ir.figures import wire_bytes
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """How replicas come together.
+    """Says how replicas come together.
 
     Attributes:
       name: The way's, in words.
@@ -102,7 +102,7 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServedPlan:
-    """How workers train a state that servers keep.
+    """Says how workers train a state that servers keep.
 
     Attributes:
       name: The way's, in words.

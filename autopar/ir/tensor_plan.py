@@ -1,4 +1,4 @@
-"""What a plan says of products that are divided over the devices of a tensor axis. Plain data."""
+"""The plan of products that are divided over the devices of a tensor axis. Plain data."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def writes_of(action: Action) -> Sequence[Value]:
 def targets_of(
     work: Iterable[Run | Join], makers: Mapping[Value, Sequence[int]], wanted: Mapping[Value, Iterable[int]]
 ) -> dict[Value, list[int]]:
-    """Value -> the devices that read it, or are to have it, and don't make it, in order."""
+    """Maps values to the devices that read them, or are to have them, and don't make them, in order."""
     targets: dict[Value, list[int]] = {}
     read = [(value, action.device) for action in work for value in reads_of(action)]
     read += [(value, device) for value, devices in wanted.items() for device in devices]
@@ -187,7 +187,7 @@ def _touched(action: Action) -> list[tuple[int, Value]]:
 
 
 def verify_timeline(timeline: Timeline) -> None:
-    """Raise AssertionError, naming the action, unless devices can run the list, and lose nothing.
+    """Raises AssertionError, naming the action, unless devices can run the list, and lose nothing.
 
     Each read has a writer before it on its device, whose value wasn't dropped; each send leaves a device that has the
     value for another that hasn't; values are made once; each sum has each microbatch of its replicas once; results are

@@ -29,7 +29,7 @@ def type_of(aval: Any) -> Type:
 
 @paused_collection()
 def block_of(jaxpr: Any) -> Block:
-    """Copy a (closed) jaxpr into a Block."""
+    """Copies a (closed) jaxpr into a Block."""
     return _block(jax_compat.lowered(jaxpr), ())
 
 
@@ -74,7 +74,7 @@ def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:
 def _run(
     jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], equations: list[Equation], outer: tuple[Any, ...]
 ) -> Sequence[Atom]:
-    """Append the equations of an open jaxpr; its outputs."""
+    """Appends the equations of an open jaxpr; returns its outputs."""
     env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
     env.update(zip(jaxpr.invars, inputs, strict=True))
 

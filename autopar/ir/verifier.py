@@ -10,7 +10,7 @@ from autopar.ir.rowspace import Const, Row, RowFacts
 
 
 def verify_program(program: Program, verified: Block | None = None, after: str = PASSES[-1]) -> None:
-    """Raise AssertionError, naming the equation, unless the program is well formed.
+    """Raises AssertionError, naming the equation, unless the program is well formed.
 
     Args:
       program: Any.
@@ -48,7 +48,7 @@ def verify_block(
     written: frozenset[str] = frozenset(PASSES),
     rows: RowFacts | None = None,
 ) -> None:
-    """Check one block and those nested in it.
+    """Checks one block and those nested in it.
 
     Args:
       block: It.
@@ -76,7 +76,7 @@ def verify_block(
 
 
 def _verify_operation(equation: Equation, where: str | _Place, written: frozenset[str]) -> None:
-    """Check the name, which pass may have written it, and the operands of what is ours."""
+    """Checks the name, which pass may have written it, and the operands of what is ours."""
     if not equation.op.startswith(PREFIX):
         known = equation.primitive is not None or bool(equation.bodies)
         assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
@@ -122,7 +122,7 @@ def _same(a: Atom, b: Atom, where: str | _Place) -> None:
 
 
 def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
-    """Check operands against the inputs of bodies, results of bodies against outputs."""
+    """Checks operands against the inputs of bodies, results of bodies against outputs."""
     if equation.op == "scan":
         consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies

@@ -44,7 +44,7 @@ class Writer:
         params: Mapping[str, Any] | None = None,
         bodies: tuple[Block, ...] = (),
     ) -> Var:
-        """Append an operation of ours; its result."""
+        """Appends an operation of ours; returns its result."""
         out = Var(type_)
         self.append(Equation(op, tuple(inputs), (out,), params or {}, bodies))
         return out

@@ -42,7 +42,7 @@ class Bindable:
 
 
 def bind(here: World, *, computes_on_one: bool) -> None:
-    """Bind this process to a core, if its machine's ranks are to be bound. Collective.
+    """Binds this process to a core, if its machine's ranks are to be bound. Collective.
 
     Args:
       here: All processes of the job.

@@ -1,4 +1,4 @@
-"""What is done when a rank fails: it says who it is, where it was and why, and ends the job.
+"""Faults of ranks: a rank that fails says who it is, where it was and why, and ends the job.
 
 By itself an exception on one rank hangs the job: Python ends that process through its exit handlers, where JAX waits
 for the other processes, which wait for this one. So the interpreter's hooks for uncaught exceptions, of the main
@@ -37,7 +37,7 @@ INTERRUPTED = 130
 
 
 def abort(world: World, message: str, code: int = 1) -> NoReturn:
-    """Print a message (`report`) and end all ranks, with this exit code of the job. Doesn't return."""
+    """Prints a message (`report`) and ends all ranks, with this exit code of the job. Doesn't return."""
     report_fault(message)
     PROGRESS.flag(REPORTED)
     time.sleep(SPEAKING_S)
@@ -52,7 +52,7 @@ def abort(world: World, message: str, code: int = 1) -> NoReturn:
 
 
 def report_fault(message: str) -> None:
-    """Print a message of autopar's in one piece, after all that was printed before."""
+    """Prints a message of autopar's in one piece, after all that was printed before."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -88,7 +88,7 @@ class Hooks:
                 signal.signal(signal.SIGINT, self._on_interrupt)
 
     def answers_interrupts(self) -> bool:
-        """Whether an interrupt is known to be answered through these hooks, and not by a handler of the user's."""
+        """Returns whether these hooks, and no handler of the user's, are known to answer an interrupt."""
         handler = signal.getsignal(signal.SIGINT)
         return (handler.previous if isinstance(handler, Handler) else handler) == self._on_interrupt
 
@@ -99,7 +99,7 @@ class Hooks:
 
     @staticmethod
     def have_set(handler: Any) -> bool:
-        """Whether a handler of interrupts is a rank's, in place of Python's own."""
+        """Returns whether a handler of interrupts is a rank's, in place of Python's own."""
         return getattr(handler, "__func__", None) is Hooks._on_interrupt
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
@@ -133,7 +133,7 @@ class Hooks:
         thread: str,
         show: Callable[[], object] | None,
     ) -> None:
-        """Report an exception, by `show` if another hook was there before, and end the job."""
+        """Reports an exception, by `show` if another hook was there before, and ends the job."""
         name, where = name_rank(self._world), PROGRESS.last
         if issubclass(kind, KeyboardInterrupt):
             abort(self._world, f"{name} was interrupted, {where}.", INTERRUPTED)
@@ -148,7 +148,7 @@ class Hooks:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """The exit code that an exception gives its process: of a SystemExit its own, else 1."""
+    """Returns the exit code that an exception gives its process: of a SystemExit its own, else 1."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -157,7 +157,7 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Whether an exception says that another process is gone, rather than that this one failed."""
+    """Returns whether an exception says that another process is gone, rather than that this one failed."""
     if type(error).__module__.startswith("mpi4py"):
         return True
     text = str(error)

@@ -53,7 +53,7 @@ _before_waiting: list[Callable[[Group], None]] = []
 
 
 def before_waiting(call: Callable[[Group], None]) -> None:
-    """Have something called with a group before this process waits for its others."""
+    """Has something called with a group before this process waits for its others."""
     if call not in _before_waiting:
         _before_waiting.append(call)
 
@@ -76,12 +76,12 @@ class Group(abc.ABC):
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return len(self.members)
 
     @property
     def several(self) -> bool:
-        """Whether there is more than this one: arrays then have parts that this process can't read."""
+        """The group has more than this process: arrays then have parts that it can't read."""
         return self.size > 1
 
     @property
@@ -90,7 +90,7 @@ class Group(abc.ABC):
         """This process's place among them."""
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Each process's value, in their order. Collective; says for whom it waits, or leaves the core to them.
+        """Returns each process's value, in their order. Collective; says for whom it waits, or leaves the core to them.
 
         Args:
           value: This process's.
@@ -107,11 +107,11 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def _gather(self, value: bytes, about: str) -> list[bytes]:
-        """What `gather` does where there are several."""
+        """Gathers values where there are several processes."""
 
     @abc.abstractmethod
     def share(self, array: np.ndarray, source: int) -> None:
-        """Fill an array on every process with that of the one at a place. Collective."""
+        """Fills an array on every process with that of the one at a place. Collective."""
 
     def name(self, number: int) -> str:
         """Gives what messages call the process at this place among them."""
@@ -240,7 +240,7 @@ class MpiGroup(Group):
 
     @contextlib.contextmanager
     def split(self, colour: Hashable) -> Iterator[MpiGroup]:
-        """Within it, the ranks that say the same colour, as a group of their own. Collective, at its end as well."""
+        """Yields a group of the ranks that give the same colour. Collective, at its end as well."""
         colours = self.objects(colour, "a part of the ranks")
         members = [member for member, other in zip(self.members, colours, strict=True) if other == colour]
         if not self.several:
@@ -262,7 +262,7 @@ class MpiGroup(Group):
 
 @functools.cache
 def part_of_ranks(own: int, count: int) -> MpiGroup:
-    """The ranks of one of so many equal parts of the job, for as long as it runs. Collective, the first time."""
+    """Returns a group of the ranks of one of so many equal parts of the job. Collective, the first time."""
     ranks = world()
     each = ranks.size // count
     comm = ranks.comm.Split(own, ranks.rank)
@@ -347,20 +347,22 @@ class StoreGroup(Group):
 
 
 def odd_one(values: Sequence[Any]) -> int | None:
-    """The place of the first value that isn't like the first one; None if all are alike."""
+    """Returns the place of the first value that isn't like the first one; None if all are alike."""
     return next((k for k, value in enumerate(values) if value != values[0]), None)
 
 
 def everyone() -> Group:
-    """All processes of the job: ranks of an MPI launcher, else those that `jax.distributed` connects. Collective under
-    a launcher, the first time."""
+    """Returns all processes of the job: ranks of an MPI launcher, else those that `jax.distributed` connects.
+
+    Collective under a launcher, the first time.
+    """
     ranks = world()
     count = jax_compat.process()[1] if ranks.size == 1 else 1  # which starts no backend
     return StoreGroup(tuple(range(count))) if count > 1 else MpiGroup(ranks)
 
 
 def go_on(what: str) -> None:
-    """Tell the watchdog that long work of the main thread makes progress."""
+    """Tells the watchdog that long work of the main thread makes progress."""
     if threading.current_thread() is threading.main_thread():
         PROGRESS.mark(PROGRESS.last.step, what)
 

@@ -67,14 +67,14 @@ _STATE = np.dtype(
 
 
 def allowance(seconds: float | None) -> float:
-    """An allowance as it travels, infinity for None; an ArgumentsError for one that isn't positive."""
+    """Returns an allowance as it travels, infinity for None; an ArgumentsError for one that isn't positive."""
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
     return math.inf if seconds is None else float(seconds)
 
 
 class Heartbeat:
-    """What this rank tells of itself, and hears of the others."""
+    """Tells the other ranks of this one, and hears of them."""
 
     def __init__(self, world: World, hooks: Hooks, allowance_s: float | None) -> None:
         from mpi4py import MPI
@@ -115,12 +115,12 @@ class Heartbeat:
         self._thread.start()
 
     def leave(self, code: int | None) -> None:
-        """Tell the others that this rank is at its end, with this exit code (None: unknown)."""
+        """Tells the others that this rank is at its end, with this exit code (None: unknown)."""
         self._code = code
         self._left = True
 
     def stop(self) -> None:
-        """End the thread, when all ranks have left. Collective."""
+        """Ends the thread, when all ranks have left. Collective."""
         self._stop.set()
         if self._thread is None:
             return
@@ -196,8 +196,10 @@ class Heartbeat:
             self._unanswered[newer] = 0
 
     def _detect(self, now_s: float) -> None:
-        """End the job if a rank hangs: the first rank that is not to blame says so, the others wait a little,
-        in case that one can't."""
+        """Ends the job if a rank hangs.
+
+        The first rank that is not to blame says so, the others wait a little, in case that one can't.
+        """
         seen = self._seen(now_s)
         verdict = detect(seen)
         if verdict is None:
@@ -215,7 +217,7 @@ class Heartbeat:
             abort(self._world, verdict.message)
 
     def _name_unawaited(self, seen: Sequence[Seen]) -> None:
-        """Say once of each rank that others go on without it; the first of these does."""
+        """Says once of each rank that others go on without it; the first of these does."""
         stuck = unawaited(seen)
         numbers = {r.rank for r in stuck}
         if not stuck or self._world.rank != next(r.rank for r in seen if not r.left and r.rank not in numbers):
@@ -246,8 +248,11 @@ class Heartbeat:
         ]
 
     def _listen_to_interrupts(self) -> None:
-        """Have the numbers of signals written where this thread reads them, even while the main thread is held up in
-        a collective, where Python's own handlers don't get their turn."""
+        """Has the numbers of signals written where this thread reads them.
+
+        It reads them even while the main thread is held up in a collective, where Python's own handlers don't get their
+        turn.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         reading, writing = socket.socketpair()
@@ -283,7 +288,7 @@ class Heartbeat:
 
 
 def _main_stack() -> str:
-    """Where the main thread stands, as Python shows tracebacks."""
+    """Returns the main thread's stack, as Python shows tracebacks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (no Python frame)"
 
@@ -306,7 +311,7 @@ FAULT_REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks mor
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of a rank.
+    """Holds what is known of a rank.
 
     Attributes:
       name: The rank, in messages.
@@ -338,7 +343,7 @@ class Seen:
         return self.kind in ("waits", "pulls") and not self.left
 
     def waits_for(self, other: Seen) -> bool:
-        """Whether it can't go on if the other one has left: servers answer all the same."""
+        """Returns whether it can't go on if the other one has left: servers answer all the same."""
         return self.kind == "waits" and not self.left and other.rank in self.needs
 
     @property
@@ -355,7 +360,7 @@ class Verdict:
 
 
 def detect(ranks: Sequence[Seen]) -> Verdict | None:
-    """Who hangs; None while nobody does. `ranks`: all of them, in order."""
+    """Finds the ranks that hang; None while nobody does. `ranks`: all of them, in order."""
     silent = [r for r in ranks if r.exceeds(r.silent_s)]
     if silent:
         lines = [
@@ -389,15 +394,17 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
 
 
 def unawaited(ranks: Sequence[Seen]) -> list[Seen]:
-    """Ranks that make no progress in a step while others go on without them, as in asynchronous training: no fault, but
-    somebody should know. `ranks`: all of them, in order."""
+    """Lists ranks that make no progress in a step while others go on without them, as in asynchronous training.
+
+    That is no fault, but somebody should know. `ranks`: all of them, in order.
+    """
     running = [r for r in ranks if not r.left and r.step >= 0]
     stuck = [r for r in running if r.kind == "computes" and r.exceeds(r.age_s)]
     return stuck if any(not r.exceeds(r.age_s) for r in running) else []
 
 
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
-    """Ranks that have left, others being at a wait where they can't be met any more."""
+    """Finds ranks that have left while others wait for them."""
     for r in left:
         waiting = [w for w in running if w.waits_for(r) and w.step > r.step and w.age_s > LATE_S]
         if waiting:
@@ -424,6 +431,5 @@ def _code(r: Seen) -> str:
 
 
 def _numbers(ranks: Sequence[Seen]) -> str:
-    """ "rank 1 waits", "ranks 0, 1, 3 wait"."""
     numbers = ", ".join(str(r.rank) for r in ranks)
     return f"rank {numbers} waits" if len(ranks) == 1 else f"ranks {numbers} wait"

@@ -57,7 +57,7 @@ class RankGroup:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line; returns the exit code: that of the rank that failed, 2 for a wrong command line."""
+    """Runs the command line; returns the exit code: that of the rank that failed, 2 for a wrong command line."""
     options = _parser().parse_args(arguments)
     try:
         mpirun = find_mpirun(options.mpirun)
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None) -> list[str]:
-    """The line that starts the job on these hosts."""
+    """Returns the command line that starts the job on these hosts."""
     script = Path(options.script).absolute()
     if not options.module and not script.is_file():
         raise LaunchError(f"{options.script}: there is no such script")
@@ -100,7 +100,7 @@ def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None)
 
 
 def find_mpirun(mpirun: str | None = None) -> Mpirun:
-    """The mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
+    """Finds the mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
     beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
     tried = [mpirun] if mpirun else [*beside, "mpirun", "mpiexec"]
     path = next((executable for name in tried if (executable := shutil.which(name))), None)
@@ -134,7 +134,7 @@ def plan_ranks(
     servers: int | None = None,
     clients: str | None = None,
 ) -> list[RankGroup]:
-    """Which ranks there are, and with which variables.
+    """Returns the groups of ranks of a job, each with its environment variables.
 
     `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
     `bind`: "core" or "none".
@@ -181,7 +181,7 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
 def mpirun_command(
     mpirun: Mpirun, ranks: Sequence[RankGroup], cluster: HostFile | None, script: Sequence[str]
 ) -> list[str]:
-    """The command that starts all ranks of a script (its absolute path, or -m and a module; arguments)."""
+    """Returns the command that starts all ranks of a script (its absolute path, or -m and a module; arguments)."""
     code = importlib.util.find_spec("autopar.launch.supervise")
     assert code is not None and code.origin is not None, "autopar/launch/supervise.py is a part of the package"
     program = [sys.executable, "-I", code.origin, *script]
@@ -226,7 +226,7 @@ def _check_hosts(cluster: HostFile) -> None:
 
 
 def _reachable(mpirun: Mpirun, cluster: HostFile) -> HostFile:
-    """The hosts on which mpirun can start this Python; the others are said."""
+    """Returns the hosts on which mpirun can start this Python; names the others."""
     program = ["-n", "1", sys.executable, "-I", "-S", "-c", ""]
     tries = [
         subprocess.Popen(

@@ -48,7 +48,7 @@ class _ToStderr(logging.Handler):
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Whether a handler writes to stderr or stdout: one of `logging`, of absl, or of rich."""
+    """Returns whether a handler writes to stderr or stdout: one of `logging`, of absl, or of rich."""
     writer = getattr(handler, "python_handler", handler)
     stream = getattr(writer, "stream", None) or getattr(getattr(writer, "console", None), "file", None)
     return stream is not None and stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
@@ -83,7 +83,7 @@ class Notice:
         self._written = 0
 
     def tell(self, phase: str, *, parts: int | None = None, done: int = 0) -> None:
-        """Say what is done from now on.
+        """Says what is done from now on.
 
         Args:
           phase: A few words, such as "compiling".
@@ -94,7 +94,7 @@ class Notice:
         self._parts = self._parts if parts is None else parts
 
     def show(self) -> None:
-        """Write the line."""
+        """Writes the line."""
         with self._lock:
             if self._ended.is_set() or _open[-1:] != [self] or not LOG.isEnabledFor(logging.INFO):
                 return
@@ -105,7 +105,7 @@ class Notice:
             self._said = self._phase
 
     def end(self) -> None:
-        """Write nothing more, and take away what is on a terminal."""
+        """Writes nothing more, and takes away what is on a terminal."""
         self._ended.set()
         with self._lock:
             if self._written:
@@ -114,7 +114,7 @@ class Notice:
                 sys.stderr.flush()
 
     def wait(self, first_s: float) -> None:
-        """Write the line after some time, and again as long as the block runs."""
+        """Writes the line after some time, and again as long as the block runs."""
         seconds = first_s
         while not self._ended.wait(seconds):
             try:
@@ -124,7 +124,7 @@ class Notice:
             seconds = _EVERY_S
 
     def _line(self) -> str:
-        """The line on a terminal: one that is wrapped can't be taken back."""
+        """Returns the line for a terminal, which must not wrap: it couldn't be taken back."""
         width = max(1, shutil.get_terminal_size().columns - 1)
         what, time_s = f"autopar: {self._what}: {self._phase}", time.monotonic() - self._start
         bar = count = ""
@@ -135,7 +135,6 @@ class Notice:
         return next((line for line in lines if len(line) <= width), what[:width])
 
     def _write(self, line: str) -> None:
-        """Writes over what was written before."""
         sys.stderr.write("\r" + line.ljust(self._written))
         sys.stderr.flush()
         self._written = len(line)
@@ -145,7 +144,7 @@ class Notice:
 def noticing(
     what: str, phase: str = "", *, parts: int = 0, at_once: str = "", shown: bool | None = None
 ) -> Iterator[Notice]:
-    """A block of work that is said on stderr if it takes longer than a second.
+    """Shows a line on stderr about a block of work that takes longer than a second.
 
     Args:
       what: Whose work it is.
@@ -175,7 +174,7 @@ def noticing(
 
 
 def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:
-    """Say what the innermost block does from now on, as `Notice.tell` does; nothing outside of blocks."""
+    """Says what the innermost block does from now on, as `Notice.tell` does; nothing outside of blocks."""
     if _open:
         _open[-1].tell(phase, parts=parts, done=done)
 
@@ -185,7 +184,7 @@ def _is_first() -> bool:
 
 
 def _is_live() -> bool:
-    """Whether what is written can be taken back: on a terminal, or in a notebook."""
+    """Returns whether what is written can be taken back: on a terminal, or in a notebook."""
     stream = sys.stderr
     if stream is None or type(stream).__module__ == "ipykernel.iostream":
         return stream is not None

@@ -59,7 +59,7 @@ class Mark:
 
 
 def describe_mark(step: int, what: str) -> str:
-    """Where a rank is, in words: "in step 17 (row exchange)", "before the first step"."""
+    """Says where a rank is: "in step 17 (row exchange)", "before the first step"."""
     return f"in step {step} ({what})" if step >= 0 else what
 
 
@@ -79,7 +79,7 @@ class Progress:
         self.watched = False
 
     def mark(self, step: int, what: str, kind: MarkKind = "computes", needs: range = ANYBODY) -> None:
-        """Say where this process is.
+        """Says where this process is.
 
         Args:
           step: The number of the step, from 0.
@@ -96,8 +96,7 @@ class Progress:
 
     @contextlib.contextmanager
     def during(self, what: str, kind: MarkKind = "computes", needs: range = ANYBODY) -> Iterator[None]:
-        """A mark for as long as a block runs, in the same step: `with PROGRESS.during("row exchange", "waits"):`. In
-        profiles it has its name.
+        """Marks what a block does for as long as it runs, in the same step and in profiles.
 
         At its end that of before is made again; not after an exception, which is told where it was raised.
         """
@@ -114,7 +113,7 @@ class Progress:
         return self._last
 
     def dispatched(self, result: Any, needs: range = ANYBODY) -> None:
-        """Say that a program is under way. `result`: a `jax.Array` that it makes, and nobody else has: a small one."""
+        """Says that a program is under way. `result`: a `jax.Array` that it makes, and nobody else has: a small one."""
         if self.watched:
             self._under_way = (*self._unfinished(), (result, needs))
 
@@ -131,26 +130,26 @@ class Progress:
         return replace(last, what=f"{last.what}, on the devices", kind="waits", needs=needs)
 
     def settle(self) -> None:
-        """Wait until all programs that were dispatched have ended."""
+        """Waits until all programs that were dispatched have ended."""
         while self._unfinished():
             time.sleep(0.02)
 
     def share(self, descriptor: int) -> None:
-        """Write marks to a supervisor's page from now on, too."""
+        """Writes marks to a supervisor's page from now on, too."""
         os.set_inheritable(descriptor, False)
         self._page = mmap.mmap(descriptor, PAGE_BYTES)
         self.flag(STARTED)
         self.mark(self._last.step, self._last.what, self._last.kind)
 
     def flag(self, flag: int) -> None:
-        """Tell the supervisor something, if there is one."""
+        """Tells the supervisor something, if there is one."""
         self._flags |= flag
         if self._page is not None:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
 
 
 def _is_ready(result: Any) -> bool:
-    """Whether an array is there. One that is gone counts: its backend is."""
+    """Returns whether an array is there. One that is gone counts: its backend is."""
     try:
         return result.is_ready()
     except RuntimeError:

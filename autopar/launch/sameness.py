@@ -17,7 +17,7 @@ SHOWN = 200
 
 
 def check_same(world: World, facts: Mapping[str, str]) -> None:
-    """Compare what ranks say about themselves. Collective.
+    """Compares what ranks say about themselves. Collective.
 
     `facts`: values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
     Short ones (fingerprints) rather than whole programs: each rank receives all of them.
@@ -39,7 +39,7 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
 
 
 def _differences(name: str, values: Sequence[str | None]) -> list[str]:
-    """A line for each value that isn't the reference."""
+    """Returns a line for each value that isn't the most frequent one."""
     counts = collections.Counter(values)
     reference = max(counts, key=lambda value: (counts[value], value == values[0], -values.index(value)))
     lines = []
@@ -56,7 +56,7 @@ def _ranks(ranks: Sequence[str]) -> str:
 
 
 def shown(value: str | None, other: str | None) -> str:
-    """A value, from where it begins to differ if it is long."""
+    """Returns a value, from where it begins to differ if it is long."""
     if value is None:
         return "(missing)"
     if len(value) <= SHOWN:

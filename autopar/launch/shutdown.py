@@ -1,4 +1,4 @@
-"""How a rank leaves: with all others, or as a fault.
+"""Exit of a rank: with all others, or as a fault.
 
 A rank that comes to its end, by the last line of its script or by SystemExit, waits for all others to come to theirs.
 That is what JAX's exit handler and MPI_Finalize would do next anyway; here it is done first, and with knowledge of
@@ -49,7 +49,7 @@ class Script:
             sys.exit = self._noting(sys.exit)
 
     def exit_code(self) -> int | None:
-        """The exit code of a script that has ended; None for one that ended otherwise than by a known SystemExit."""
+        """Returns the exit code of a script that has ended; None unless it ended normally or by a known SystemExit."""
         if self._error is None:
             return None
         if sys.version_info < (3, 12) and self._returned():
@@ -57,7 +57,7 @@ class Script:
         return exit_code(self._error)
 
     def _returned(self) -> bool:
-        """Whether the script ended by its last line: the frame, which is kept, says where it stopped."""
+        """Returns whether the script ended by its last line: the frame, which is kept, says where it stopped."""
         frame = self._frame
         return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
@@ -94,13 +94,13 @@ _last_words: list[Callable[[], None]] = []
 
 
 def at_leaving(call: Callable[[], None]) -> None:
-    """Have something called when this rank comes to its end."""
+    """Has something called when this rank comes to its end."""
     if call not in _last_words:
         _last_words.append(call)
 
 
 def leave(world: World, heartbeat: Heartbeat, script: Script) -> None:
-    """Wait for all ranks to leave. An exit handler, to run before JAX's own."""
+    """Waits for all ranks to leave. An exit handler, to run before JAX's own."""
     from mpi4py import MPI
 
     if os.getpid() != heartbeat.pid or MPI.Is_finalized():
@@ -139,7 +139,7 @@ def _await_others(world: World, heartbeat: Heartbeat, code: int | None) -> None:
 
 
 def _outermost_frame() -> FrameType | None:
-    """The frame in which the main thread began: the main script's module, as a rule."""
+    """Returns the frame in which the main thread began: the main script's module, as a rule."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back

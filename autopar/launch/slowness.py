@@ -25,7 +25,7 @@ class Slowness:
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Sleep behind a block, which waits for what it computes, for as long as it is to seem slower."""
+        """Sleeps behind a block, which waits for what it computes, for as long as it is to seem slower."""
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start

@@ -51,7 +51,7 @@ _heartbeats: list[Heartbeat] = []
 
 @functools.cache
 def start() -> None:
-    """Make this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog."""
+    """Makes this process a part of its job: MPI, JAX's processes, hooks for faults, the watchdog."""
     if launched() is None or _is_launcher(sys.orig_argv):
         return
     claim()
@@ -100,8 +100,8 @@ def _all_ranks_import_autopar() -> World:
 
 
 def _is_launcher(arguments: Sequence[str]) -> bool:
-    """Whether this process's command line is `python -m autopar launch ...`, which may be run by a rank, as in a shell
-    that srun has started."""
+    """Returns whether this process is `python -m autopar launch ...`, which a rank may run, as in a shell that srun
+    started."""
     k = arguments.index("-m") if "-m" in arguments else 0
     return list(arguments[k : k + 3]) == ["-m", "autopar", "launch"]
 
@@ -123,7 +123,7 @@ def _versions() -> dict[str, str]:
 
 
 def watchdog(seconds: float | None) -> None:
-    """Set how long this rank may hang, from now on. 300 seconds, if it was never said.
+    """Sets how long this rank may hang, from now on. 300 seconds, if it was never said.
 
     A rank that makes no progress for longer while others wait for it, or that gives no sign of life, is named, and
     the job ends. Call it on all ranks alike; around a long part of your own (an evaluation on one rank) `None`
@@ -153,7 +153,7 @@ def _allowance() -> float | None:
 
 
 def _start_jax(here: World) -> None:
-    """Make the ranks JAX's processes, unless the user has done so."""
+    """Makes the ranks JAX's processes, unless the user has done so."""
     if jax.distributed.is_initialized():
         number, count = jax_compat.process()
         if (number, count) != (here.rank, here.size):
@@ -187,7 +187,7 @@ def _start_jax(here: World) -> None:
 
 
 def _has_one_cpu() -> bool:
-    """Returns whether this process has a single device, a CPU, as far as is known before JAX's backend is up."""
+    """Returns whether this process has one device, a CPU, as far as is known before JAX's backend is up."""
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     on_cpus = jax.config.values["jax_platforms"] == "cpu" or not nvidia_gpus()
     return on_cpus and jax.config.values["jax_num_cpu_devices"] <= 1 and not forced
@@ -230,7 +230,7 @@ def nvidia_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def _check_host_name(here: World, coordinator: str) -> None:
-    """JAX's collectives on CPUs (gloo) listen where the host's name leads to; say so if that is nowhere."""
+    """Warns if the host's name leads to no address that others reach: JAX's collectives on CPUs (gloo) listen there."""
     if coordinator.startswith("127."):
         return
     name = socket.gethostname()
@@ -259,8 +259,10 @@ _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
 
 
 def choose_coordinator(world: World) -> str:
-    """An "address:port" at rank 0 that all ranks reach; where there is none (a firewall), the LaunchError names who
-    can't reach which addresses. Collective."""
+    """Finds an "address:port" at rank 0 that all ranks reach. Collective.
+
+    Where there is none (a firewall), the LaunchError names who can't reach which addresses.
+    """
     word = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listening(word)) if world.rank == 0 else None
@@ -283,7 +285,10 @@ def choose_coordinator(world: World) -> str:
 
 
 def _free_port(world: World, address: str) -> int:
-    """A port of rank 0 that is free now at an address. Not the one that was tried, whose connections linger."""
+    """Finds a port of rank 0 that is free now at an address.
+
+    It isn't the one that was tried, whose connections linger.
+    """
     port = 0
     if world.rank == 0:
         with socket.create_server((address, 0)) as free:
@@ -293,7 +298,7 @@ def _free_port(world: World, address: str) -> int:
 
 @contextlib.contextmanager
 def _listening(word: bytes) -> Iterator[socket.socket]:
-    """A server on all IPv4 addresses that says a word to whoever connects."""
+    """Runs a server on all IPv4 addresses that says a word to whoever connects."""
     with socket.create_server(("", 0), backlog=1024) as server:
         done = threading.Event()
         server.settimeout(0.1)
@@ -315,7 +320,7 @@ def _listening(word: bytes) -> Iterator[socket.socket]:
 
 
 def _answers(address: str, port: int, word: bytes) -> bool:
-    """Whether rank 0 answers at an address."""
+    """Returns whether rank 0 answers at an address."""
     try:
         with socket.create_connection((address, port), timeout=TRIAL_S) as connection:
             return connection.recv(len(word), socket.MSG_WAITALL) == word
@@ -324,7 +329,7 @@ def _answers(address: str, port: int, word: bytes) -> bool:
 
 
 def _own_addresses() -> list[str]:
-    """This host's IPv4 addresses, loopback first."""
+    """Lists this host's IPv4 addresses, loopback first."""
     addresses = ["127.0.0.1"]
     with contextlib.suppress(OSError):
         addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
@@ -344,7 +349,7 @@ def _own_addresses() -> list[str]:
 
 
 def serve(heartbeat: Heartbeat) -> NoReturn:
-    """Answer workers until all of them have left, and end this process with exit code 0. Collective over the job.
+    """Answers workers until all of them have left, and ends this process with exit code 0. Collective over the job.
 
     The process ends here: nothing of the script runs, no handler of its exceptions either.
     """
@@ -379,7 +384,7 @@ _NAMES = "/dev/shm/mpich_shm_"
 
 
 def unlink_segments(comm: Any, maps: Path = Path("/proc/self/maps")) -> None:
-    """Remove the names of what this process has mapped of that. Collective.
+    """Removes the names of what this process has mapped of that. Collective.
 
     Args:
       comm: A communicator of all ranks.

@@ -42,7 +42,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(command: list[str]) -> int:
-    """Run `python command`; returns its exit code, 128 + the signal's number for one that was killed."""
+    """Runs `python command`; returns its exit code, 128 + the signal's number for one that was killed."""
     with tempfile.TemporaryFile() as file:
         file.truncate(PAGE_BYTES)
         os.set_inheritable(file.fileno(), True)
@@ -86,7 +86,7 @@ def _say(text: str) -> None:
 
 
 def _others_go_on() -> bool:
-    """Whether other ranks on this machine still run their script a while later."""
+    """Returns whether other ranks on this machine still run their script a while later."""
     end_s = time.monotonic() + ALONE_S
     while (found := _others_run()) and time.monotonic() < end_s:
         time.sleep(0.2)
@@ -94,7 +94,7 @@ def _others_go_on() -> bool:
 
 
 def _others_run() -> bool:
-    """Whether a process like this one, of the same launcher, has a child."""
+    """Returns whether a process like this one, of the same launcher, has a child."""
     parents = {}
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/stat") as file:
@@ -104,15 +104,18 @@ def _others_run() -> bool:
 
 
 def _abort_job(code: int) -> None:
-    """End the job by hydra's own command, through the child's line to it: it takes this exit code then, where it would
-    otherwise report one of the innocent ranks that it kills. Other launchers go by how this process ends."""
+    """Ends the job by hydra's own command, through the child's line to it.
+
+    It takes this exit code then, where it would otherwise report one of the innocent ranks that it kills. Other
+    launchers go by how this process ends.
+    """
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
         time.sleep(LAST_S)  # Its answer is a SIGKILL.
 
 
 def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
-    """How a child ended, in words; None where nothing is amiss, or the child has said it itself."""
+    """Says how a child ended; None where nothing is amiss, or the child has said it itself."""
     if flags & REPORTED:
         return None
     if code < 0:
@@ -127,7 +130,7 @@ def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
 
 
 def _killed_for_memory() -> int:
-    """How many processes of this control group the kernel has killed for want of memory."""
+    """Counts the processes of this control group that the kernel has killed for want of memory."""
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.events") as events:
         return sum(int(line.split()[1]) for line in events if line.startswith("oom_kill "))
     return 0

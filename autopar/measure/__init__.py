@@ -1,1 +1,1 @@
-"""What is measured rather than declared."""
+"""Figures that are measured rather than declared."""

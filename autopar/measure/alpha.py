@@ -29,7 +29,7 @@ _MOVES = those_that(lambda p: p.moves) | {"select_n"}
 
 
 def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
-    """alpha of one family: of all devices together (the union), and of one. `leaves`: as of `example_ids`."""
+    """Measures alpha of one family: of all devices together (the union), and of one. `leaves`: as in `example_ids`."""
     ids: RowIds = program.ids[space.family]
     ids_of_examples = example_ids(program, ids, leaves)
     extent = space.extent
@@ -39,18 +39,18 @@ def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None,
 
 
 def most(ids: RowIds, extent: int, devices: int) -> Alpha:
-    """What alpha is at most: all ids are different rows."""
+    """Returns the upper bound of alpha: all ids are different rows."""
     return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
 
 
 def alpha_of(requested: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
-    """alpha of the distinct rows that each device asks for, of so many ids."""
+    """Returns alpha of the distinct rows that each device asks for, of so many ids."""
     union = np.unique(np.concatenate(requested))
     return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in requested])))
 
 
 def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> Growth | None:
-    """How rows grow with the workers, from the distinct rows that each of several asks for; None of a single one.
+    """Fits how rows grow with the workers, from the distinct rows that each of several asks for; None for one worker.
 
     For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.
     `ids`: of a worker, duplicates included.
@@ -62,13 +62,14 @@ def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> Growt
 
 
 def rows_together(requested: Sequence[np.ndarray], n: int) -> float:
-    """Rows that n of the workers touch together, on average over groups of neighbours."""
+    """Averages the number of rows that n of the workers touch together, over groups of neighbours."""
     groups = [requested[k : k + n] for k in range(0, len(requested) - n + 1, n)]
     return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))
 
 
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:
-    """The flat ids of a family in an example, int32; None where they aren't known. Collective for global leaves.
+    """Returns the flat ids of a family in an example, int32; None where they aren't known. Collective for global
+    leaves.
 
     `leaves`: flat arguments; None (or a ShapeDtypeStruct, or a tracer) for those whose values aren't known.
     """
@@ -76,7 +77,7 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
 
 
 def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[np.ndarray] | None]:
-    """`example_ids` of one family for many examples: the program of the ids is compiled once."""
+    """Compiles `example_ids` of one family, once for many examples."""
     block, used = id_program(program, ids)
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
@@ -93,15 +94,17 @@ def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[n
 
 
 def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
-    """The ids of a family, flat, as a program of the step's inputs; and which of those it reads."""
+    """Returns a program from the step's inputs to the flat ids of a family, and which inputs it reads."""
     roots = [a for e in ids.equations for a in e.inputs]
     equations = (*needed_equations(program.block, roots), *ids.equations)
     return eliminate_dead(Block(program.block.inputs, equations, ids.results))
 
 
 def is_exact(block: Block) -> bool:
-    """Whether a program of ids makes the same ones however it is compiled: it doesn't compute with floating-point
-    numbers, which may be rounded otherwise."""
+    """Returns whether a program of ids makes the same ones however it is compiled.
+
+    It does unless it computes with floating-point numbers, which may be rounded otherwise.
+    """
     return all(_moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
 
 
@@ -112,6 +115,6 @@ def _moves(equation: Equation) -> bool:
 
 
 def id_inputs(program: Program) -> list[bool]:
-    """Which of the step's inputs the ids of any table depend on."""
+    """Returns which of the step's inputs the ids of any table depend on."""
     used = [id_program(program, program.ids[space.family])[1] for space in program.facts.spaces]
     return [any(by_family[k] for by_family in used) for k in range(len(program.inputs))]

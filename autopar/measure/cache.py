@@ -26,8 +26,10 @@ _VERSION = 11
 
 
 def cache_file(devices: Devices, name: str) -> Path:
-    """Where what was measured is kept: by machine, the cores that this process may use, kind and number of devices,
-    mesh, processes and JAX version.
+    """Returns the file that keeps measured figures of these devices.
+
+    Its name depends on the machine, the cores that this process may use, kind and number of devices, mesh, processes
+    and JAX version.
 
     Args:
       devices: The devices, whatever the mesh calls its axes.
@@ -50,7 +52,7 @@ def cache_file(devices: Devices, name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where files are kept."""
+    """Returns the folder of autopar's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
@@ -73,7 +75,7 @@ def shown_path(file: Path) -> str:
 
 @contextlib.contextmanager
 def measuring(what: str, why: str, parts: int, kept: Path, *, shown: bool = True) -> Iterator[Advance]:
-    """A line that says what is being measured, why, and that it is kept; with a bar on a terminal.
+    """Shows a line that says what is being measured, why, and where it is kept; with a bar on a terminal.
 
     The block calls what it is given `parts` times. `kept`: where the figures are kept. `shown`: whether this process is
     the one that says so.

@@ -70,7 +70,8 @@ class Probe:
 def rates_of(
     devices: Devices, plan: StepPlanner, *, steps: bool = False, budget: Budget | None = None, again: bool = False
 ) -> Rates:
-    """The rates of these devices: of this process, of earlier ones (a file in the user's cache), or measured now.
+    """Returns the rates of these devices: of this process, of earlier ones (a file in the user's cache), or measured
+    now.
 
     Where the devices are of several processes, these measure together, and take the first one's figures. Collective at
     the first call for each purpose.
@@ -94,7 +95,7 @@ def rates_of(
 
 
 def _assumed(devices: Devices) -> Rates:
-    """Returns the figures of the known cluster whose devices are most like these."""
+    """Returns the rates of the known cluster whose devices are most like these."""
     first, machines = devices.mesh.devices.flat[0], 1
     if devices.processes.several:
         machines = len({d.process_index for d in devices.mesh.devices.flat})
@@ -105,7 +106,7 @@ def _assumed(devices: Devices) -> Rates:
 def _figures_for(
     purpose: Purpose, devices: Devices, plan: StepPlanner, budget: Budget | None, *, again: bool
 ) -> Figures:
-    """The first process's figures, and what it lacks of those for a purpose measured as far as there is time."""
+    """Returns the first process's figures, and measures what it lacks for a purpose as far as there is time."""
     processes = devices.processes
     machines = len(set(processes.values(machine_name(), "machines of the devices")))
     file = cache_file(devices, f"rates-{machines}-{{}}.json")
@@ -238,22 +239,25 @@ class WholeSteps:
         return self._plan(_step, BASE), _table, self._ids
 
     def call_s(self) -> float:
-        """Seconds of the base."""
+        """Measures the seconds of the base method."""
         return _times({BASE: self._base}, self._devices)[BASE]
 
     def method_s(self, method: str) -> float:
-        """Seconds that the step takes longer by a method than by the base's."""
+        """Measures how many seconds longer the step takes by a method than by the base's."""
         return self._more((self._plan(_step, method), _table, self._ids))
 
     def dense_s(self, size: int) -> float:
-        """Seconds that one more dense parameter of so many bytes costs a step."""
+        """Measures the seconds that one more dense parameter of so many bytes costs a step."""
         side = math.isqrt(size // 4)
         state = functools.partial(_with_dense, [(side, side)] * _COUNT)
         return max(0.0, self._more((self._plan(_dense_step, BASE), state, self._ids)) / _COUNT)
 
     def moved_byte_s(self, flop_s: float) -> float:
-        """Seconds of a byte of the batch's values that a model reads or writes: what more examples add to a
-        perceptron's step, beside products. `flop_s`: seconds of an operation of those."""
+        """Measures the seconds of a byte of the batch's values that a model reads or writes.
+
+        That is what more examples add to a perceptron's step, beside products. `flop_s`: seconds of an operation of
+        those.
+        """
         n = self._devices.count
         state = functools.partial(_with_dense, [(_IN, _HIDDEN), (_HIDDEN, _IN)])
         batches = [{"ids": self._ids, "x": jnp.full((n * count, _IN), 1e-3, jnp.float32)} for count in _EXAMPLES]
@@ -270,7 +274,7 @@ class WholeSteps:
 
 
 def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
-    """A chain of square matrices, beside the table."""
+    """Trains a chain of square matrices, beside the table."""
 
     def loss_fn(dense: Any) -> Array:
         x = ids[:, None].astype(jnp.float32) * 1e-6 * jnp.ones((1, dense[0].shape[0]))
@@ -282,7 +286,7 @@ def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
 
 
 def _perceptron(state: Any, batch: Any) -> tuple[Any, Array]:
-    """One hidden layer, beside the table."""
+    """Trains one hidden layer, beside the table."""
 
     def loss_fn(dense: Any) -> Array:
         y = jax.nn.relu(batch["x"] @ dense[0]) @ dense[1]
@@ -292,7 +296,7 @@ def _perceptron(state: Any, batch: Any) -> tuple[Any, Array]:
 
 
 def _trained(state: Any, ids: Array, grads: Any) -> tuple[Any, Array]:
-    """The table by `_step`, dense parameters by Adagrad on their gradients, clipped by their norm."""
+    """Updates the table by `_step`, dense parameters by Adagrad on their gradients, clipped by their norm."""
     new_state, loss = _step({k: state[k] for k in ("table", "slot")}, ids)
     scale = jnp.minimum(1.0, jax.lax.rsqrt(sum(jnp.sum(g * g) for g in grads)))
     grads = [g * scale for g in grads]
@@ -307,7 +311,7 @@ def _with_dense(shapes: list[tuple[int, int]]) -> Any:
 
 
 def _times(steps: Mapping[str, Timed], devices: Devices) -> dict[str, float]:
-    """Seconds of each step, all of them in turns."""
+    """Measures the seconds of each step, all of them in turns."""
     states = {name: make() for name, (_, make, _) in steps.items()}
     timed: dict[str, list[float]] = {name: [] for name in steps}
 
@@ -335,7 +339,7 @@ def _table() -> Any:
 
 
 def _step(state: Any, ids: Array) -> tuple[Any, Array]:
-    """Adagrad on the sum of squares of some rows, clipped by its norm."""
+    """Updates by Adagrad on the sum of squares of some rows, clipped by its norm."""
     loss, g = jax.value_and_grad(lambda table: jnp.sum(table[ids] ** 2))(state["table"])
     g = g * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(g * g)))
     slot = state["slot"] + g * g
@@ -355,17 +359,17 @@ class RowLoops:
     devices: Devices
 
     def route_s(self, ids: int) -> float:
-        """Seconds in which a device makes so many ids unique, and finds each among the unique ones."""
+        """Measures the seconds in which a device makes so many ids unique, and finds each among the unique ones."""
         return loop_seconds(self.devices, _route, self._ids(ids, 1 << 20))
 
     def gather_s(self, width: int) -> float:
-        """Seconds in which it looks up `ROWS` rows of so many bytes."""
+        """Measures the seconds in which it looks up `ROWS` rows of so many bytes."""
         rows = _TABLE // width
         table = jnp.ones((self.devices.count * rows, width // 4), jnp.float32)
         return loop_seconds(self.devices, _gather, self._ids(ROWS, rows), table)
 
     def scatter_s(self, width: int) -> float:
-        """Seconds in which it adds to as many."""
+        """Measures the seconds in which it adds to `ROWS` rows of so many bytes."""
         values = jnp.ones((self.devices.count * ROWS, width // 4), jnp.float32)
         return loop_seconds(self.devices, _scatter, values, self._ids(ROWS, ROWS))
 

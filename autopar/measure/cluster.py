@@ -50,7 +50,7 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def named(name: str) -> Cluster:
-        """A cluster that is known by name.
+        """Returns a cluster that is known by name.
 
         Raises:
           ArgumentsError: there is none of that name.
@@ -61,7 +61,8 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def detect(mesh: Any = None) -> Cluster:
-        """The machines and devices that are here, all processes' together. Takes about two seconds. Collective.
+        """Describes the machines and devices that are here, all processes' together. Takes about two seconds.
+        Collective.
 
         Memories are asked for, floating-point operations and memory bandwidth are measured, links are those that
         `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which. Of the hosts of
@@ -79,7 +80,7 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def load(path: str | Path, like: Cluster | None = None) -> Cluster:
-        """The cluster in a file (`cluster.toml`, or Parallax's resource file, which has no figures).
+        """Loads the cluster in a file (`cluster.toml`, or Parallax's resource file, which has no figures).
 
         Args:
           path: The file. Its machines are its [[host]] tables, or their number is given.
@@ -101,7 +102,7 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def of_dict(values: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
-        """The reverse of `as_dict`.
+        """Makes a cluster of the mappings that `as_dict` returns.
 
         Args:
           values: Nested mappings, as the sections of a `cluster.toml`.
@@ -135,7 +136,7 @@ class Cluster(ClusterSpec):
         return Cluster(**fields, device=Device(**merged["device"]), measured=measured)
 
     def save(self, path: str | Path) -> None:
-        """Write a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
+        """Writes a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
 
         Raises:
           ArgumentsError: its name doesn't end in .toml, by which `load` knows it, or it can't be written.
@@ -149,7 +150,7 @@ class Cluster(ClusterSpec):
 
 
 def measure_cluster(mesh: Mesh | None, budget: Budget, *, again: bool) -> Cluster:
-    """The cluster that is here, with links that were kept, or else are measured now, and kept. Collective.
+    """Describes the cluster that is here, with links that were kept, or else are measured now, and kept. Collective.
 
     Args:
       mesh: The devices; all if left out.
@@ -197,7 +198,7 @@ def reductions_here() -> Reductions:
 
 
 def require_cluster(cluster: Any) -> ClusterSpec:
-    """What was given as a cluster, if it is one; else an ArgumentsError."""
+    """Returns a cluster; raises an ArgumentsError for anything else."""
     if not isinstance(cluster, ClusterSpec):
         raise ArgumentsError(
             f"cluster is a {type(cluster).__name__}; give a Cluster: autopar.Cluster.named('dgx-h100')"
@@ -206,8 +207,10 @@ def require_cluster(cluster: Any) -> ClusterSpec:
 
 
 def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
-    """Numbers of the devices of each machine, machines in the order of their first ones; an ArgumentsError if they have
-    different numbers of devices. `machines`: by device."""
+    """Groups devices, by their numbers, by machine, in the order of the machines' first devices.
+
+    Raises an ArgumentsError if machines have different numbers of devices. `machines`: by device.
+    """
     groups: dict[str, list[int]] = {}
     for k, machine in enumerate(machines):
         groups.setdefault(machine, []).append(k)
@@ -221,7 +224,7 @@ def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
 
 
 def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
-    """All devices of a mesh along one axis, machine by machine; and how many machines they are on."""
+    """Returns all devices of a mesh along one axis, machine by machine; and the number of their machines."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     devices = Devices.of(mesh)
@@ -234,7 +237,7 @@ def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
 
 
 def _without_links(devices: Devices, machines: int) -> Cluster:
-    """The cluster with links that are assumed."""
+    """Describes the cluster, with links that are assumed."""
     each = devices.count // machines
     first = devices.mesh.devices.flat[0]
     is_cpu = first.platform == "cpu"
@@ -260,13 +263,16 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
 
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
-    """Inside and between, where nothing was measured: those of known devices, else a copy in memory or PCIe; Ethernet.
-    `platform` and `kind`: of the devices, as JAX calls them."""
+    """Returns the links inside and between machines that are assumed where nothing was measured.
+
+    Those of known devices, else a copy in memory or PCIe; Ethernet. `platform` and `kind`: of the devices, as JAX calls
+    them.
+    """
     return _assumed(are_alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
 
 
 def are_alike(platform: str, kind: str) -> Cluster:
-    """The known cluster of such devices, else one of CPUs, or of GPUs on PCIe."""
+    """Returns the known cluster of such devices, else one of CPUs, or of GPUs on PCIe."""
     known = (c for c in NAMED.values() if c.device.name.removesuffix(" SXM") in kind and "PCIe" not in kind)
     return next(known, NAMED["hosts-10gbe" if platform == "cpu" else "parallax-8x6"])
 
@@ -276,12 +282,12 @@ def _assumed(link: Link) -> Link:
 
 
 def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) -> Cluster:
-    """With links that were measured; those of all_reduce for what isn't measured by itself."""
+    """Returns the cluster with measured links; those of all_reduce for what isn't measured by itself."""
     return replace(cluster, measured=measured, **measured.get("all_reduce", {}))
 
 
 def _kept(devices: Devices, machines: int) -> Cluster | None:
-    """Returns what `calibrate` has kept of these devices; None if it hasn't."""
+    """Returns the cluster that `calibrate` has kept of these devices; None if it hasn't."""
     try:
         kept = Cluster.load(cache_file(devices, _FILE))
     except AutoparError:
@@ -357,8 +363,10 @@ _LONGER, _LEAST_S = 2, 1e-6
 
 
 def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]]:
-    """Collective -> level -> its link; nothing where there is one participant only, or no time for two sizes. `grid`:
-    `[machines, devices]`."""
+    """Measures links, by collective and level: none with one participant, or without time for two sizes.
+
+    `grid`: `[machines, devices]`.
+    """
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
     levels = {"inside": (Devices(mesh, "device"), 1), "between": (Devices(mesh, "machine"), grid.shape[1])}
@@ -379,13 +387,15 @@ def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]
 
 
 def _ends_first(sizes: Sequence[int]) -> list[int]:
-    """Sizes in the order in which they are measured: the least and the largest say most."""
+    """Orders sizes for measuring: the least and the largest say most."""
     return [sizes[0], sizes[-1], *sizes[1:-1]]
 
 
 def measure_ranks(group: Group, budget: Budget) -> dict[str, dict[str, Link]]:
-    """Collective of ranks -> level -> link; nothing where a level has one rank only, without MPI, or where there is no
-    time for two sizes. Collective.
+    """Measures links between ranks, by collective and level: none with one rank, without MPI, or without time for two
+    sizes.
+
+    Collective.
 
     Where machines have different numbers of ranks, links between them aren't measured.
     """
@@ -410,8 +420,11 @@ def measure_ranks(group: Group, budget: Budget) -> dict[str, dict[str, Link]]:
 
 
 def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, list[tuple[float, float]]]:
-    """(bytes, seconds) of sums, by MPI and in rings, of what they take longer than a program that they are made beside,
-    and of rows from each rank to each other one."""
+    """Measures (bytes, seconds) of exchanges between ranks.
+
+    These are sums, by MPI and in rings; the time that they add to a program beside which they run; and rows from each
+    rank to each other one.
+    """
     points: dict[str, list[tuple[float, float]]] = {}
     reduced = functools.partial(_reduced_s, exchange, part.comm, jax.jit(_products))
     sent = functools.partial(_sent_s, exchange, part.comm)
@@ -424,7 +437,7 @@ def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, lis
 
 
 def _reduced_s(exchange: Exchange, comm: Any, compute: Callable[..., jax.Array], size: int) -> dict[str, float]:
-    """Seconds of sums of so many bytes; `compute`: multiplies matrices, so often."""
+    """Measures the seconds of sums of so many bytes; `compute`: multiplies matrices, so often."""
     array = np.ones(size // 4, np.float32)
     memory = np.empty(exchange.packed_bytes([array]), np.uint8)
 
@@ -445,7 +458,7 @@ def _reduced_s(exchange: Exchange, comm: Any, compute: Callable[..., jax.Array],
 
 
 def _sent_s(exchange: Exchange, comm: Any, size: int) -> dict[str, float]:
-    """Seconds of so many bytes of rows from each rank to each other one."""
+    """Measures the seconds of so many bytes of rows from each rank to each other one."""
     count = size // 4 // _WIDTH
     requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
     rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
@@ -457,7 +470,7 @@ def _products(x: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
-    """Returns how many seconds longer a program takes with one run beside it than alone."""
+    """Measures how many seconds longer a program takes with one run beside it than alone."""
 
     def both() -> None:
         result = program()
@@ -468,7 +481,7 @@ def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[b
 
 
 def _seconds(comm: Any, run: Callable[[], Any]) -> float:
-    """Of one run, on the slowest rank; the fastest of some rounds."""
+    """Measures the seconds of one run, on the slowest rank; the fastest of some rounds."""
 
     def turns(count: int) -> float:
         comm.Barrier()

@@ -54,7 +54,7 @@ class Collective:
         return sum(self.sizes)
 
     def sent(self, devices: int) -> int:
-        """Bytes that one of the devices sends each time (rings, and direct messages)."""
+        """Returns the bytes that one of the devices sends each time (rings, and direct messages)."""
         return int(wire_bytes(self.op, devices, self.nbytes))
 
 
@@ -64,7 +64,7 @@ def _bits(dtype: str) -> int:
 
 
 def read_collectives(text: str) -> list[Collective]:
-    """The collectives of a compiled program; their results may be tuples of any length."""
+    """Lists the collectives of a compiled program; their results may be tuples of any length."""
     collectives: dict[str, list[Collective]] = collections.defaultdict(list)
     called: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     entry = name = ""
@@ -92,7 +92,7 @@ def read_collectives(text: str) -> list[Collective]:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """The devices of each group: listed, as an array of all that is transposed, or along named axes of a mesh."""
+    """Reads the devices of each group: listed, as an array of all that is transposed, or along named axes of a mesh."""
     listed, array, mesh = _LISTED.search(line), _ARRANGED.search(line), _NAMED.search(line)
     if listed:
         return tuple(tuple(map(int, each.split(","))) for each in re.findall(r"\d[\d,]*", listed["groups"]))
@@ -123,5 +123,5 @@ def _collect(
 
 
 def sent_by_device(text: str, devices: int) -> int:
-    """Bytes that one of the devices sends in a run of a compiled program."""
+    """Returns the bytes that one of the devices sends in a run of a compiled program."""
     return sum(c.times * c.sent(devices) for c in read_collectives(text))

@@ -52,7 +52,7 @@ def slope_of(
 
 
 def _dominant(product: Callable[[list[Array]], list[Array]], along: list[Array]) -> float:
-    """The eigenvalue that is largest in size, of a matrix that is about symmetric."""
+    """Computes the eigenvalue that is largest in size, of a matrix that is about symmetric."""
     value = 0.0
     for _ in range(_PRODUCTS):
         norm = jnp.sqrt(sum(jnp.vdot(a, a).real for a in along))

@@ -95,7 +95,7 @@ def _curve(measured: Mapping[float, float], assumed: Curve) -> Curve:
 
 
 def _row_rate(measured: Mapping[float, float], assumed: RowRate) -> RowRate:
-    """The rate of rows, from the times of `ROWS` of them of two widths in bytes."""
+    """Fits the rate of rows to the times of `ROWS` of them of two widths in bytes."""
     if not measured:
         return assumed
     (narrow, first), *others = sorted((width, s / ROWS) for width, s in measured.items())

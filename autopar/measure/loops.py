@@ -22,7 +22,7 @@ _TARGET_S, _RUNS = 0.008, 6
 
 
 def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
-    """(bytes of the result on one device, seconds) of a collective over the devices' axis, 2 of them at least.
+    """Measures (bytes of the result on one device, seconds) of a collective over the axis of 2 devices or more.
 
     `collective`: "all_reduce", "all_gather" or "all_to_all". `sizes`: about these bytes of the result.
     """
@@ -48,13 +48,13 @@ def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -
 
 
 def walk_seconds(devices: Devices, size: int, runs: int = _RUNS) -> float:
-    """Seconds of an elementwise pass over `size` bytes of each device, which reads and writes them."""
+    """Measures the seconds of an elementwise pass over `size` bytes of each device, which reads and writes them."""
     start = jnp.ones((devices.count * (size // 4),), jnp.float32)
     return loop_seconds(devices, lambda x: x * 0.9 + 0.1, start, runs=runs)
 
 
 def update_seconds(devices: Devices, size: int) -> float:
-    """Seconds of Adagrad's update of a parameter and its slot, of `size` bytes together on each device."""
+    """Measures the seconds of Adagrad's update of a parameter and its slot, of `size` bytes together on each device."""
 
     def update(x: Array) -> Array:
         x = x.reshape(2, -1)
@@ -67,7 +67,7 @@ def update_seconds(devices: Devices, size: int) -> float:
 
 
 def product_seconds(devices: Devices, length: int, runs: int = _RUNS) -> float:
-    """Seconds of a product of two float32 matrices `[length, length]` on each device."""
+    """Measures the seconds of a product of two float32 matrices `[length, length]` on each device."""
     x = jnp.ones((devices.count * length, length), jnp.float32)
     return loop_seconds(devices, lambda x, y: (x @ y) * (1 / length), x, x, runs=runs)
 
@@ -75,7 +75,7 @@ def product_seconds(devices: Devices, length: int, runs: int = _RUNS) -> float:
 def loop_seconds(
     devices: Devices, step: Callable[..., Array], start: Array, *constant: Array, runs: int = _RUNS
 ) -> float:
-    """Seconds of one `step` on all devices at once.
+    """Measures the seconds of one `step` on all devices at once.
 
     Args:
       step: Takes the carry and the constants, and returns a carry of the same shape.
@@ -105,10 +105,11 @@ def loop_seconds(
 
 
 def agreed_turns(devices: Devices, turns: float) -> int:
-    """How many turns all processes take: the first one's number. Each turn may wait for all of them."""
+    """Returns the number of turns that all processes take: the first one's. Each turn may wait for all of them."""
     return devices.processes.first(int(turns), "measuring rates")
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(size, seconds) of growing sizes, where nothing takes longer than something larger: that was disturbed."""
+    """Lowers (size, seconds) of growing sizes to what larger ones take: a smaller one that took longer was
+    disturbed."""
     return [(size, min(s for _, s in points[k:])) for k, (size, _) in enumerate(points)]

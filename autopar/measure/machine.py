@@ -18,7 +18,7 @@ from autopar.measure.alpha import example_ids
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What can be asked of the devices. Collective at the first call where they are of several processes.
+    """Functions that ask the devices. Collective at the first call where they are of several processes.
 
     Attributes:
       rates: What exchanges and updates take, measured if need be; None: nobody is to measure.
@@ -34,14 +34,13 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int | None:
-        """Of each device; None where that limits nothing, or isn't known."""
+        """The bytes of each device's memory; None where that limits nothing, or isn't known."""
         return None if self.memory is None else self.memory()
 
 
 @functools.cache
 def memory_of(devices: Devices) -> int | None:
-    """Bytes of the smallest of the devices' memories, of all processes together; None where a device has no memory of
-    its own (a CPU).
+    """Returns the bytes of the smallest of all devices' memories; None where a device has no memory of its own (a CPU).
 
     Collective at its first call: all processes must plan by the same.
     """
@@ -57,7 +56,7 @@ NOWHERE = Machine()
 
 
 def looked_up(program: Program, example: Sequence[Any] | None) -> dict[int, Sequence[np.ndarray]]:
-    """Family -> the flat ids that an example batch looks up, where they are known.
+    """Maps families to the flat ids that an example batch looks up, where they are known.
 
     `example`: flat arguments; None (or a shape, or a tracer) for those whose values aren't known.
     """

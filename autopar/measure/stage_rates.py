@@ -35,7 +35,7 @@ _known: dict[tuple[Any, ...], StageRates] = {}
 
 
 def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
-    """The rates of these devices, each at work by itself; measured at first need, in this process.
+    """Returns the rates of these devices, each at work by itself; measured at first need, in this process.
 
     Devices of one kind are taken to be equal: the first one is measured, and sends from it to the second. Collective
     where they are of several processes, which take the first one's figures.
@@ -47,12 +47,12 @@ def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
 
 
 def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
-    """Those of the first process: all plan by the same figures."""
+    """Returns the first process's rates: all plan by the same figures."""
     return StageRates(**processes.first(dataclasses.asdict(rates), "rates of stages"))
 
 
 def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
-    """The rates with which the gradient program of a microbatch takes as long as it does.
+    """Scales the rates so that the gradient program of a microbatch takes as long as it was measured to take.
 
     Args:
       rates: As they were measured of large products and passes over memory.
@@ -70,7 +70,7 @@ def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: 
 
 
 def _example(var: Var) -> Any:
-    """Something of a value's type."""
+    """Returns an array of a value's type."""
     if jax_compat.is_key(var.dtype):
         return jnp.zeros(var.shape, var.dtype)
     return jnp.full(var.shape, 0.01 if jax_compat.is_float(var.dtype) else 0, var.dtype)
@@ -96,7 +96,7 @@ def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
 
 
 def _sent_seconds(devices: Sequence[Any]) -> float:
-    """Of a send from the first device to the second one, or between the first two processes."""
+    """Measures a send from the first device to the second one, or between the first two processes."""
     ranks = list(dict.fromkeys(device.process_index for device in devices))
     if len(ranks) > 1:
         return _message_seconds(ranks)
@@ -107,7 +107,7 @@ def _sent_seconds(devices: Sequence[Any]) -> float:
 
 
 def _message_seconds(ranks: Sequence[int]) -> float:
-    """One way, of a message there and back, from and to arrays of JAX. On other ranks nothing happens."""
+    """Measures one way of a message there and back, from and to arrays of JAX. On other ranks nothing happens."""
     messages, other = point_to_point(), {ranks[0]: ranks[1], ranks[1]: ranks[0]}.get(jax.process_index())
     if other is None:
         return 0.0
@@ -123,7 +123,7 @@ def _message_seconds(ranks: Sequence[int]) -> float:
 
 
 def _seconds(run: Callable[[], Any]) -> float:
-    """The median of some runs: a step meets what disturbs them, too."""
+    """Measures the median of some runs: a step meets what disturbs them, too."""
     jax.block_until_ready(run())
     seconds = []
     for _ in range(_RUNS):
@@ -134,5 +134,4 @@ def _seconds(run: Callable[[], Any]) -> float:
 
 
 def _own(devices: Iterable[Any]) -> list[Any]:
-    """Picks those of this process."""
     return [device for device in devices if device.process_index == jax.process_index()]

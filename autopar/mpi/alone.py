@@ -31,7 +31,7 @@ STARTERS = (
 
 
 def check_connected(name: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Check that this process knows of the others that were started with it, if there are any.
+    """Checks that this process knows of the others that were started with it, if there are any.
 
     Args:
       name: The step that is planned.
@@ -54,7 +54,7 @@ def check_connected(name: str, environment: Mapping[str, str] = os.environ) -> N
 
 
 def check_ranks(name: str, what: str, instead: str) -> None:
-    """Check that JAX's processes are the ranks of an MPI job, where something needs MPI.
+    """Checks that JAX's processes are the ranks of an MPI job, where something needs MPI.
 
     Args:
       name: The step that is planned.
@@ -74,7 +74,6 @@ def check_ranks(name: str, what: str, instead: str) -> None:
 
 
 def _mpi_commands(count: int) -> str:
-    """The commands that start this script as ranks."""
     script = "python train.py" if "-c" in sys.orig_argv else shlex.join(sys.orig_argv)
     return (
         f"`mpirun -n {count} {script}` (pip install 'autopar[mpi]' brings mpirun), or under Slurm "

@@ -24,7 +24,7 @@ _PAGE = 4096
 
 
 def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """An array that starts at a multiple of 64 bytes, in C order, its elements not set to anything."""
+    """Makes an array that starts at a multiple of 64 bytes, in C order, its elements not set to anything."""
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else shape
     raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
@@ -45,7 +45,7 @@ class Buffers:
         self._memory: dict[tuple[str, int], np.ndarray] = {}
 
     def take(self, name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-        """An array of this shape and dtype, in the next buffer of this name; its elements are anything."""
+        """Returns an array of this shape and dtype, in the next buffer of this name; its elements are anything."""
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
         wanted = math.prod(shape) * dtype.itemsize
@@ -62,14 +62,15 @@ class Buffers:
 
 
 def grown(wanted: int) -> int:
-    """The next of eight sizes to an octave: sizes that vary a little seldom need new memory."""
+    """Returns the next of eight sizes to an octave: sizes that vary a little seldom need new memory."""
     step = max(1 << max(wanted.bit_length() - 4, 0), ALIGNMENT)
     return -(-wanted // step) * step
 
 
 def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> np.ndarray:
-    """Memory for a table, or for this rank's share of one: an aligned array, all zero, whose pages the process has; a
-    HostMemoryError with its path if the machine, or the container, hasn't so much.
+    """Allocates a table, or this rank's share of one: an aligned array, all zero, whose pages the process has.
+
+    Raises a HostMemoryError with its path if the machine, or the container, hasn't so much.
 
     Linux promises more memory than it has, and ends the process, without a word, when pages are written that
     aren't there. So what is there is looked up first, and the pages are then taken at once: the next table sees

@@ -59,7 +59,7 @@ class Requested:
 
     @property
     def size(self) -> int:
-        """How many places this rank asked for."""
+        """The number of places that this rank asked for."""
         return self.bounds[-1]
 
 
@@ -83,7 +83,7 @@ class Exchange:
     def __init__(
         self, rank: int, size: int, comm: Any | None, *, polling: bool | None = None, shares_cores: bool = False
     ) -> None:
-        """Collective.
+        """Prepares exchanges. Collective.
 
         Args:
           comm: An mpi4py communicator that nothing else uses; None with one rank, and MPI isn't touched.
@@ -111,7 +111,7 @@ class Exchange:
 
     @property
     def polling(self) -> bool:
-        """Whether this rank waits by polling."""
+        """This rank waits by polling."""
         return self._waiting.polling
 
     def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
@@ -233,11 +233,12 @@ class Exchange:
         return results
 
     def packed_bytes(self, arrays: Sequence[Any], op: str = "sum") -> int:
-        """How much memory `reduce` needs for arrays of these shapes and dtypes, in bytes."""
+        """Returns the bytes of memory that `reduce` needs for arrays of these shapes and dtypes."""
         return packing(tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays), op).nbytes
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
-        """Every rank's array, in the order of the ranks; their lengths may differ, not the rest of their shapes."""
+        """Returns every rank's array, in the order of the ranks; their lengths may differ, not the rest of their
+        shapes."""
         array = np.ascontiguousarray(array)
         if self.size == 1:
             return [array]
@@ -250,17 +251,16 @@ class Exchange:
         return results
 
     def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
-        """Collective."""
         return Rings(self._comm, waiting)
 
     def _in_one_buffer(self, sources: Sequence[np.ndarray]) -> tuple[list[slice | None], int]:
-        """Where each rank's rows are in a buffer for all others' (None of this rank's own), and how long it is."""
+        """Returns where each rank's rows are in a buffer for all others' (None of this rank's own), and its length."""
         ends = [0, *accumulate(0 if r == self.rank else back.size for r, back in enumerate(sources))]
         slices = [None if r == self.rank else slice(a, b) for r, (a, b) in enumerate(pairwise(ends))]
         return slices, ends[-1]
 
     def _bounds(self, places: np.ndarray, shard_rows: int) -> tuple[int, ...]:
-        """Where each owner's places begin, and the end."""
+        """Returns where each owner's places begin, and the end."""
         edges = np.arange(self.size + 1, dtype=places.dtype) * shard_rows
         bounds = tuple(np.searchsorted(places, edges).tolist())
         assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shards of {shard_rows} rows"
@@ -269,7 +269,7 @@ class Exchange:
     def _swap_ids(
         self, places: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype
     ) -> tuple[np.ndarray, ...]:
-        """By rank: the rows that it wants of this rank. A message is `[count | ids]`."""
+        """Exchanges row numbers; returns by rank the rows that it wants of this one. A message is `[count | ids]`."""
         sends: list[np.ndarray | None] = []
         parts: list[np.ndarray] = []
         packed = self._scratch.take("requested", places.size + self.size, dtype)
@@ -318,7 +318,8 @@ class Exchange:
                 np.copyto(result, total, casting="unsafe")
 
     def _all_reduce(self, flat: np.ndarray, op: str, beside: bool) -> None:
-        """In place, in as many calls as it takes; the same number on all ranks, since the lengths are the same."""
+        """Reduces in place, in as many calls as it takes: the same number on all ranks, since the lengths are the
+        same."""
         from mpi4py import MPI
 
         waiting = BESIDE if beside else self._waiting
@@ -375,13 +376,13 @@ class Segment:
     offset: int
 
     def flat(self, memory: np.ndarray) -> np.ndarray:
-        """The segment in a buffer of bytes, `[size]`, as MPI sees it."""
+        """Returns the segment in a buffer of bytes, `[size]`, as MPI sees it."""
         return memory[self.offset : self.offset + self.size * self.dtype.itemsize].view(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Where arrays lie in one buffer.
+    """Places of arrays in one buffer.
 
     Attributes:
       segments: By dtype, in the order of their first arrays.
@@ -396,8 +397,10 @@ class Packing:
 
 @functools.lru_cache(maxsize=64)
 def packing(specs: tuple[Spec, ...], op: str) -> Packing:
-    """The packing of arrays of these shapes and dtypes, each at a multiple of 64 bytes; an ArgumentsError if there is
-    no such reduction, or not of such elements."""
+    """Packs arrays of these shapes and dtypes, each at a multiple of 64 bytes.
+
+    Raises an ArgumentsError if there is no such reduction, or not of such elements.
+    """
     groups: dict[tuple[np.dtype, str, np.dtype | None], list[int]] = {}
     for k, (_, dtype) in enumerate(specs):
         groups.setdefault(_wire(dtype, op), []).append(k)
@@ -442,7 +445,8 @@ def unpack(segment: Segment, specs: Sequence[Spec], flat: np.ndarray, results: l
 
 
 def _wire(dtype: np.dtype, op: str) -> tuple[np.dtype, str, np.dtype | None]:
-    """Dtype that travels, MPI's reduction of it, and the floats' dtype where they travel as ordered integers."""
+    """Returns the dtype that travels, MPI's reduction of it, and the floats' dtype if they travel as ordered
+    integers."""
     if op not in OPS:
         raise ArgumentsError(f"no reduction {op!r}; there are {', '.join(OPS)}")
     if dtype.kind == "b":
@@ -478,7 +482,7 @@ def _order(floats: np.ndarray, nan_sign: float) -> None:
 
 
 def _swap_order(bits: np.ndarray) -> None:
-    """Between the bits of floats and integers of the same order, in place, its own inverse.
+    """Exchanges the bits of floats for integers of the same order, in place; it is its own inverse.
 
     A float's bits are its sign and a magnitude; for negative ones the magnitude's bits are turned over.
     """
@@ -523,7 +527,7 @@ class Rings:
     """
 
     def __init__(self, comm: Any, waiting: Waiting, rings: int = RINGS) -> None:
-        """`comm`: an mpi4py communicator that nothing else uses meanwhile."""
+        """Takes an mpi4py communicator that nothing else uses meanwhile."""
         self._comm, self._waiting, self._rings = comm, waiting, rings
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._scratch = Buffers(sets=1)
@@ -531,16 +535,16 @@ class Rings:
         self.sent_bytes = 0
 
     def all_reduce(self, flat: np.ndarray, op: str) -> None:
-        """Reduce an array, all of it on every rank. `op`: MPI's name ("SUM")."""
+        """Reduces an array, all of it on every rank. `op`: MPI's name ("SUM")."""
         self.reduce_scatter(flat, op)
         self.all_gather(flat)
 
     def reduce_scatter(self, flat: np.ndarray, op: str) -> None:
-        """Reduce an array; a rank has its pieces of the result (`own`), and anything in the others."""
+        """Reduces an array; a rank has its pieces of the result (`own`), and anything in the others."""
         self._go_round(flat, -1, _UFUNCS[op])
 
     def all_gather(self, flat: np.ndarray) -> None:
-        """Complete an array of which each rank has its own pieces (`own`)."""
+        """Completes an array of which each rank has its own pieces (`own`)."""
         self._go_round(flat, 0, None)
 
     def own(self, flat: np.ndarray) -> list[np.ndarray]:
@@ -556,12 +560,12 @@ class Rings:
         return [parts[k : k + self.size] for k in range(0, count, self.size)]
 
     def _go_round(self, flat: np.ndarray, first: int, ufunc: np.ufunc | None) -> None:
-        """Do p - 1 turns in all rings. `first`: which piece a rank begins with, counted from its own one."""
+        """Does p - 1 turns in all rings. `first`: which piece a rank begins with, counted from its own one."""
         rings = self._pieces(flat)
         under_way: deque[tuple[int, int, list[Any]]] = deque()
 
         def received(ring: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
-            """Where a turn's piece belongs, and where it is received."""
+            """Returns where a turn's piece belongs, and where it is received."""
             target = rings[ring][(self.rank + first - turn - 1) % self.size]
             if ufunc is None:
                 return target, target
@@ -590,7 +594,7 @@ class NodeRings:
     """One rank's part in the AllReduce of a job whose machines have as many ranks each."""
 
     def __init__(self, comm: Any, waiting: Waiting, machines: Sequence[Any]) -> None:
-        """Collective. `machines`: by rank, what machine it is on; other arguments as of `Rings`."""
+        """Takes by rank what machine it is on, beside the arguments of `Rings`. Collective."""
         rank = comm.Get_rank()
         number = list(machines[:rank]).count(machines[rank])
         self._near = Rings(comm.Split(machines.index(machines[rank]), rank), waiting, 1)
@@ -602,7 +606,7 @@ class NodeRings:
         return self._far.sent_bytes
 
     def all_reduce(self, flat: np.ndarray, op: str) -> None:
-        """As of `Rings`."""
+        """Reduces as `Rings` does: within machines, between them, and back."""
         self._near.reduce_scatter(flat, op)
         for part in self._near.own(flat):
             self._far.all_reduce(part, op)
@@ -610,7 +614,7 @@ class NodeRings:
 
 
 def _combine(ufunc: np.ufunc, target: np.ndarray, other: np.ndarray, under_way: Sequence[Any]) -> None:
-    """Combine two arrays into the first one, and look at messages in between."""
+    """Combines two arrays into the first one, and looks at messages in between."""
     step = max(_BETWEEN_LOOKS // target.itemsize, 1)
     with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX
         for start in range(0, target.size, step):
@@ -626,12 +630,12 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 
 def number_dtype(count: int) -> np.dtype:
-    """Of numbers below `count`, and of `count`: int32 where they fit, else int64."""
+    """Returns the dtype of numbers up to `count`: int32 where they fit, else int64."""
     return np.dtype(np.int32 if count <= _INT32_MAX else np.int64)
 
 
 def distinct_rows(values: np.ndarray) -> np.ndarray:
-    """Sorted, each once; sorts `values` in place."""
+    """Returns distinct values, sorted; sorts `values` in place."""
     values.sort()
     new = np.empty(values.size, bool)
     new[:1] = True
@@ -640,13 +644,14 @@ def distinct_rows(values: np.ndarray) -> np.ndarray:
 
 
 def union_rows(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Sorted distinct rows of all, and where each source's are among them. Each source's are sorted."""
+    """Returns the sorted distinct rows of all sources, and where each source's are among them. Each source's are
+    sorted."""
     rows = distinct_rows(np.concatenate(wanted))
     return rows, tuple(rows.searchsorted(part) for part in wanted)
 
 
 def as_lines(rows: np.ndarray) -> np.ndarray:
-    """Rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
+    """Views rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
     rows = np.ascontiguousarray(rows)
     return rows.reshape(-1).view(np.uint8).reshape(len(rows), -1 if rows.size else 0)
 
@@ -657,7 +662,7 @@ def take_lines(lines: np.ndarray, back: np.ndarray, out: np.ndarray) -> None:
 
 
 def first_of(out: np.ndarray, count: int, like: np.ndarray) -> np.ndarray:
-    """The first rows of `out`, which must be such as `like`."""
+    """Returns the first rows of `out`, which must have the dtype and row shape of `like`."""
     if out.dtype != like.dtype or out.shape[1:] != like.shape[1:] or len(out) < count or not out.flags.c_contiguous:
         raise ArgumentsError(
             f"out is {out.dtype}{list(out.shape)}: it must be C-contiguous, {like.dtype}, with at least {count} rows "

@@ -1,4 +1,4 @@
-"""What this machine lets the process have: memory and cores.
+"""Memory and cores that this machine lets the process have.
 
 A container has less than the machine: the limits of its cgroups count too, of version 1 and 2, at every level from
 the process's own up to the root (kernel documentation: admin-guide/cgroup-v2 and cgroup-v1/memory).
@@ -21,7 +21,7 @@ _MEMORY_FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory that the process can take without anything being swapped out or killed.
+    """Returns the bytes of memory that the process can take without anything being swapped out or killed.
 
     `root`, here and below: where `proc` and `sys` are.
     """
@@ -29,13 +29,13 @@ def available_bytes(root: Path = Path("/")) -> int:
 
 
 def total_bytes(root: Path = Path("/")) -> int:
-    """Bytes of memory of the machine, or of what the process is confined to, whether they are in use or not."""
+    """Returns the bytes of memory of the machine, or of what the process is confined to, in use or not."""
     limits = [_number(folder / _MEMORY_FILES[version][0]) for version, folder in _cgroups(root, "memory")]
     return min([_machine_bytes(root, "MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def memory_levels(root: Path = Path("/")) -> dict[str, int]:
-    """Bytes of memory that can still be taken from each thing that has some: the machine, and each cgroup with a limit.
+    """Returns the bytes of memory that can still be taken, by what has them: the machine, and each cgroup with a limit.
 
     Processes that share one see it by the same name, whatever their namespaces.
     The machine comes first.
@@ -54,7 +54,7 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
 
 
 def cores(root: Path = Path("/")) -> int:
-    """Cores that the process can run on: those of its affinity, cut to its cgroups' quota of time."""
+    """Counts the cores that the process can run on: those of its affinity, cut to its cgroups' quota of time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for version, folder in _cgroups(root, "cpu"):
         if version == 2:
@@ -68,7 +68,8 @@ def cores(root: Path = Path("/")) -> int:
 
 
 def machine_name() -> str:
-    """The same on all processes of a running machine, whatever their namespaces and host names, and on no other."""
+    """Returns a name that is equal on all processes of a running machine, whatever their host names, and on no
+    other."""
     return _text(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
 
 
@@ -78,7 +79,7 @@ def _machine_bytes(root: Path, name: str) -> int:
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Version and folder of each cgroup that the process is in, from its own one upwards."""
+    """Yields version and folder of each cgroup that the process is in, from its own one upwards."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0":
@@ -101,7 +102,7 @@ def _statistic(path: Path, name: str) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The number in a file, None where there is no file or no limit in it."""
+    """Returns the number in a file, None where there is no file or no limit in it."""
     text = _text(path).strip()
     return int(text) if text.lstrip("-").isdigit() and int(text) < _UNLIMITED else None
 

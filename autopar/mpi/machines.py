@@ -37,12 +37,12 @@ from autopar.mpi.world import World, world
 
 @functools.cache
 def exchange() -> Exchange:
-    """This process's exchanges with all other ranks of the job. Collective, the first time."""
+    """Returns this process's exchanges with all other ranks of the job. Collective, the first time."""
     return connect(world())
 
 
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:
-    """The exchange that suits a job: by way of node leaders where that saves anything. Collective.
+    """Returns the exchange that suits a job: by way of node leaders where that saves anything. Collective.
 
     `machines`: by rank, what machine it is on, the same on all ranks; None: they ask each other.
     """
@@ -76,7 +76,7 @@ class LeaderExchange(Exchange):
     """
 
     def __init__(self, rank: int, size: int, comm: Any, machines: Sequence[Hashable]) -> None:
-        """Collective. Arguments as of an `Exchange`, of 2 ranks at least, and of `connect`."""
+        """Connects 2 ranks at least, by the arguments of `Exchange` and `connect`. Collective."""
         super().__init__(rank, size, comm)
         groups: dict[Hashable, list[int]] = {}
         for r, machine in enumerate(machines):
@@ -95,7 +95,7 @@ class LeaderExchange(Exchange):
         self._askers = frozenset(ranks[_leaders(ranks, size)[rank]] for ranks in self.machines if rank not in ranks)
 
     def ask(self, places: np.ndarray, shard_rows: int) -> RequestedByLeaders:
-        """As of an `Exchange`, by way of node leaders."""
+        """Asks for rows as `Exchange` does, by way of node leaders."""
         total = self.size * shard_rows
         places = places.astype(np.int64, copy=False)
         bounds = self._bounds(places, shard_rows)
@@ -108,7 +108,7 @@ class LeaderExchange(Exchange):
         return RequestedByLeaders(far.rows, bounds, far.sources, near, far)
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """As of an `Exchange`, by way of node leaders."""
+        """Fetches rows as `Exchange` does, by way of node leaders."""
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is fetched so"
         if self.near.size == 1:
             return super().fetch(requested.far, rows, out)
@@ -123,7 +123,7 @@ class LeaderExchange(Exchange):
         return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """As of an `Exchange`, by way of node leaders, which add up what their machine has."""
+        """Delivers sums as `Exchange` does, by way of node leaders, which add up what their machine has."""
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is delivered so"
         if self.near.size == 1:
             return super().deliver(requested.far, sums, out)
@@ -144,7 +144,7 @@ class LeaderExchange(Exchange):
         return NodeRings(self._comm, waiting, machines)
 
     def _parts(self, bounds: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """Each owner, where its places are among the given ones, and among those sorted by node leader."""
+        """Yields each owner, where its places are among the given ones, and among those sorted by node leader."""
         end = 0
         for owner in self._by_leader:
             start, stop = bounds[owner], bounds[owner + 1]
@@ -153,7 +153,8 @@ class LeaderExchange(Exchange):
 
 
 def _leaders(ranks: Sequence[int], size: int) -> list[int]:
-    """By owner, which of a machine's ranks is the node leader; owners on other machines are distributed cyclically."""
+    """Returns by owner which of a machine's ranks is the node leader; owners on other machines are distributed
+    cyclically."""
     others = [r for r in range(size) if r not in ranks]
     leaders = {r: k for k, r in enumerate(ranks)} | {r: k % len(ranks) for k, r in enumerate(others)}
     return [leaders[r] for r in range(size)]

@@ -25,12 +25,12 @@ class Incoming:
     def __init__(
         self, buffer: np.ndarray, requests: list[Any], source: int, waiting: Waiting, open_: set[Incoming]
     ) -> None:
-        """`open_`: all that MPI still writes to, whoever has forgotten them."""
+        """Takes requests under way; `open_` keeps all that MPI still writes to, whoever has forgotten them."""
         self._buffer, self._requests, self.source, self._waiting, self._open = buffer, requests, source, waiting, open_
         open_.add(self)
 
     def wait(self) -> np.ndarray:
-        """The array, once it is there."""
+        """Waits for the array, and returns it."""
         if self._requests:
             self._waiting.finish(self._requests)
             self._requests = []
@@ -56,7 +56,7 @@ class PointToPoint:
         self.sent_bytes: dict[int, int] = {}
 
     def send(self, array: np.ndarray, target: int) -> None:
-        """Begin to send an array, which mustn't change until `finish`."""
+        """Begins to send an array, which mustn't change until `finish`."""
         message = np.ascontiguousarray(array)
         requests = [self._comm.Isend(piece, target) for piece in pieces(message, LIMIT)]
         self.sent_bytes[target] = self.sent_bytes.get(target, 0) + message.nbytes
@@ -64,14 +64,16 @@ class PointToPoint:
         self._outgoing.append((requests, message, target))
 
     def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> Incoming:
-        """Begin to receive an array."""
+        """Begins to receive an array."""
         buffer = np.empty(shape, dtype)
         requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
         return Incoming(buffer, requests, source, self._waiting, self._incoming)
 
     def during(self, is_done: Callable[[], bool]) -> None:
-        """Let messages between machines go on until other threads have computed something: over TCP they do only while
-        MPI is called. (Where memory is shared, the receiver copies by itself.)"""
+        """Lets messages between machines go on until other threads have computed something.
+
+        Over TCP they do only while MPI is called. (Where memory is shared, the receiver copies by itself.)
+        """
         while not is_done() and self._is_far_open():
             self._comm.Iprobe()
             time.sleep(_PAUSE_S)
@@ -81,14 +83,14 @@ class PointToPoint:
         return not self._far.isdisjoint(peers)
 
     def finish(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Waits until all that was sent has gone."""
         requests = [r for left, *_ in self._outgoing for r in left]
         self._waiting.finish(requests)
         self._outgoing = []
 
 
 def _ranks_apart(comm: Any) -> set[int]:
-    """Collective."""
+    """Finds the ranks on other machines. Collective."""
     from mpi4py import MPI
 
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -103,5 +105,5 @@ def _are_done(requests: list[Any]) -> bool:
 
 @functools.cache
 def point_to_point() -> PointToPoint:
-    """This process's messages. Collective, the first time; it is a rank of an MPI job."""
+    """Returns this process's messages. Collective, the first time; it is a rank of an MPI job."""
     return PointToPoint(world().comm)

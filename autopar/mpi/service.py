@@ -45,7 +45,7 @@ class Service:
     """
 
     def __init__(self, here: World) -> None:
-        """`here`: the job."""
+        """Connects to the job."""
         self._handlers: list[Handler | None] = []
         #: Those of a dedicated server, by number.
         self._opened: dict[int, Handler] = {}
@@ -75,8 +75,9 @@ class Service:
         return self.size - self.servers if self.servers else 0
 
     def register(self, handler: Handler | None) -> int:
-        """Have messages answered from now on, until all ranks `release` it. All register in the same order, and none
-        sends before all have.
+        """Has messages answered from now on, until all ranks `release` it.
+
+        All register in the same order, and none sends before all have.
 
         Args:
           handler: What answers them; None: this rank is asked nothing.
@@ -88,12 +89,14 @@ class Service:
         return len(self._handlers) - 1
 
     def open(self, number: int, rank: int, opening: Opening) -> None:
-        """Have a dedicated server answer messages from now on, which it confirms by a reply."""
+        """Has a dedicated server answer messages from now on, which it confirms by a reply."""
         self._post(rank, (number, "open", opening))
 
     def release(self, number: int, farewells: Sequence[tuple[int, Any]] = ()) -> None:
-        """Say that this rank asks no more, behind some messages that aren't answered, each with its rank. May come at
-        any time, from any thread."""
+        """Says that this rank asks no more, behind some messages that aren't answered, each with its rank.
+
+        May come at any time, from any thread.
+        """
         if self._thread is None:
             self._handlers[number] = None
         else:  # in the middle of anything, a collection of garbage: nothing that may be locked
@@ -101,14 +104,14 @@ class Service:
             self._outgoing.extend((rank, (number, "release", None)) for rank in range(self.size))
 
     def send(self, number: int, rank: int, message: Any) -> None:
-        """Send a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
+        """Sends a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
         if rank == self.rank:
             self._answer(number, message)
         else:
             self._post(rank, (number, "ask", message))
 
     def receive(self, number: int, rank: int) -> Any:
-        """The next reply of a rank's handler.
+        """Waits for the next reply of a rank's handler, and returns it.
 
         Raises:
           AutoparError: this rank's own service failed.
@@ -125,14 +128,14 @@ class Service:
         return known.popleft()
 
     def stop(self) -> None:
-        """End the thread, when all ranks do. Nobody may send any more. Collective."""
+        """Ends the thread, when all ranks do. Nobody may send any more. Collective."""
         self._ends = True
         self._woken.set()
         if self._thread is not None:
             self._thread.join()
 
     def serve(self, is_over: Callable[[], bool]) -> None:
-        """Answer messages in this thread, until it `is_over` on all ranks. Collective, with their `stop`."""
+        """Answers messages in this thread, until it `is_over` on all ranks. Collective, with their `stop`."""
         self._exchange(is_over)
 
     def _answer(self, number: int, message: Any) -> None:
@@ -147,7 +150,7 @@ class Service:
                     self._post(rank, (number, "reply", reply))
 
     def _take(self, source: int, number: int, kind: str, content: Any) -> None:
-        """Do what a message says."""
+        """Does what a message says."""
         if kind == "reply":
             self._replies.put((number, source, content))
         elif kind == "ask":
@@ -161,7 +164,7 @@ class Service:
                 self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Let go of what answers messages that nobody sends any more."""
+        """Lets go of what answers messages that nobody sends any more."""
         self._opened.pop(number, None)
         if number < len(self._handlers):
             self._handlers[number] = None
@@ -181,7 +184,7 @@ class Service:
             raise  # which ends the job, named
 
     def _exchange(self, is_over: Callable[[], bool]) -> None:
-        """Take and send messages until all ends."""
+        """Takes and sends messages until all ends."""
         from mpi4py import MPI
 
         status, sending, last, all_end = MPI.Status(), [], time.monotonic(), None
@@ -213,11 +216,11 @@ class Service:
 
 @functools.cache
 def service() -> Service:
-    """This process's service. Collective over the job, the first time."""
+    """Returns this process's service. Collective over the job, the first time."""
     return Service(job())
 
 
 def stop_service() -> None:
-    """End this process's service, if it has one, once all ranks are done."""
+    """Ends this process's service, if it has one, once all ranks are done."""
     if service.cache_info().currsize:
         service().stop()

@@ -1,4 +1,4 @@
-"""How a rank waits for the others: one policy, in one place.
+"""Waiting for other ranks: one policy, in one place.
 
 Two ways, of which all ranks of a job take the same one (a blocking collective doesn't match a nonblocking one):
 
@@ -71,7 +71,7 @@ class Waiting:
             kind.Waitall(requests)
 
     def collective(self, comm: Any, name: str, *arguments: Any) -> None:
-        """A collective of mpi4py, such as "Allreduce", by its blocking or its nonblocking form."""
+        """Runs a collective of mpi4py, such as "Allreduce", by its blocking or its nonblocking form."""
         if self.polling:
             self.finish([getattr(comm, "I" + name.lower())(*arguments)])
         else:
@@ -101,7 +101,7 @@ BESIDE = Waiting(polling=True, patience_s=0, pause_s=200e-6, growth=0, yields=Fa
 
 
 def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool = False) -> Waiting:
-    """The way to wait that suits all ranks. Collective.
+    """Chooses the way to wait that suits all ranks. Collective.
 
     Args:
       polling: What the user wants; one rank that polls makes all poll. None: where some machine has more ranks than
@@ -123,7 +123,8 @@ def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool
 
 
 def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
-    """Cores that ranks of one machine have together. Equal affinities mean the same cores, and the same quota."""
+    """Counts the cores that ranks of one machine have together. Equal affinities mean the same cores, and the same
+    quota."""
     quotas: dict[frozenset[int], int] = {}
     for affinity, quota in ranks:
         quotas[affinity] = min(quotas.get(affinity, quota), quota)
@@ -132,7 +133,7 @@ def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
 
 @functools.cache
 def signal_channel() -> tuple[Any, Waiting]:
-    """A communicator of all ranks for signals alone, and how to wait on it. Collective, the first time."""
+    """Returns a communicator of all ranks for signals alone, and how to wait on it. Collective, the first time."""
     comm = world().comm.Dup()
     return comm, choose_waiting(comm, shares_cores=True)  # steps are under way on all cores
 
@@ -147,7 +148,7 @@ LIMIT = 1 << 30
 
 
 def pieces(message: np.ndarray, limit: int = LIMIT) -> Iterator[np.ndarray]:
-    """The parts of a contiguous array's bytes, none longer than the limit; none at all of nothing."""
+    """Cuts a contiguous array's bytes into parts, none longer than the limit; none at all if there are no bytes."""
     if message.nbytes:
         flat = as_bytes(message)
         for start in range(0, flat.size, limit):
@@ -155,7 +156,7 @@ def pieces(message: np.ndarray, limit: int = LIMIT) -> Iterator[np.ndarray]:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of a contiguous array, `[nbytes]`, without a copy."""
+    """Views the bytes of a contiguous array, `[nbytes]`, without a copy."""
     assert array.flags.c_contiguous, "what is received into a copy is lost"
     return array.reshape(-1).view(np.uint8)
 

@@ -46,7 +46,7 @@ RANK_PID_VARIABLE = "AUTOPAR_RANK_PID"
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launcher says: the rank, the number of ranks (None: it doesn't say), and which launcher it is."""
+    """A launcher's word on this process: the rank, the number of ranks (None: it doesn't say), and which launcher it is."""
 
     rank: int
     size: int | None
@@ -54,7 +54,7 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """What the launcher of this process says; None for a process that is no rank of an MPI launcher."""
+    """Returns what the launcher of this process says; None for a process that is no rank of an MPI launcher."""
     if is_off_or_child(environment):
         return None
     for rank, size, launcher in LAUNCHERS:
@@ -67,12 +67,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def claim() -> None:
-    """Say that this process is the rank, and none of its children."""
+    """Says that this process is the rank, and none of its children."""
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
 
 
 def is_off_or_child(environment: Mapping[str, str]) -> bool:
-    """Whether this process takes no part in a job: it is to take no notice of one, or is a rank's child."""
+    """Returns whether this process takes no part in a job: it was told to ignore one, or is a rank's child."""
     owner = environment.get(RANK_PID_VARIABLE, "")
     is_child = multiprocessing.parent_process() is not None or owner not in ("", str(os.getpid()))
     return is_child or environment.get(OFF_VARIABLE, "").lower() == "off"
@@ -96,7 +96,7 @@ class World:
 
     @property
     def workers(self) -> int:
-        """How many of them run the user's script."""
+        """The number of processes that run the user's script."""
         return self.size - self.servers
 
     @property
@@ -107,9 +107,11 @@ class World:
 
 @functools.cache
 def world() -> World:
-    """The workers of this process's job, which are all of its processes where there are no dedicated servers (which are
-    a world by themselves). Starts MPI under an MPI launcher (collectively: every rank must call it); without one it is
-    `World(0, 1, None)`, and mpi4py isn't imported.
+    """Returns the workers of this process's job: all of its processes but dedicated servers, which are a world by
+    themselves.
+
+    Starts MPI under an MPI launcher (collectively: every rank must call it); without one it is `World(0, 1, None)`, and
+    mpi4py isn't imported.
 
     Raises:
       LaunchError: as of `job`.
@@ -123,7 +125,7 @@ def world() -> World:
 
 @functools.cache
 def job() -> World:
-    """All processes of this process's job, dedicated servers among them. Collective as `world`.
+    """Returns all processes of this process's job, dedicated servers among them. Collective as `world`.
 
     Raises:
       LaunchError: mpi4py is missing, or belongs to another MPI than the launcher; there are no more ranks than servers.
@@ -149,7 +151,7 @@ def _dedicated_servers(size: int) -> int:
 
 
 def _start_mpi(started: Launched) -> Any | None:
-    """The module `mpi4py.MPI`, MPI being initialised for calls from several threads; None if none is needed."""
+    """Returns the module `mpi4py.MPI`, initialised for calls from several threads; None if none is needed."""
     try:
         import mpi4py
     except ImportError as error:

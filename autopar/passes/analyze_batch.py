@@ -36,7 +36,7 @@ def analyze_batch(
     always: bool = False,
     uneven: bool = False,
 ) -> tuple[Program, str]:
-    """Fill `program.batch`, and `program.ids`, which say of each device how many it looks up.
+    """Fills `program.batch`, and `program.ids`, which say of each device how many it looks up.
 
     Args:
       program: An analysed program.
@@ -155,7 +155,7 @@ def _summed(equation: Equation) -> Sequence[Sequence[int]]:
 def _check_divides(
     paths: Mapping[Var, str], named: Mapping[Var, int], starts: Mapping[Var, int], devices: int, microbatches: int
 ) -> None:
-    """Check that there are as many examples in every microbatch of every device."""
+    """Checks that there are as many examples in every microbatch of every device."""
     wrong = next((v for v in named if v not in starts), None)
     if wrong is not None:
         each = "" if devices == 1 else f" of each of {devices} devices"
@@ -222,7 +222,7 @@ def _wrong(guesses: Guesses, unconfirmed: int) -> int:
 
 
 def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:
-    """Guesses about leaves whose new value isn't known, without any guess, to lie along the same axis."""
+    """Counts guesses about leaves whose new value isn't known, without any guess, to lie along the same axis."""
     new = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
     total = 0
     for n, leaf in enumerate(leaves):

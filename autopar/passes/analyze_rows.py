@@ -23,7 +23,7 @@ from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
 def analyze_rows(
     program: Program, *, lazy: bool = False, defer: bool = False, undeferred: Mapping[int, Refusal] = {}
 ) -> tuple[Program, str]:
-    """Fill `program.rows`.
+    """Fills `program.rows`.
 
     Args:
       program: A classified program.
@@ -114,7 +114,7 @@ class _Search:
             self._drop(causes, families)
 
     def _part(self, leaves: set[int], entries: set[Equation]) -> None:
-        """Leave out what has as many rows as a table by chance: first what isn't tied to any, then what is, too."""
+        """Leaves out what has as many rows as a table by chance: first what isn't tied to any, then what is, too."""
         tables = {k: axis for k, axis in self.program.tables if k in self.axes}
         ties = find_ties(self.program, tables, self.reading_whole)
         elsewhere = {k: axis for k, axis in ties.axes.items() if k in leaves and axis != self.axes[k]}
@@ -127,7 +127,7 @@ class _Search:
         self.barred |= unlike
 
     def _drop(self, causes: Mapping[RowSpace, Mapping[int, Refusal]], families: Families) -> None:
-        """Drop leaves that keep their families from being lifted."""
+        """Drops leaves that keep their families from being lifted."""
         failed = [space for space, tables_of in causes.items() if set(tables_of) & set(space.tables)]
         spared = self._spared(failed, families)
         for space, tables_of in causes.items():

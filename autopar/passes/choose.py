@@ -29,7 +29,7 @@ from autopar.passes.choosing.families import Choices, Decision, compares, decide
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
-    """Decide for every table of an analysed program.
+    """Decides for every table of an analysed program.
 
     Args:
       program: An analysed program.
@@ -249,7 +249,7 @@ def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> 
 def _placements(
     program: Program, families: Sequence[FamilyPlan]
 ) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
-    """Batches, and what is carried with them, along their examples; sharded tables along their rows.
+    """Returns the inputs' axes over the devices: examples of batches, rows of sharded tables; and the tables' layouts.
 
     The rest is on every device. And the layouts of tables that can't be stored as they are.
     """

@@ -1,4 +1,4 @@
-"""Which leaves are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
+"""Finds leaves that are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
 
 Leaves are those of states, and Tables that are only read.
 
@@ -28,8 +28,10 @@ Trace = tuple[int, int, int]
 
 
 def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, str]:
-    """Mark tables and candidates, each with its row axis; leaves into which rows are only written are tables if the
-    strategy gives them to a method of rows."""
+    """Marks tables and candidates, each with its row axis.
+
+    Leaves into which rows are only written are tables if the strategy gives them to a method of rows.
+    """
     states = [k for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")]
     walk = _Lookups()
     for k in states:
@@ -213,7 +215,7 @@ class _Lookups(Interpreter[_Rows]):
         return made
 
     def _note_unfollowed(self, equation: Equation, operands: Sequence[_Rows]) -> None:
-        """Note what reads parts of leaves whose rows were lost, or may do so by a rule of its own, and what writes."""
+        """Notes what reads parts of leaves whose rows were lost, or may do so by a rule of its own, and what writes."""
         first = _FIRST_INDEX.get("scatter" if equation.op.startswith("scatter") else equation.op)
         if first is not None:
             last = 2 if equation.op.startswith("scatter") else len(operands)

@@ -365,7 +365,7 @@ class Placing:
         return axis
 
     def _changes(self, equation: Equation, along: Mapping[int, int | None]) -> None:
-        """Each piece finds out by itself whether it changes rows that the step doesn't touch."""
+        """Checks each piece by itself for changes of rows that the step doesn't touch."""
         groups, all_ = _operands(equation), dict(along)
         for old, new, row_axis in zip(groups["old"], groups["new"], equation.params["axes"], strict=True):
             if old in along or new in along:
@@ -376,7 +376,7 @@ class Placing:
         self._place(equation, all_, [None])
 
     def _sweep(self, equation: Equation, along: Mapping[int, int | None]) -> None:
-        """Each piece is updated on all rows, if it has to be."""
+        """Updates all rows of each piece, if it has to be."""
         groups, (body,), params = _operands(equation), equation.bodies, equation.params
         axes = [self._of_rows(equation, along, (k,), a) for k, a in zip(groups["leaves"], params["axes"], strict=True)]
         for k, row_axis in zip(groups["read"], params["read_axes"], strict=True):

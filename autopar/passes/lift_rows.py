@@ -140,7 +140,7 @@ class _Lift:
         return [self.logs[family] for family in sorted(self.logs)]
 
     def _check_capacity(self) -> None:
-        """Ahead of everything: does the batch exceed a measured capacity? Then no state may change."""
+        """Checks, ahead of everything, whether the batch exceeds a measured capacity: then no state may change."""
         tight = {f.family: f.bounds.capacity for f in self.bound.families if f.bounds.tight}
         if not tight:
             return
@@ -162,7 +162,7 @@ class _Lift:
     # --- equations in an order that can be run ---
 
     def _try(self, equation: Equation) -> bool:
-        """Rewrite an equation, unless it has to wait for a commit."""
+        """Rewrites an equation, unless it has to wait for a commit."""
         if equation in self.done:
             return True
         if any(isinstance(a, Var) and a not in self.known for a in equation.inputs):
@@ -191,7 +191,7 @@ class _Lift:
     # --- routes ---
 
     def _route(self, family: int) -> None:
-        """Compute the family's ids and route, ahead of the equations in between if need be."""
+        """Computes the family's ids and route, ahead of the equations in between if need be."""
         if family in self.scope.routes:
             return
         space = self.spaces[family]
@@ -211,7 +211,7 @@ class _Lift:
             self.logs[family] = StepUpdateLog.begin(self.scope, family, self._kept(space))
 
     def _ahead(self, equations: list[Equation]) -> None:
-        """Emit what ids depend on. A loop that is needed in part only is copied in part."""
+        """Emits what ids depend on. A loop that is needed in part only is copied in part."""
         whole = set(self.program.block.equations)
         for equation in equations:
             if equation in whole:
@@ -234,7 +234,7 @@ class _Lift:
         return all(not isinstance(a, Var) or a in self.known for a in self._updates(self.spaces[family]).values())
 
     def _commit(self, family: int) -> None:
-        """Write the new rows back; first make sure that the other rows stay as they are."""
+        """Writes the new rows back; first make sure that the other rows stay as they are."""
         scope, space = self.scope, self.spaces[family]
         self._route(family)
         route = scope.route(family)
@@ -268,8 +268,10 @@ class _Lift:
         self.committed.add(family)
 
     def _write_whole(self, space: RowSpace) -> None:
-        """Outputs with all rows that are no leaves: what they read of the old leaves is read before these change. What
-        needs the new leaves waits for them."""
+        """Writes outputs with all rows that are no leaves.
+
+        They are read of the old leaves before these change; what needs the new leaves waits for them.
+        """
         updates = self._updates(space).values()
         for atom in self.program.block.outputs:
             row = self.scope.lifting.row(atom)
@@ -289,7 +291,7 @@ class _Lift:
         return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
 
     def _defer(self, space: RowSpace, log: StepUpdateLog, kept: list[int]) -> None:
-        """Write down what the step does to the other rows."""
+        """Writes down what the step does to the other rows."""
         scope = self.scope
         off, inner = off_scope(scope, space.family)
         axes, updates = space.row_axes, self._updates(space)

@@ -78,7 +78,8 @@ class Localizer(Forms):
     """One block being rewritten."""
 
     def program(self, program: Program, inputs: Sequence[State]) -> tuple[list[Atom], list[State]]:
-        """Rewrite a whole program; its outputs, and what a device has of each: of a new state what it has of the old.
+        """Rewrites a whole program; returns its outputs, and what a device has of each: of a new state what it has of
+        the old.
 
         Args:
           program: The program, whose inputs are defined.
@@ -103,7 +104,7 @@ class Localizer(Forms):
     # --- equations ---
 
     def rewrite(self, block: Block) -> None:
-        """Rewrite all equations; what is wrong with one of ours is said with the nearest line of the user's."""
+        """Rewrites all equations; what is wrong with one of ours is said with the nearest line of the user's."""
         for equation in block.equations:
             try:
                 self.add(equation)
@@ -114,7 +115,7 @@ class Localizer(Forms):
                 raise
 
     def add(self, equation: Equation) -> None:
-        """Rewrite an equation."""
+        """Rewrites an equation."""
         states = [self.state(a) for a in equation.inputs]
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
@@ -145,7 +146,7 @@ class Localizer(Forms):
                 self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
 
     def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
-        """Write an equation as it is, its results in these states; whole by default."""
+        """Writes an equation as it is, its results in these states; whole by default."""
         inputs = tuple(self.read(a) for a in equation.inputs)
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
@@ -161,7 +162,7 @@ class Localizer(Forms):
         return is_call and self.may_repeat
 
     def _first(self, equation: Equation) -> None:
-        """Write a callback of whole operands on the first device; its results go to all."""
+        """Writes a callback of whole operands on the first device; its results go to all."""
         operands = tuple(self.whole(a, equation) for a in equation.inputs)
         inputs = tuple(Var(a.type) for a in equation.inputs)
         results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
@@ -173,7 +174,7 @@ class Localizer(Forms):
             self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
 
     def _effect(self, equation: Equation) -> None:
-        """Write an effect of what all devices have: once sums over the examples are reduced, of these, too."""
+        """Writes an effect of what all devices have: once sums over the examples are reduced, of these, too."""
         if self.shared.between and self.shared.bound.rank_devices > 1:
             raise NotLocal(f"{equation.op} has an effect, and a rank several devices", equation.source)
         if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
@@ -204,7 +205,7 @@ class Localizer(Forms):
             self.copy(equation)
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Write an equation of partial sums, if it is linear and it pays; whether it is written."""
+        """Writes an equation of partial sums, if it is linear and it pays; returns whether it is written."""
         others = keeps_partial(equation, partial)
         if others is None:
             return False
@@ -232,7 +233,7 @@ class Localizer(Forms):
         return any(isinstance(a, Var) for a, is_sum in zip(equation.inputs, partial, strict=True) if not is_sum)
 
     def spread(self, equation: Equation, spread: Mapping[int, int]) -> None:
-        """Write an equation without bodies on a device's part of its operands."""
+        """Writes an equation without bodies on a device's part of its operands."""
         for atom in equation.inputs:
             if isinstance(have := self.state(atom), Spread) and have.sums:
                 self.add_up(atom, have)
@@ -275,7 +276,7 @@ class Localizer(Forms):
         return self.emit("ap.only_examples", (part,), part.type, params)
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
-        """Rewrite an equation whose operands aren't all had in shards: of a product the larger one is, else none."""
+        """Rewrites an equation whose operands aren't all had in shards: of a product the larger one is, else none."""
         # One that was raised would keep its frames, and the caller's arguments with them.
         self.shared.inside = self.shared.inside or NotLocal(reason.reason, reason.source)
         if self.looks_up_rows(equation, spread):
@@ -298,7 +299,7 @@ class Localizer(Forms):
         return alike if equation.op in ALIGNED and len(alike) < len(states) else ()
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
-        """Write a reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
+        """Writes a reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
         op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
@@ -326,7 +327,7 @@ class Localizer(Forms):
     # --- loops, branches and checkpoints ---
 
     def nested_equation(self, equation: Equation) -> None:
-        """Rewrite a loop, a branch or a checkpoint."""
+        """Rewrites a loop, a branch or a checkpoint."""
         if equation.op == "scan":
             self._scan(equation)
         elif equation.op in ("remat", "cond"):
@@ -439,7 +440,7 @@ class Localizer(Forms):
         self.shared.inside = mark[2]
 
     def _while(self, equation: Equation) -> bool:
-        """Write a loop over the examples' own values; False if its condition depends on several.
+        """Writes a loop over the examples' own values; returns False if its condition depends on several.
 
         A condition by example, as `vmap` makes it, stops each by itself: a device's loop ends with its own last one.
         """
@@ -477,8 +478,10 @@ class Localizer(Forms):
         return True
 
     def scale_partial(self, equation: Equation, k: int) -> None:
-        """In a loop or branch, partial sums (operand `k`) times or by a number of the step: they are summed first, at
-        each turn, only if that number isn't an ordinary one."""
+        """Scales partial sums (operand `k`), in a loop or branch, by a number of the step.
+
+        They are summed first, at each turn, only if that number isn't an ordinary one.
+        """
         (out,) = equation.outputs
 
         def body(sums_first: bool) -> Block:
@@ -509,7 +512,7 @@ class Localizer(Forms):
         return self.shared.of_examples(axis, size)
 
     def _microbatches(self, equation: Equation) -> None:
-        """Write each microbatch of a device's own examples; what is reduced over microbatches is over devices once."""
+        """Writes each microbatch of a device's own examples; what is reduced over microbatches is over devices once."""
         (body,), params = equation.bodies, equation.params
         states = [self.state(atom) for atom in equation.inputs]
         for k, (atom, axis) in enumerate(zip(equation.inputs, params["axes"], strict=True)):
@@ -589,7 +592,7 @@ class Localizer(Forms):
         return is_row and not jax_compat.is_key(dtype) and dtype != np.bool_
 
     def lookup_part(self, equation: Equation) -> None:
-        """Look up the rows of all examples that a device has; zeros stand for the others."""
+        """Looks up the rows of all examples that a device has; zeros stand for the others."""
         operand, index = equation.inputs
         state = self.state(operand)
         assert isinstance(state, Spread), "its rows are spread"
@@ -603,14 +606,14 @@ class Localizer(Forms):
         )
 
     def take_part(self, var: Var, state: Spread) -> None:
-        """Make a device's part, from here on, of an old value that it is given whole."""
+        """Makes a device's part, from here on, of an old value that it is given whole."""
         whole = self.read(var)
         part = self.as_state(var, state)
         self.env[var] = part, state
         self.converted[part, None] = whole
 
     def divide_again(self, equation: Equation, spread: Mapping[int, int]) -> None:
-        """Give each device its part of examples that were put together or in another order.
+        """Gives each device its part of examples that were put together or in another order.
 
         Args:
           equation: What all devices have done with all examples.

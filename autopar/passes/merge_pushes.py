@@ -87,7 +87,7 @@ class _Merge:
             editor.append(equation)
 
     def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
-        """Write a scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
+        """Writes a scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
         (body,) = equation.bodies
         consts, carry = equation.border.consts, equation.border.carries
         inputs, outputs = list(equation.inputs), list(equation.outputs)
@@ -115,7 +115,7 @@ class _Merge:
         editor.extend([equation, *after])
 
     def _deliver_outside(self, editor: _Editor, equation: Equation) -> None:
-        """Write a remat whose results are delivered rows: it returns aggregates."""
+        """Writes a remat whose results are delivered rows: it returns aggregates."""
         (body,) = equation.bodies
         block = _Editor.of(body)
         returned, outputs, after = list(body.outputs), list(equation.outputs), []
@@ -140,7 +140,7 @@ def _set(items: Sequence, k: int, item: Atom) -> tuple:
 
 
 def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | None:
-    """(sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
+    """Returns (sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
     made = _Editor.of(body).producer(out, "ap.deliver")
     uses = _uses(body)
     if made is None or len(made.inputs) < 3 or made.inputs[2] is not carry or uses[carry] > 1 or uses[out] > 1:
@@ -185,7 +185,7 @@ class _Editor(ZeroWriter):
         return base
 
     def name_last(self, out: Var) -> None:
-        """Give the result of the last equation a name that others know it by."""
+        """Gives the result of the last equation a name that others know it by."""
         last = self.equations.pop()
         del self.producers[last.outputs[0]]
         self.append(dataclasses.replace(last, outputs=(out,)))
@@ -231,7 +231,7 @@ def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
 
 
 def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collections.Counter[Atom]) -> bool:
-    """Write a sum in the merged form, if there is one; whether there is."""
+    """Writes a sum in the merged form, if there is one; returns whether there is."""
     rest: list[Atom] = []
     pushes: list[Atom] = []
     deliveries: dict[tuple[Atom, int], list[Atom]] = {}

@@ -55,7 +55,7 @@ def normalize(program: Program) -> tuple[Program, str]:
 
 
 def merge_equal(block: Block) -> Block:
-    """Value numbering of one block and, separately, of the blocks in it."""
+    """Merges equations of equal value, in one block and, separately, in the blocks in it."""
     return _MergeEqual().block(block)
 
 

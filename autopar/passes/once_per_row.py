@@ -83,7 +83,7 @@ def _of_block(block: Block, distinct: list[Ids]) -> Block:
 
 
 def _cost(block: Block) -> float:
-    """Operations of products; what is gathered and scattered counts as some."""
+    """Counts operations of products; what is gathered and scattered counts as some."""
     total = 0.0
     for e in block.equations:
         total += flops(e)
@@ -155,7 +155,7 @@ class Form:
 
 
 def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
-    """(route, index) -> its ids, where rows are looked up as a whole."""
+    """Maps (route, index) to its ids, where rows are looked up as a whole."""
     by_route: dict[tuple[Atom, Atom], Ids] = {}
     refused: set[tuple[Atom, Atom]] = set()
     for equation in block.equations:
@@ -361,7 +361,7 @@ class _Rewrite(Writer):
         *,
         again: bool = False,
     ) -> Var:
-        """See `ir.writer.expand`."""
+        """Expands a function of arrays into equations: see `ir.writer.expand`."""
         made = expand(fun, like, atoms, output, again=again)
         self.extend(made)
         return made[-1].outputs[0]
@@ -372,7 +372,7 @@ class _Rewrite(Writer):
         return self.made[key]
 
     def need(self, atom: Atom) -> None:
-        """Make sure that a value is there by lookups."""
+        """Makes sure that a value is there by lookups."""
         form = self.forms.get(atom)
         if form is None or atom in self.defined:
             return
@@ -433,7 +433,7 @@ class _Rewrite(Writer):
     def define(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
     ) -> None:
-        """From here on an equation's result is there by entries: `atoms` and `params` are its own there."""
+        """Defines an equation's result by entries, from here on: `atoms` and `params` are its own there."""
         old = equation.outputs[0]
         self.forms[old] = Form(ids, place, self.written(equation, ids, place, atoms, params))
 
@@ -447,7 +447,7 @@ class _Rewrite(Writer):
         return out
 
     def look_up_all(self, lookup: Equation, ids: Ids) -> None:
-        """Write the rows that can be looked up, and what ids out of range look up, as a lookup's value by entries."""
+        """Writes the rows that can be looked up, and what ids out of range look up, as a lookup's value by entries."""
         atom, axis = lookup.inputs[0], lookup.params["axis"]
         if axis:
             atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))
@@ -473,7 +473,7 @@ class _Rewrite(Writer):
         return all(bits >> d & 1 for d in like.place.axes)
 
     def by_entries(self, atom: Atom, like: Form) -> Atom:
-        """Such a value."""
+        """Returns a value by entries, in the form of another."""
         form, ids, place = self.forms.get(atom), like.ids, like.place
         if form is not None:
             return form.atom

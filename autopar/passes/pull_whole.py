@@ -34,7 +34,7 @@ _ENOUGH_ROWS = 64
 
 
 def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
-    """Insert lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
+    """Inserts lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
 
     Args:
       program: A classified program.
@@ -182,7 +182,7 @@ class _Update:
         return atom.shape == () or atom in self.scalars
 
     def _find_leaves(self) -> None:
-        """Find the leaves, and what their new values are made of."""
+        """Finds the leaves, and what their new values are made of."""
         block, new = self.program.block, self.program.new_states
         states = {v: k for k, v in enumerate(block.inputs) if k in new and self._is_alike(v)}
         origins = self._origins(states)
@@ -235,7 +235,7 @@ class _Update:
         return {self.program.block.inputs[k] for k in self.program.new_states}
 
     def _find_reduced(self) -> None:
-        """Find what is only reduced over all rows, or only converted to fewer bytes before all of it is read."""
+        """Finds what is only reduced over all rows, or only converted to fewer bytes before all of it is read."""
         known, results = self.of_rows | self.sources, set(self.program.block.outputs)
         eligible: list[Equation] = []
         for equation in self.program.block.equations:

@@ -85,7 +85,7 @@ class Tables(Writer):
 
 
 def read_refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = READ_REMEDY) -> NotLocal:
-    """That a table can't be read as a step does, with the line."""
+    """Returns the refusal of a table that can't be read as a step does, with the line."""
     where = None if equation is None else equation.source
     reason = f"all rows of a table are read at once, of {rows.path}: {what}"
     return NotLocal(reason, where, remedy, (rows.path,))
@@ -138,7 +138,7 @@ class Body(Writer):
         return dataclasses.replace(made, info=equation.info, origin=equation.origin)
 
     def _collect(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
-        """Collect what is computed by rows, last equations first."""
+        """Collects what is computed by rows, last equations first."""
         self._want(equation, by_rows)
         walk = self._walk
         for made in reversed((*walk.equations, *walk.waiting)):
@@ -204,7 +204,7 @@ class Body(Writer):
         return self._whole.setdefault(atom, Var(atom.type))
 
     def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
-        """Write an equation once more, for a block of rows."""
+        """Writes an equation once more, for a block of rows."""
         outputs = tuple(Var(self._type(v, place)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == "iota" and equation.params["dimension"] == place.axis:
@@ -285,7 +285,7 @@ class _Walk(Tables):
         self.updates = {block.outputs[out]: block.inputs[k] for k, out in new.items()}
 
     def store(self, var: Var, rows: TableRows) -> None:
-        """Note a stored table, as it comes."""
+        """Notes a stored table, as it comes."""
         self.rows[var] = rows
         self.sources[var] = RowSource((var,), var, is_old=True)
 
@@ -326,7 +326,7 @@ class _Walk(Tables):
     # --- equations ---
 
     def add(self, equation: Equation) -> None:
-        """Rewrite an equation."""
+        """Rewrites an equation."""
         if equation.op in _WRITES:
             self._write(equation)
         elif equation.op == "ap.changes":
@@ -362,7 +362,7 @@ class _Walk(Tables):
         return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
-        """Write an update in place, which waits for what reads the rows before it."""
+        """Writes an update in place, which waits for what reads the rows before it."""
         leaves = self._written_leaves(equation)
         waits = "first" in OPERATIONS[equation.op].groups  # of a sweep, its condition does
         fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
@@ -391,7 +391,7 @@ class _Walk(Tables):
         return leaves if len(leaves) == len(stored) else []  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
-        """Write all rows from the touched ones: stored if it is a leaf's new value."""
+        """Writes all rows from the touched ones: stored if it is a leaf's new value."""
         (out,) = equation.outputs
         like = self._family(equation)
         if like is None:
@@ -409,7 +409,7 @@ class _Walk(Tables):
         return self.rows.get(self.program.block.inputs[leaves[0]])
 
     def _barrier(self, equation: Equation) -> None:
-        """Leave out of a barrier what isn't computed here."""
+        """Leaves out of a barrier what isn't computed here."""
         rest = []
         for atom, out in zip(equation.inputs, equation.outputs, strict=True):
             if atom in self.rows:
@@ -422,7 +422,7 @@ class _Walk(Tables):
             self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
-        """Write an ordinary equation of whole tables."""
+        """Writes an ordinary equation of whole tables."""
         rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
         some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:

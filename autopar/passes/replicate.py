@@ -30,7 +30,7 @@ def replicate(
     servers: int = 1,
     server_ranks: Sequence[int] = (),
 ) -> tuple[BoundPlan, str]:
-    """Put a `SyncPlan` into the plan.
+    """Puts a `SyncPlan` into the plan.
 
     Args:
       program: The analysed program of one client.
@@ -106,7 +106,7 @@ def replicate(
 
 
 def check_replicas(earlier: Plan | None, name: str, old: Any, new: Any) -> None:
-    """Check that an earlier plan, by which a step is to be run, has the same replicas or servers.
+    """Checks that an earlier plan, by which a step is to be run, has the same replicas or servers.
 
     Args:
       earlier: The plan, if there is one.
@@ -124,7 +124,7 @@ def check_replicas(earlier: Plan | None, name: str, old: Any, new: Any) -> None:
 
 
 def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatches: int) -> Iterator[tuple[int, int]]:
-    """Tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
+    """Yields tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
     for k in leaves:
         space = program.facts.space_of(k)
         family = None if space is None else bound.family(space.family)

@@ -1,4 +1,4 @@
-"""Where the axes of ids are in a value, and what becomes of an equation when one axis of entries takes their place."""
+"""Follows the axes of ids in values, and rewrites an equation for one axis of entries in their place."""
 
 from __future__ import annotations
 

@@ -303,7 +303,7 @@ class _Cutter:
             )
 
     def _check_results(self, worker: Sequence[Equation], outputs: Sequence[Atom], given: Collection[Var]) -> None:
-        """Check that a worker has all that its results need.
+        """Checks that a worker has all that its results need.
 
         Raises:
           StrategyError: it hasn't.

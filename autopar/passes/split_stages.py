@@ -139,7 +139,7 @@ class _Split:
         return Stages(_with_last_uses(items, set(self.block.outputs)))
 
     def _place(self, equation: Equation) -> None:
-        """Find the earliest stage of an equation, and its side."""
+        """Finds the earliest stage of an equation, and its side."""
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
@@ -163,7 +163,7 @@ class _Split:
         return self.side.get(equation.outputs[0], "device") if equation.outputs else "device"
 
     def _sink(self, last: int) -> None:
-        """Move equations to the stage of their first reader, reductions to the one before it.
+        """Moves equations to the stage of their first reader, reductions to the one before it.
 
         What is reduced late is reduced together: gradients along with the norm of rows' gradients, which comes later.
         It is computed where it could have been reduced: what that reads isn't kept for a later program.

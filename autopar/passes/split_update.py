@@ -151,7 +151,7 @@ def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> lis
 
 
 def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:
-    """Check that what works on examples is in the microbatches.
+    """Checks that what works on examples is in the microbatches.
 
     Raises:
       NotLocal: nothing is, or products of weights with the whole batch aren't.

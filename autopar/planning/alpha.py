@@ -95,7 +95,7 @@ def measure_alpha(
     workers: int = 1,
     per_machine: int = 1,
 ) -> Alphas:
-    """Measure the rows of each table that one worker touches, those of a machine together, and n of them together.
+    """Measures the rows of each table that one worker touches, those of a machine together, and n of them together.
 
     Nothing of the step is run but the equations that ids depend on. What n workers touch is measured for 1, 2, 4, ...
     workers up to all that there are, on average over disjoint groups, and fitted (`autopar.cost.heaps`), so that

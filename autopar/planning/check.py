@@ -126,7 +126,7 @@ class Check:
 
 
 def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
-    """Compile a planned step, and compare its collectives with what the plan says. Nothing is run.
+    """Compiles a planned step, and compares its collectives with what the plan says. Nothing is run.
 
     Args:
       step: What `parallelize` returned.
@@ -179,7 +179,7 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
 
 
 def compare_pipeline(entry: Entry, step: str) -> Check:
-    """Compare what a pipeline's devices send each other, and within its stages, with the plan. `step`: its name."""
+    """Compares what a pipeline's devices send each other, and within its stages, with the plan. `step`: its name."""
     runner, plan = entry.runner, entry.compiled.plan.pipeline
     assert isinstance(runner, (PipelineRunner, AsynchronousRunner)) and plan is not None, "there are stages"
     made = compare_sends(step, plan, runner.timeline)

@@ -49,7 +49,7 @@ _LINES = 8
 def explain(
     step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, verbose: bool = False, **kwargs: Any
 ) -> Explanation:
-    """Explain the plan of a step: each parameter, and why it is treated so.
+    """Explains the plan of a step: each parameter, and why it is treated so.
 
     Its text is as wide as the terminal, or as the environment variable COLUMNS says; 80 columns where neither is known.
     Where there are many, dense leaves that are treated alike share a line, and so do tables that differ in their sizes

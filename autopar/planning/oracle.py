@@ -28,7 +28,8 @@ _DTYPES = ("new_dtype", "dtype", "preferred_element_type")
 
 
 def oracle(block: Block) -> Callable[[Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]:
-    """A function of (inputs, promoted inputs) that returns (outputs, float64 outputs). Run it under `enable_x64`."""
+    """Returns a function of (inputs, promoted inputs) that returns (outputs, float64 outputs), to run under
+    `enable_x64`."""
 
     def run(inputs: Sequence[Array], promoted: Sequence[Array]) -> tuple[list[Array], list[Array]]:
         pairs = _block(block, list(zip(inputs, promoted, strict=True)))
@@ -38,12 +39,11 @@ def oracle(block: Block) -> Callable[[Sequence[Array], Sequence[Array]], tuple[l
 
 
 def promote(value: Array) -> Array:
-    """A float as float64, a complex number as complex128; everything else as it is."""
+    """Promotes a float to float64, a complex number to complex128; everything else stays as it is."""
     return value.astype(_wide(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
 def _wide(dtype: Any) -> Any:
-    """Returns the dtype that a value is promoted to, or its own."""
     if jax_compat.is_float(dtype):
         return np.dtype(np.float64)
     return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.inexact) else dtype
@@ -86,8 +86,11 @@ def _equation(equation: Equation, operands: list[Pair]) -> list[Pair]:
 
 
 def _follows(equation: Equation) -> bool:
-    """Whether the equation can be run on float64 operands. What has a body of its own (a kernel, a call into another
-    library, a general reduction) can't, and what makes floats of bits mustn't."""
+    """Returns whether the equation can be run on float64 operands.
+
+    What has a body of its own (a kernel, a call into another library, a general reduction) can't, and what makes floats
+    of bits mustn't.
+    """
     if equation.op in ("bitcast_convert_type", "ffi_call") or equation.effects:
         return False
     return equation.op in _SCATTERS or not any(jax_compat.is_jaxpr(v) for v in equation.params.values())
@@ -112,7 +115,7 @@ _SCATTERS: Mapping[str, Callable[..., Array]] = {
 
 
 def _scatter(equation: Equation, operand: Array, index: Array, updates: Array) -> Array:
-    """A scatter's reduction is a program with a dtype of its own: make it anew."""
+    """Makes a scatter anew: its reduction is a program with a dtype of its own."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     options = {name: equation.params[name] for name in names}
     return _SCATTERS[equation.op](operand, index, updates, **options)
@@ -134,7 +137,7 @@ def _scan(equation: Equation, operands: list[Pair]) -> list[Pair]:
 
 
 def _cast(pairs: Sequence[Pair], like: Sequence[Atom]) -> tuple[Pair, ...]:
-    """Strong types for loop carries."""
+    """Casts loop carries to strong types."""
 
     def strong(value: Array, dtype: Any) -> Array:
         return value if jax_compat.is_key(dtype) else jax.lax.convert_element_type(value, dtype)

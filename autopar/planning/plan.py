@@ -41,7 +41,7 @@ def plan(
     alphas: Alphas | None = None,
     **kwargs: Any,
 ) -> Plan:
-    """Make the plan of a step, as plain data.
+    """Makes the plan of a step, as plain data.
 
     Args:
       step, *args, cluster, **kwargs: As for `explain`.

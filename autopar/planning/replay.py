@@ -27,7 +27,7 @@ Watch = Callable[[Value, Array], None]
 
 
 def _unwatched(value: Value, array: Array) -> None:
-    """Nobody asks."""
+    """Ignores an array: nobody asks for it."""
 
 
 def replay(
@@ -153,7 +153,7 @@ def replay_minibatches(
 
 
 def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[Var, Array]:
-    """Arguments by the step's inputs; of a leaf that several stages have its parts."""
+    """Maps the step's inputs to arguments; a leaf that several stages have is cut into their parts."""
     found: dict[Var, Array] = {}
     for parts, leaf in zip(inputs, leaves, strict=True):
         if len(parts) == 1:

@@ -35,7 +35,7 @@ _mean = jax.jit(mean_of)
 
 
 def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
-    """Train replicas in one process, one client after the other: what so many processes must have computed.
+    """Trains replicas in one process, one client after the other: what so many processes must have computed.
 
     A client's steps are run by the programs that it has itself. So on one kind of machine the numbers are those of the
     processes, to the bit; and how a way of training works out can be seen without them.
@@ -135,7 +135,7 @@ def replay_replicas(
 
 
 def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare a run of all clients with its replay, by `replayed`. Collective.
+    """Compares a run of all clients with its replay, by `replayed`. Collective.
 
     Args:
       entry: The step at these shapes.

@@ -71,7 +71,7 @@ def timeline(state: Any) -> Timeline:
 def replay_timeline(
     step: ParallelStep, state: Any, minibatches: Sequence[Sequence[Any]], timeline: Timeline
 ) -> tuple[Any, list[list[Any]]]:
-    """Compute in one process what workers and servers computed together, message by message as they came.
+    """Computes in one process what workers and servers computed together, message by message as they came.
 
     The programs are theirs. So on one kind of machine the numbers are theirs, to the bit. Those of a worker of several
     devices, if this process has them all; else one device does it, which rounds otherwise.
@@ -136,7 +136,7 @@ def replay_served(
     timeline: Timeline,
     programs: ServedPrograms,
 ) -> tuple[list[Any], list[list[list[Any]]]]:
-    """Do what a timeline says. Arguments and results as of `replay_exchanges`; results have None for the state.
+    """Does what a timeline says. Arguments and results as of `replay_exchanges`; results have None for the state.
 
     `programs`: what workers and servers run.
 
@@ -163,7 +163,7 @@ def replay_served(
 def replay_exchanges(
     entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
 ) -> tuple[list[Any], list[list[list[Any]]]]:
-    """Do what a timeline says.
+    """Does what a timeline says.
 
     Args:
       entry: The step at these shapes.
@@ -265,7 +265,7 @@ def _ended(
 
 
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare what workers and servers do with the replay of their timeline, by `replayed`. Collective.
+    """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
     Elastic exchanges are verified by one in each step, at least in two: whatever the interval, they are the same.
 

@@ -86,7 +86,7 @@ def simulate(
     servers: int | None = None,
     steps: int | None = None,
 ) -> Simulation | SyncSimulation:
-    """Simulate the step of a plan on several numbers of devices (weak scaling: as many examples on each device).
+    """Simulates the step of a plan on several numbers of devices (weak scaling: as many examples on each device).
 
     Of a plan with `sync=` the clients are simulated, step by step: how many minibatches they do, who waits, and how
     stale gradients are.

@@ -64,7 +64,7 @@ class ClientOptions:
                 raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more")
 
     def check_workers(self, count: int) -> None:
-        """Check that all slow workers are there.
+        """Checks that all slow workers are there.
 
         Raises:
           ArgumentsError: one isn't.

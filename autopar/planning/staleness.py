@@ -72,7 +72,7 @@ class Staleness:
 
 
 def staleness(step: AnyStep, state: Any, batches: Iterable[Any]) -> Staleness:
-    """Measure the weights that tasks of an asynchronous pipeline see against those that they stand for.
+    """Measures the weights that tasks of an asynchronous pipeline see against those that they stand for.
 
     The minibatches are replayed, one task after the other in this process, which has the whole state meanwhile; `state`
     stays as it is.
@@ -129,7 +129,7 @@ class _Watched:
         self._errors: dict[tuple[int, str], list[tuple[float, float]]] = {}
 
     def see(self, value: Value, array: Array) -> None:
-        """Take a version of a leaf in."""
+        """Takes a version of a leaf in."""
         stage = self._stages.get(value.var)
         if stage is None:
             return

@@ -21,7 +21,7 @@ _WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
 def save_trace(path: str | os.PathLike[str], of: Plan | SyncSimulation) -> None:
-    """Write a predicted timeline to a file that https://ui.perfetto.dev and chrome://tracing show.
+    """Writes a predicted timeline to a file that https://ui.perfetto.dev and chrome://tracing show.
 
     Of a pipeline each device is a track, and each task of its schedule a slice: its stage's forward, or backward, of a
     microbatch; then the updates. Of clients (`sync=`) each one is a track, and each of its own steps a slice; between

@@ -28,7 +28,7 @@ class LeafCheck:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found, leaf by leaf; printing it shows all."""
+    """Result of `verify`, leaf by leaf; printing it shows all."""
 
     leaves: tuple[LeafCheck, ...]
     steps: int

@@ -41,7 +41,7 @@ TIMES_PLAIN = 4.0
 
 @explicit_meshes.outside_mesh
 def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
-    """Run the plain and the planned step on copies of the arguments and compare.
+    """Runs the plain and the planned step on copies of the arguments and compares.
 
     A pipeline without a flush (`schedule="spectrain"`) is another function than the plain step, by design. It is
     compared with a replay of its own tasks, one after the other in one process, bit for bit, and what is printed says
@@ -98,7 +98,7 @@ def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: M
 
 
 def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under another identity, so that JAX traces it again."""
+    """Returns the function under another identity, so that JAX traces it again."""
     return lambda *args, **kwargs: fun(*args, **kwargs)
 
 
@@ -109,7 +109,7 @@ def compare_runs(
     lazy: bool = False,
     planned: Callable[..., Sequence[Any]] | None = None,
 ) -> Verification:
-    """Compare plain, planned and oracle over several steps.
+    """Compares plain, planned and oracle over several steps.
 
     Args:
       entry: The step at these shapes.
@@ -152,7 +152,7 @@ def compare_runs(
 
 
 def _here(x: Any) -> Any:
-    """The whole array on this process: plain steps are run by each process for itself."""
+    """Returns the whole array on this process: plain steps are run by each process for itself."""
     return jnp.asarray(local(x.materialize() if is_table(x) else x))
 
 
@@ -162,7 +162,7 @@ def _wide(x: Any) -> Any:
 
 
 def _lazy(entry: Entry) -> Callable[..., list[Any]]:
-    """(inputs, outputs) -> outputs in which the rows of lazy tables that were not looked up are the old ones."""
+    """Returns what puts old rows back into outputs: those of lazy tables that were not looked up."""
     program = entry.compiled.analysed
 
     def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
@@ -186,7 +186,7 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
 
 
 def _keep_wide(keep: Callable[..., Any], inputs: Sequence[Any], wide: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """The lazy rule in float64: the ids come from the float32 run."""
+    """Applies the lazy rule in float64: the ids come from the float32 run."""
     with jax_compat.enable_x64():
         pairs = zip(inputs, wide, strict=True)
         mixed = [w if jnp.issubdtype(x.dtype, jnp.inexact) else x for x, w in pairs]
@@ -215,5 +215,5 @@ def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafChec
 
 
 def _kind(x: np.ndarray) -> np.ndarray:
-    """0 finite, 1 NaN, 2 and 3 the infinities: non-finite values must be the same ones."""
+    """Classifies numbers: 0 finite, 1 NaN, 2 and 3 the infinities. Non-finite values must be the same ones."""
     return np.where(np.isnan(x), 1, np.where(np.isposinf(x), 2, np.where(np.isneginf(x), 3, 0)))

@@ -23,7 +23,7 @@ AGAINST = "a sequential replay of its own tasks, since without a flush it is ano
 
 
 def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compare a run with its replay, one action after the other in one process, by `replayed`.
+    """Compares a run with its replay, one action after the other in one process, by `replayed`.
 
     Args:
       entry: The step at these shapes.

@@ -56,7 +56,7 @@ class Why:
 
 
 def why(plan: Plan, path: str, method: Method) -> Why:
-    """Explain why a table isn't trained by another method: what that would take, beside what was chosen.
+    """Explains why a table isn't trained by another method: what that would take, beside what was chosen.
 
     Of a weight in a pipeline's stage, `method` may be a schedule: which updates its tasks miss by that one.
 

@@ -49,7 +49,7 @@ def report(
     staleness: Staleness | None = None,
     timeline: Timeline | None = None,
 ) -> Report:
-    """Draw a plan: what each method sends, what a step takes, and what limits it on more devices.
+    """Draws a plan: what each method sends, what a step takes, and what limits it on more devices.
 
     Figures, as far as the plan has what they need (`Report.notes` says what is left out, and why):
 
@@ -110,7 +110,7 @@ def report(
 
 
 def _check_timeline(plan: Plan, timeline: Timeline) -> None:
-    """Check that a timeline can be shown beside a plan.
+    """Checks that a timeline can be shown beside a plan.
 
     Raises:
       ArgumentsError: it is none, or of something else than the plan has.
@@ -130,7 +130,7 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
 
 
 def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
-    """Add what is known of data parallelism; returns where the step is, in words."""
+    """Adds what is known of data parallelism; returns where the step is, in words."""
     shown = _shown(plan, table)
     if plan.devices == 1:
         made.tables["updates"] = update_rows(plan)
@@ -154,7 +154,7 @@ def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterS
 
 
 def _add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None) -> str:
-    """Add what is known of a pipeline; returns where the step is, in words."""
+    """Adds what is known of a pipeline; returns where the step is, in words."""
     from autopar.report import figures  # draws
 
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"

@@ -68,7 +68,7 @@ _STEPS, MOST_WORKERS = 60, 20
 
 
 def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: Timeline | None) -> str:
-    """Add what is known of a plan's clients: what `explain` says of them, what they would do, and what they did.
+    """Adds what is known of a plan's clients: what `explain` says of them, what they would do, and what they did.
 
     Returns:
       Who they are, in words.

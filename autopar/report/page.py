@@ -37,7 +37,7 @@ class Parts:
         self.notes: list[str] = []
 
     def draw(self, name: str, caption: str, figure: ReportFigure) -> None:
-        """Add a figure."""
+        """Adds a figure."""
         self.figures[name], self.captions[name] = figure, caption
 
     def report(self, title: str) -> Report:
@@ -76,7 +76,7 @@ class Report:
         return "\n".join([*lines, "</div>"])
 
     def save_html(self, path: str | Path) -> None:
-        """Write one page that holds all of it.
+        """Writes one page that holds all of it.
 
         Raises:
           ArgumentsError: the file can't be written.
@@ -91,7 +91,7 @@ class Report:
             raise ArgumentsError(f"{path}: the report can't be written: {error.strerror}") from error
 
     def save_png(self, folder: str | Path) -> list[Path]:
-        """Write each figure to a file of its name in a folder, which is made if need be.
+        """Writes each figure to a file of its name in a folder, which is made if need be.
 
         Returns:
           The files.

@@ -1,4 +1,4 @@
-"""How figures look: sizes for a column of a paper, colours that colour-blind readers tell apart, labels at lines' ends.
+"""Styles figures: sizes for a column of a paper, colours that colour-blind readers tell apart, labels at lines' ends.
 
 Of matplotlib's global state only the defaults are read, and nothing is changed.
 """
@@ -146,7 +146,7 @@ def legend_above(axes: Axes, columns: int = 3) -> None:
 
 
 def keep_apart(texts: Sequence[Annotation]) -> None:
-    """Take texts away that would lie on an earlier one, where all of a figure has its place."""
+    """Takes texts away that would lie on an earlier one, where all of a figure has its place."""
     kept: list[Bbox] = []
     for text in texts:
         box = text.get_window_extent()

@@ -1,4 +1,4 @@
-"""What the processes of a mesh compare before they run a program together: a difference would hang them, or worse.
+"""Compares what processes are about to run together: a difference would hang them, or worse.
 
 Before a step is planned, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the
 contents of plain arrays (which mean the global batch or state, so they are the same everywhere). Every process sees all
@@ -35,7 +35,7 @@ _SAMPLE = 1 << 20
 
 
 def check_same_call(processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Any]) -> None:
-    """Compare a call that is to be planned.
+    """Compares a call that is to be planned.
 
     Args:
       processes: Those that run the step.
@@ -93,7 +93,7 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
 
 
 def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Sequence[Any]) -> None:
-    """Compare a function that makes a state, and its arguments.
+    """Compares a function that makes a state, and its arguments.
 
     Raises:
       ArgumentsError: they aren't the same.
@@ -110,7 +110,7 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
 
 
 def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
-    """Compare what was planned: everything that it is made of was the same.
+    """Compares what was planned: everything that it is made of was the same.
 
     Raises:
       AutoparError: another plan.
@@ -135,7 +135,8 @@ def _raise_program(processes: StoreGroup, name: str, text: list[str]) -> None:
 
 
 def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[str, str, str]:
-    """(a process, the first line that differs on the first process, and on that one)."""
+    """Finds a process that differs: returns its name, and the first line that differs on the first process and on
+    it."""
     about = f"comparing {name}"
     all_ = processes.values([_digest(line.encode())[:16] for line in text], about)
     k = odd_one(all_)
@@ -152,7 +153,7 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 
 
 def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
-    """A process that isn't like the first one."""
+    """Returns a process that isn't like the first one."""
     return odd_one([one[key] for one in all_])
 
 
@@ -161,13 +162,13 @@ def _digest(data: Any) -> str:
 
 
 def _plain(text: list[str]) -> list[str]:
-    """Without addresses of objects."""
+    """Removes addresses of objects from lines."""
     return [re.sub(r" at 0x[0-9a-f]+|0x[0-9a-f]{6,}", "", line) for line in text]
 
 
 @jax_compat.outside_traces()
 def _contents(leaf: Any) -> str | None:
-    """A digest of a plain array, of a sample if it is large; None of what isn't plain, or isn't to be compared."""
+    """Digests a plain array, or a sample if it is large; None of what isn't plain, or isn't to be compared."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return None
     if jax_compat.is_tracer(leaf) or is_table(leaf) or is_global(leaf):
@@ -182,7 +183,7 @@ def _contents(leaf: Any) -> str | None:
 
 
 def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) -> None:
-    """Check that all processes begin to train the same. Collective.
+    """Checks that all processes begin to train the same. Collective.
 
     Args:
       processes: All of them.
@@ -209,7 +210,7 @@ def _array_digest(array: Any) -> int:
 
 
 def warn_if_alone(name: str, sync: Sync, clients: Clients) -> None:
-    """Warn that a training begins in which nothing is exchanged, unless the user said that there is one client.
+    """Warns that a training begins in which nothing is exchanged, unless the user said that there is one client.
 
     Args:
       name: The step's.

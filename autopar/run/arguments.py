@@ -62,19 +62,19 @@ class Call:
 
     @property
     def layouts(self) -> tuple[Layout | None, ...]:
-        """Of all leaves; None of those that are no Tables."""
+        """The layouts of all leaves; None for those that are no Tables."""
         return tuple(layout for a in self.arguments for layout in a.layouts)
 
     def read_layouts(self, parameters: Set[int], devices: int) -> tuple[Layout | None, ...]:
-        """The layouts of leaves that a step on so many devices can read as they are: of Tables, and of arrays among an
-        evaluation's parameters."""
+        """Returns layouts that a step on so many devices can read: of Tables, and of arrays among an evaluation's
+        parameters."""
         spread = [layout for a in self.arguments for layout in a.spread]
         found = (table or (spread[k] if k in parameters else None) for k, table in enumerate(self.layouts))
         return tuple(layout if layout is not None and layout[0].devices == devices else None for layout in found)
 
 
 def shape_of(leaf: Any, path: str, remedy: str) -> Any:
-    """What JAX needs to trace a leaf: its shape, dtype and weak type.
+    """Returns what JAX needs to trace a leaf: its shape, dtype and weak type.
 
     Args:
       leaf: An array, a number, a shape.
@@ -109,7 +109,7 @@ def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
 
 
 def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: NamedArguments) -> Call:
-    """Flatten a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
+    """Flattens a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
     Raises:
       ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
@@ -160,7 +160,7 @@ def _unhashable(statics: Mapping[int | str, Any], names: Sequence[str], cause: T
 
 
 def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
-    """That `state_argnums` and `batch_argnums` name arguments of the call, each one once.
+    """Checks that `state_argnums` and `batch_argnums` name arguments of the call, each one once.
 
     Raises:
       ArgumentsError: one of them doesn't.
@@ -179,7 +179,7 @@ def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[
 
 
 def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, Any]:
-    """An argument, flattened, and its shapes."""
+    """Flattens an argument; returns it and its shapes."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     paths = tuple(path_name(p) for p, _ in leaves)
     if jax.tree_util.treedef_is_leaf(treedef):
@@ -195,18 +195,17 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
 
 
 def type_of_shape(shape: Any) -> ArrayType:
-    """The type of a shape."""
     return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Which arguments are state: for each (its index in the call) the first output leaf of its new value."""
+    """Arguments that are state: for each (its index in the call) the first output leaf of its new value."""
 
     outputs: Mapping[int, int]
 
     def confirmed(self, call: Call, block: Block, top: frozenset[tuple[int, Any]]) -> States:
-        """Without what merely looks like a state: a gradient has its parameters' form, a batch may be handed back.
+        """Drops what merely looks like a state: a gradient has its parameters' form, a batch may be handed back.
 
         Args:
           call: The call.
@@ -229,7 +228,7 @@ class States:
 
 
 def tops(tree: Any) -> frozenset[tuple[int, Any]]:
-    """(first leaf, structure) of the whole output and of each of its outermost parts."""
+    """Returns (first leaf, structure) of the whole output and of each of its outermost parts."""
     parts, start = {(0, tree)}, 0
     for child in tree.children():
         parts.add((start, child))
@@ -240,7 +239,7 @@ def tops(tree: Any) -> frozenset[tuple[int, Any]]:
 def find_states(
     call: Call, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
 ) -> States:
-    """Match arguments with the outputs.
+    """Matches arguments with the outputs.
 
     Args:
       call: The call.
@@ -275,7 +274,7 @@ def find_states(
 
 
 def subtrees(treedef: Any) -> Iterator[tuple[Any, int]]:
-    """All subtrees with the index of their first leaf, outer ones first."""
+    """Yields all subtrees with the index of their first leaf, outer ones first."""
     queue = [(treedef, 0)]
     while queue:
         node, first = queue.pop(0)
@@ -288,7 +287,7 @@ def subtrees(treedef: Any) -> Iterator[tuple[Any, int]]:
 def _find(
     argument: Argument, nodes: Sequence[tuple[Any, int]], types: Sequence[ArrayType], claimed: Sequence[tuple[int, int]]
 ) -> Iterator[int]:
-    """First leaves of results that have the argument's form, and overlap with none that is claimed."""
+    """Yields first leaves of results that have the argument's form, and overlap with none that is claimed."""
     size = len(argument.types)
     for node, start in nodes:
         if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
@@ -298,13 +297,13 @@ def _find(
 
 
 def result_places(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
-    """First leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
+    """Lists first leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
     return list(_find(argument, list(subtrees(treedef)), [type_of_shape(leaf) for leaf in leaves], claimed))
 
 
 def alike(a: ArrayType, b: ArrayType) -> bool:
-    """Whether a state may change from one into the other: weak types do."""
+    """Returns whether a state may change from one into the other: weak types do."""
     return a.shape == b.shape and a.dtype == b.dtype
 
 
@@ -316,7 +315,7 @@ def _check_missing(
     starts: Mapping[int, int],
     named: bool,
 ) -> None:
-    """Say so where an argument that isn't returned was meant to be, or is one of two that could."""
+    """Refuses an argument that isn't returned and was meant to be, or is one of two that could."""
     twin = next((j for j in starts if _same_form(call.arguments[j], argument)), None)
     if twin is not None:
         raise ArgumentsError(
@@ -348,7 +347,7 @@ def _same_form(a: Argument, b: Argument) -> bool:
 
 
 def _check_lone(call: Call, starts: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
-    """An only output of the same shape as the first argument may be a new state or a prediction."""
+    """Refuses an only output of the first argument's shape, which may be a new state or a prediction."""
     if state_argnums is not None or list(starts) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
         return
     others = [a for a in call.arguments[1:] if not a.is_lone_array]
@@ -362,7 +361,7 @@ def _check_lone(call: Call, starts: Mapping[int, int], treedef: Any, state_argnu
 def describe_leaves(
     call: Call, states: States, outputs: Any, devices: int = 1
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
-    """Paths and roles of all leaves. With one state its paths stand alone, with several the argument's name leads.
+    """Describes paths and roles of all leaves. With one state its paths stand alone, else the argument's name leads.
 
     A Table that isn't state is read where it is, if it is spread over as many devices as the step.
     """
@@ -387,7 +386,7 @@ def describe_leaves(
 
 
 def call_difference(old: Call, new: Call) -> str | None:
-    """The first leaf whose shape or dtype changed; None if only weak types did."""
+    """Names the first leaf whose shape or dtype changed; None if only weak types did."""
     for a, b in zip(old.arguments, new.arguments, strict=True):
         if a.treedef != b.treedef:
             return f"{b.name} has another structure"

@@ -79,15 +79,17 @@ class AsynchronousRunner:
         return MinibatchLister(self.step, self._everywhere, again=True)
 
     def lower(self) -> Any:
-        """A pipeline is several programs."""
+        """Refuses: a pipeline is several programs."""
         raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> None:
-        """None: no capacity is measured."""
+        """Returns None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arrays: its new state, and what the minibatch returned that has gone through.
-        Parts without state are None where there is none yet."""
+        """Runs the step on flat arrays: returns its new state, and the results of the minibatch that has gone through.
+
+        Parts without state are None where there is none yet.
+        """
         states, others = self.call(leaves)
         count = self._out_tree.num_leaves
         if others is not None:
@@ -96,7 +98,7 @@ class AsynchronousRunner:
         return jax.tree.map(lambda x: None if has_no_state(x) else states[x], tree, is_leaf=has_no_state)
 
     def call(self, leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any] | None]:
-        """Bring a minibatch; returns new states, and what the one returned that ends with this call, by the results'
+        """Brings a minibatch; returns new states, and the results of the minibatch that ends with this call, by their
         numbers."""
         self.executor.compile()  # before anything is given away
         flight = self._flight(leaves)
@@ -148,7 +150,7 @@ class AsynchronousRunner:
         return bool(numbers) and {*self.new_states.values(), *self.passed}.isdisjoint(numbers)
 
     def _flight(self, leaves: Sequence[Any]) -> AsynchronousFlight | None:
-        """The one that goes on: all moving leaves are of its last call."""
+        """Returns the flight that goes on: all moving leaves are of its last call."""
         first = leaves[self.moving[0]] if self.moving else None
         if not isinstance(first, PendingArray) or not isinstance(first.flight, AsynchronousFlight):
             return None
@@ -205,7 +207,7 @@ class AsynchronousFlight:
         return -1 if self._is_gone else self.calls
 
     def hand_on(self) -> None:
-        """Say that its leaves are no more: a step has taken them, or failed."""
+        """Says that its leaves are no more: a step has taken them, or failed."""
         self._is_gone = True
 
     @property
@@ -216,16 +218,16 @@ class AsynchronousFlight:
 
     @property
     def is_of_several(self) -> bool:
-        """Whether its stages are on several processes."""
+        """Its stages are on several processes."""
         return self._runner.messages is not None
 
     def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> bool:
-        """Whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
+        """Returns whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
         same = all(leaves[k] is leaf for k, leaf in self._constants)
         return self._runner is runner and self._drained is None and same
 
     def issue(self, arguments: Mapping[Var, Any]) -> dict[int, Any] | None:
-        """Bring a minibatch; returns the results of the one that ends with this call, by their number."""
+        """Brings a minibatch; returns the results of the one that ends with this call, by their number."""
         number = self.calls
         self._minibatches[number] = self._lister.minibatch(number)
         self._given[self._lister.called(number)] = arguments
@@ -260,7 +262,7 @@ class AsynchronousFlight:
 
     @uninterrupted
     def drained(self) -> list[Any]:
-        """The moving leaves behind all minibatches. Collective over the ranks of the stages."""
+        """Returns the moving leaves behind all minibatches. Collective over the ranks of the stages."""
         if self._drained is None:
             try:
                 self._drained = self._finished()
@@ -292,7 +294,7 @@ class AsynchronousFlight:
         return [self._runner.structured(results) for results in self.rest_by_number if results]
 
     def _spread_scalars(self, found: Mapping[Value, tuple[int, ...]]) -> dict[Value, tuple[int, ...]]:
-        """Send every device what isn't a leaf of one stage; returns who has it then."""
+        """Sends every device what isn't a leaf of one stage; returns who has it then."""
         everywhere = tuple(range(len(self._runner.executor.all)))
         scalars = {value: devices for value, devices in found.items() if value.var not in self._step.new_leaves}
         for value, devices in scalars.items():
@@ -319,7 +321,7 @@ class AsynchronousFlight:
 
 
 def _read(leaf: Any) -> Any:
-    """A leaf, once no minibatch is to update it."""
+    """Returns a leaf, once no minibatch is to update it."""
     return leaf.current() if isinstance(leaf, PendingArray) else leaf
 
 

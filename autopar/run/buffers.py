@@ -16,8 +16,12 @@ from autopar.tables.kinds import copied, is_table
 
 
 def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any]:
-    """A call's flat leaves; a leaf of the state (`states` are their numbers) whose buffer another leaf has, too, is
-    copied: it is to be updated in place by itself."""
+    """Copies leaves of the state whose buffer another leaf has, too: each is to be updated in place by itself.
+
+    Args:
+      leaves: Of a call, flat.
+      states: The numbers of those of the state.
+    """
     own_leaves, states = list(leaves), frozenset(states)
     if not states:
         return own_leaves
@@ -32,7 +36,7 @@ def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any
 
 @contextlib.contextmanager
 def naming_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Within it errors that a leaf of the arguments was gone before the call name that leaf (`check_not_donated`)."""
+    """Names the leaf in errors that a leaf of the arguments was gone before the call (`check_not_donated`)."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -41,7 +45,7 @@ def naming_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
 
 def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
-    """Raise DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
+    """Raises DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
     if not isinstance(cause, DonatedStateError) and not any(word in str(cause) for word in ("deleted", "donated")):
         return  # a step that failed itself has updated leaves in place, too
     gone = first_deleted((args, dict(kwargs)))
@@ -54,7 +58,7 @@ def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any],
 
 
 def is_shared_buffer(error: Exception) -> bool:
-    """Whether JAX says that a buffer is donated twice, or donated and used."""
+    """Returns whether JAX says that a buffer is donated twice, or donated and used."""
     text = str(error)
     return "donate" in text and any(phrase in text for phrase in ("same buffer", "same call", "twice", "also used"))
 
@@ -64,7 +68,7 @@ def is_traced(leaf: Any) -> bool:
 
 
 def _buffers(tree: Any) -> list[Any]:
-    """Addresses of the buffers of all arrays in a tree."""
+    """Lists the addresses of the buffers of all arrays in a tree."""
     return [
         address
         for leaf in jax.tree.leaves(tree)
@@ -82,7 +86,7 @@ def _addresses(leaf: jax.Array) -> list[int]:
 
 
 def first_deleted(arguments: tuple[Any, Any]) -> str | None:
-    """The place of a leaf in (args, kwargs) whose rows or buffers were given to a step; None if there is none."""
+    """Names the first leaf in (args, kwargs) whose rows or buffers were given to a step; None if there is none."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if is_table(leaf) or (isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf)):
             if leaf.is_deleted():
@@ -92,7 +96,7 @@ def first_deleted(arguments: tuple[Any, Any]) -> str | None:
 
 
 def noting_lost_state(call: Callable[..., Any]) -> Callable[..., Any]:
-    """A step's `__call__` whose errors say so if the state is gone.
+    """Wraps a step's `__call__` so that its errors say so if the state is gone.
 
     An error stays what it is: who catches JAX's own errors still does.
     Autopar's own errors, and warnings that are errors, are raised before a step begins.

@@ -57,19 +57,19 @@ _BLOCKS = 8
 
 
 def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
-    """The type of an input as it is stored."""
+    """Returns the type of an input as it is stored."""
     if layout is None:
         return type_
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
 def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
-    """The type of an array of which this is one of some parts along an axis; None: all of it."""
+    """Returns the type of the whole array of which this is one of some parts along an axis; None: all of it."""
     return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
 
 
 def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
-    """How a family's rows are spread over the devices."""
+    """Returns the layout of a family's rows over the devices."""
     family_plan = bound.family(family)
     return None if family_plan is None else family_plan.layout
 
@@ -165,8 +165,11 @@ class DevicesRunner:
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
-        """Where results are: new states in their place. Other ones XLA puts where it likes; across processes those of
-        the batch are spread, if they may be, and the rest is on every device, so that every process can read it."""
+        """Returns where results are: new states in their place.
+
+        Other ones XLA puts where it likes; across processes those of the batch are spread, if they may be, and the rest
+        is on every device, so that every process can read it.
+        """
 
         def of(atom: Atom, state: int | None) -> NamedSharding | None:
             if state is not None:
@@ -181,18 +184,20 @@ class DevicesRunner:
         return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
 
     def lower(self) -> Any:
-        """`jax.jit(...).lower` at the plan's shapes, as calls have them. Of a single process they find compiled what is
-        compiled so; several first take a part of it (`LateFallback`)."""
+        """Lowers the step as `jax.jit(...).lower` does, at the plan's shapes.
+
+        Of a single process, calls find compiled what is compiled so; several first take a part of it (`LateFallback`).
+        """
         if not self._across:  # where other processes needn't have been asked for it
             self.begin_whole()
         return self._lowered()
 
     def begin_whole(self) -> None:
-        """Have the next calls run the step together with its fallback. On all processes, if on any."""
+        """Has the next calls run the step together with its fallback. On all processes, if on any."""
         self._call = self._run
 
     def prepare(self) -> None:
-        """Compile, beside the steps, what a batch needs that exceeds a capacity."""
+        """Compiles, beside the steps, what a batch needs that exceeds a capacity."""
         if isinstance(self._call, LateFallback):
             self._call.prepare()
 
@@ -203,7 +208,7 @@ class DevicesRunner:
         )
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments (arrays or Tables), placed where need be."""
+        """Runs the step on flat arguments (arrays or Tables), which are placed where need be; returns its results."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
         leaves, going, entries = self._logs(leaves) if self._log_specs else (leaves, [], [])
@@ -250,8 +255,8 @@ class DevicesRunner:
         return placed
 
     def _separate(self, leaves: Sequence[Any], placed: list[Any], elsewhere: Sequence[int]) -> None:
-        """Copy state leaves that are another leaf's buffer, too: each is to be updated in place by itself. `elsewhere`:
-        those that were placed."""
+        """Copies state leaves that are another leaf's buffer, too: each is to be updated in place by itself.
+        `elsewhere`: those that were placed."""
         placed_now = self._donated.intersection(elsewhere)
         if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
             own = with_own_buffers(leaves, self._donated)
@@ -267,8 +272,11 @@ class DevicesRunner:
             held.add(id(placed[k]))
 
     def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[DeviceUpdateLog | None], list[list[Any]]]:
-        """The leaves, those of update logs that go on as they are stored; these logs, None where one begins; and their
-        entries, or none."""
+        """Returns the leaves, their update logs, and the logs' entries.
+
+        Leaves of update logs that go on are as they are stored; a log is None, and its entries are none, where one
+        begins.
+        """
         leaves, entries = list(leaves), []
         logs = [common_log([leaves[k] for k in j.leaves], j) for j in self._log_specs]
         going = {id(log) for log in logs if log is not None}
@@ -286,7 +294,7 @@ class DevicesRunner:
         return leaves, logs, entries
 
     def _keep_logs(self, results: list[Any], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
-        """Take the update logs off the end of the results, and make tables of their leaves."""
+        """Takes the update logs off the end of the results, and makes tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
         for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
@@ -359,7 +367,7 @@ class LateFallback:
         self._is_whole = False
 
     def __call__(self, *operands: Any) -> Sequence[Any]:
-        """The step's results."""
+        """Runs the step, and its fallback if a capacity is exceeded."""
         if not self._is_whole:
             self._calls += 1
             if self._calls > CALLS:
@@ -377,7 +385,8 @@ class LateFallback:
         return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
 
     def _is_compiled(self) -> bool:
-        """Whether the step and its fallback are; of several processes, whether all know that they are."""
+        """Returns whether the step and its fallback are compiled; of several processes, whether all know that they
+        are."""
         if self._compilation is None or (self._across and self._calls <= WAITING_CALLS):
             return False
         if self._across:
@@ -385,7 +394,7 @@ class LateFallback:
         return self._compilation.is_done()
 
     def prepare(self) -> None:
-        """Compile the step and its fallback beside the steps."""
+        """Compiles the step and its fallback beside the steps."""
         if self._compilation is None and not self._is_whole:
             what = "a step for batches that exceed its capacities"
             self._compilation = beside(what, lambda: self._lower().compile())
@@ -421,8 +430,11 @@ class ReadRows:
         self._program_of = functools.cache(self._ids_program)
 
     def current(self, leaves: Sequence[Any]) -> list[Any]:
-        """A call's flat arguments, with the table as it is stored, its rows up to date where they are read, in place of
-        tables of which nothing is read but rows, by numbers that don't follow from such tables."""
+        """Brings the rows of tables up to date that a call reads; returns its flat arguments.
+
+        Tables of which nothing is read but rows, by numbers that don't follow from such tables, are replaced by what is
+        stored.
+        """
         by_log: dict[int, tuple[DeviceUpdateLog, list[int]]] = {}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, DeferredTable):
@@ -450,8 +462,7 @@ class ReadRows:
     def _ids_program(
         self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...], everywhere: NamedSharding
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
-        """The program that makes the numbers of rows of all tables of an update log, flat, sorted and distinct, of the
-        inputs that they follow from.
+        """Compiles what makes the rows' numbers of all tables of an update log, flat, sorted and distinct.
 
         Args:
           read: (A table, an input that is a leaf of it, its row axis).
@@ -471,7 +482,7 @@ class ReadRows:
         return jit_on(cast(Mesh, everywhere.mesh), run, out_shardings=everywhere)
 
     def _ids(self, k: int, axis: int) -> _Ids | None:
-        """The rows that are looked up in a leaf; None if it is read otherwise."""
+        """Returns the rows that are looked up in a leaf; None if it is read otherwise."""
         if (k, axis) not in self._known:
             self._known[k, axis] = self._found(k, axis)
         return self._known[k, axis]
@@ -491,7 +502,8 @@ class ReadRows:
 
 
 def _cut(rows: Mapping[int, Array], sizes: Sequence[int]) -> list[dict[int, Array]]:
-    """Numbers of rows in blocks of these sizes, one for each table; as they are if these were many."""
+    """Cuts numbers of rows into blocks of these sizes, one for each table; leaves them whole if the blocks were
+    many."""
     count = max((-(-ids.size // sizes[table]) for table, ids in rows.items()), default=0)
     if count > _BLOCKS:
         return [dict(rows)]
@@ -505,7 +517,7 @@ def _cut(rows: Mapping[int, Array], sizes: Sequence[int]) -> list[dict[int, Arra
 
 
 def _lookups(block: Block, k: int, axis: int) -> list[Access] | None:
-    """The lookups of rows of an input, none of which is inside of a loop or branch; None if anything else reads it."""
+    """Lists the lookups of rows of an input, all outside of loops and branches; None if anything else reads it."""
     leaf, found = block.inputs[k], list[Access]()
     if leaf in block.outputs:
         return None

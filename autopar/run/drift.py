@@ -71,7 +71,7 @@ class SeenAlpha:
         return abs(self.streak) >= IN_A_ROW
 
     def with_sample(self, rows: int) -> SeenAlpha:
-        """After one more sample."""
+        """Returns what is known after one more sample."""
         count = self.samples + 1
         ratio = max(rows, 1) / max(self.planned, 1)
         way = 1 if ratio >= DRIFT else -1 if ratio <= 1 / DRIFT else 0
@@ -111,7 +111,7 @@ class AlphaWatch:
         return self._left <= 0
 
     def look(self, entry: Entry | None, leaves: Sequence[Any]) -> Mapping[str, SeenAlpha]:
-        """Judge the sample before, and take one of a call.
+        """Judges the sample before, and takes one of a call.
 
         Args:
           entry: Its plan, None if there is none.
@@ -134,7 +134,7 @@ class AlphaWatch:
         return drifted
 
     def forget(self, entry: Entry) -> None:
-        """Begin anew with a plan, or drop one that another took the place of."""
+        """Begins anew with a plan, or drops one that another took the place of."""
         self._plans.pop(entry, None)
         if self._at_work is not None and self._at_work[0] is entry:
             self._at_work = None
@@ -186,19 +186,19 @@ class _Watched:
         return [x.copy() if isinstance(x, np.ndarray) else x for x in kept]
 
     def drifted(self) -> dict[str, SeenAlpha]:
-        """The tables that have drifted, each one once."""
+        """Returns the tables that have drifted, each one once."""
         fresh = {path: seen for path, seen in self.seen.items() if seen.drifted and path not in self._told}
         self._told.update(fresh)
         return fresh
 
     def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """Path -> rows that a call touches."""
+        """Returns by path the number of rows that a call touches."""
         # On the host: a program on all devices would meet those of the step in another order on each.
         host = [np.asarray(x) if isinstance(x, jax.Array) else x for x in leaves]
         return {path: count for f in self._families for path, count in f.rows(host).items()}
 
     def take(self, rows: Mapping[str, int]) -> None:
-        """One more sample. Without an example the first one says what was planned."""
+        """Takes one more sample. Without an example the first one says what was planned."""
         if not self.seen:
             planned = self._planned or rows
             self.seen = {p: SeenAlpha(planned[p], rows[p], f.extent) for f in self._families for p in f.paths}
@@ -216,7 +216,7 @@ class _Family:
         self._read = id_reader(program, ids)
 
     def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
-        """Path of each of its tables -> rows that a call touches."""
+        """Returns by each of its tables' paths the number of rows that a call touches."""
         flat = self._read(leaves)
         assert flat is not None, "what the ids depend on is at hand, and has no effects"
         (rows,) = device_ids(flat, [False] * len(flat), 1, self.extent)

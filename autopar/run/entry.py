@@ -36,7 +36,7 @@ from autopar.ways.way import Way
 
 @dataclass(eq=False)
 class Entry:
-    """What is known of the step at one set of shapes.
+    """Holds what is known of the step at one set of shapes.
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `way` is how the step
     is run, with the options that it was compiled by. `fun` is what was traced, the user's step or one made of it;
@@ -70,8 +70,10 @@ class Entry:
         return self.way.options
 
     def takes(self, call: Call) -> bool:
-        """Whether this is the plan for a call, too: a state may come as an array or as a Table, but what is only read
-        is planned for where it is."""
+        """Returns whether this is the plan for a call, too.
+
+        A state may come as an array or as a Table, but what is only read is planned for where it is.
+        """
         layouts = call.read_layouts(self.parameters, self.compiled.plan.devices)
         pairs = zip(self.compiled.analysed.inputs, layouts, strict=True)
         same = (a.role == "state" or a.layout == b for a, b in pairs)
@@ -91,7 +93,8 @@ class Entry:
         return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
 
     def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """Concrete leaves of what is not state and what ids depend on, to measure alpha on; None where there is none.
+        """Returns concrete leaves to measure alpha on, which ids depend on and which are no state; None where there is
+        none.
 
         Global arrays are kept whole, so that measuring once more needs no other process; NumPy's are copied.
         """
@@ -115,7 +118,7 @@ class Entry:
         return self._typed(emit(self.compiled.program.block)) if bound.rewrites else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
-        """With the plain step's types, weak or strong: a row that is written back takes its table's type."""
+        """Gives results the plain step's types, weak or strong: a row that is written back takes its table's type."""
         types = [a.type for a in self.compiled.analysed.block.outputs]
 
         def typed_run(*inputs: Any) -> Sequence[Any]:
@@ -173,11 +176,11 @@ class Entry:
 
     @property
     def are_results_whole(self) -> bool:
-        """Whether results by example are whole on every process."""
+        """Results by example are whole on every process."""
         return self.options.are_results_whole(self.compiled.analysed)
 
     def run_called(self, *leaves: Any) -> list[Any]:
-        """The planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
+        """Runs the planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
         states = {k for k, input_ in enumerate(self.compiled.analysed.inputs) if input_.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
         results = jax.tree.leaves(self.runner(copies))

@@ -23,7 +23,7 @@ from autopar.tables.kinds import spread_as
 
 
 class Stay(NamedTuple):
-    """How a leaf stays in shards: by a method, along an axis of its."""
+    """The way in which a leaf stays in shards: by a method, along one of its axes."""
 
     method: str
     axis: int
@@ -73,7 +73,7 @@ def _is_in_shards(leaf: Any) -> bool:
 
 
 def _axes(leaf: jax.Array) -> set[str]:
-    """The axes of a mesh over which an array is spread."""
+    """Returns the axes of a mesh over which an array is spread."""
     assert isinstance(leaf.sharding, NamedSharding), "it is in shards"
     parts = [part if isinstance(part, tuple) else (part,) for part in leaf.sharding.spec if part is not None]
     return {name for names in parts for name in names if leaf.sharding.mesh.shape[name] > 1}
@@ -103,7 +103,7 @@ def _is_open(options: Options, path: str) -> bool:
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
-    """Parameters before their slots."""
+    """Orders paths: parameters before their slots."""
     return sorted(paths, key=lambda path: (len(path), path))
 
 
@@ -115,7 +115,7 @@ def shard_notes(options: Options) -> list[str]:
 
 
 def warn_of_whole_leaves(compiled: Compiled, devices: Devices | None, options: Options, leaves: Sequence[Any]) -> None:
-    """Warn of leaves that come in shards and are whole on every device, where the user didn't say so."""
+    """Warns of leaves that come in shards and are whole on every device, where the user didn't say so."""
     whole = made_whole(compiled, devices, leaves)
     paths = _in_order(path for path in whole if options.plan is not None or _is_open(options, path))
     if not paths or devices is None:

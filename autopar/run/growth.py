@@ -36,9 +36,10 @@ class Growth:
     another: Callable[[Entry, Compiled, Sequence[Any] | None, float], Entry]
 
     def after(self, entry: Entry, loads: Sequence[int]) -> tuple[Entry, str]:
-        """The step with larger capacities after batches that exceeded those of its plan: twice as large, or as large as
-        they needed, with headroom. After batches that came near them the plan as it is: the larger one is compiled
-        beside the steps.
+        """Plans the step with larger capacities after batches that exceeded those of its plan; returns it, and a note.
+
+        Capacities are twice as large, or as large as the batches needed, with headroom. After batches that came near
+        them it returns the plan as it is: the larger one is compiled beside the steps.
 
         Args:
           entry: The step as it is planned.
@@ -72,8 +73,11 @@ class Growth:
         )
 
     def _larger(self, entry: Entry, headroom: float) -> Compilation[Entry]:
-        """The step with larger capacities, compiled beside the steps, and planned there unless processes compare their
-        plans; these take the plan that all of them made, whether it was compiled or not."""
+        """Compiles the step with larger capacities beside the steps.
+
+        It is planned there unless processes compare their plans; these take the plan that all of them made, whether it
+        was compiled or not.
+        """
         planned, example = None, entry.example
         if self.planner.processes is not None:
             planned = self._with_headroom(entry, example, headroom)
@@ -90,8 +94,8 @@ class Growth:
         return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
 
     def _with_headroom(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
-        """The step planned with larger capacities: with some headroom, or twice as much until that changes the plan, as
-        capacities are rounded."""
+        """Plans the step with some headroom, or twice as much until that changes the plan, as capacities are
+        rounded."""
         while True:
             compiled = self.planner.plan_again(entry, example, headroom)
             if compiled.bound.decisions != entry.compiled.bound.decisions:
@@ -100,6 +104,6 @@ class Growth:
 
 
 def _has_room(entry: Entry, needs: Mapping[str, int]) -> bool:
-    """Whether batches that need so much, in rows by table, don't come near a capacity."""
+    """Returns whether batches that need so much, in rows by table, stay away from the capacities."""
     tight = {f.table.path: f.bounds.capacity or 0 for f in entry.compiled.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

@@ -97,8 +97,7 @@ class HostRunner:
         self._returned: dict[int, weakref.ref[Any]] = {}
 
     def _check_others(self) -> None:
-        """Tables on devices by their rows don't go together with tables on several ranks, nor on one if rows wait; nor
-        do dense parameters in shards.
+        """Refuses tables by rows on devices beside tables on several ranks, or on one if rows wait, and dense shards.
 
         Raises:
           StrategyError: there are such.
@@ -124,7 +123,7 @@ class HostRunner:
         raise AssertionError("a step in stages is no single program")
 
     def loads(self) -> None:
-        """None: messages are as long as they must be."""
+        """Returns None: messages are as long as they must be."""
 
     @property
     def ranks(self) -> Ranks:
@@ -132,7 +131,7 @@ class HostRunner:
         return self._ranks
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments (arrays, Tables, HostTables)."""
+        """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results."""
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
         self._require_memory(leaves)
@@ -163,7 +162,7 @@ class HostRunner:
         return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
     def _ran(self, inputs: Sequence[Any], step: RunningStep) -> Sequence[Any]:
-        """The results of a step in the program for its rows: it begins in the last one's."""
+        """Runs a step in the program for its rows: it begins in the last one's. Returns its results."""
         staged = self._staged or self._compiled_for(self._buckets.least)
         while True:
             is_known = self._staged in (None, staged)  # the caller says it of the first one
@@ -200,7 +199,7 @@ class HostRunner:
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
     def _written(self, results: Sequence[Any], logs: Sequence[HostUpdateLog]) -> Sequence[Any]:
-        """The step's own results; the update logs have what it wrote down."""
+        """Returns the step's own results; the update logs take what it wrote down."""
         start = len(self._program.outputs)
         rest = results[start:]
         for log in logs:
@@ -219,12 +218,12 @@ class HostRunner:
 
     @property
     def compilations(self) -> int:
-        """How often it was compiled."""
+        """The number of times that it was compiled."""
         return len(self._programs)
 
     @property
     def once_per_row(self) -> OncePerRow | None:
-        """What the last step's program computes for distinct rows; None if nothing."""
+        """The values that the last step's program computes for distinct rows; None if there are none."""
         return self._staged.once_per_row if self._staged is not None else None
 
     def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
@@ -241,7 +240,7 @@ class HostRunner:
     # --- arguments ---
 
     def _require_memory(self, leaves: Sequence[Any]) -> None:
-        """Make sure that the hosts have memory for the tables that come to them now.
+        """Makes sure that the hosts have memory for the tables that come to them now.
 
         Raises:
           HostMemoryError: they haven't.
@@ -259,7 +258,8 @@ class HostRunner:
         return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
 
     def _storages(self, leaves: Sequence[Any]) -> dict[int, HostRows]:
-        """What the step works on, by input. A table that comes twice is copied: each is updated by itself."""
+        """Returns the tables that the step works on, by input. A table that comes twice is copied: each is updated by
+        itself."""
         storages: dict[int, HostRows] = {}
         for k, (axis, layout) in self._tables.items():
             leaf = leaves[k]
@@ -275,7 +275,7 @@ class HostRunner:
         return storages
 
     def _hand_on(self, leaves: Sequence[Any], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
-        """New handles of the tables that the step updates; those of its arguments are deleted."""
+        """Makes new handles of the tables that the step updates; those of its arguments are deleted."""
         handles = {}
         for k in self._new.values():
             if k in tables:
@@ -285,13 +285,14 @@ class HostRunner:
         return handles
 
     def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arguments, with copies of leaves of the state that are another leaf's buffer, too."""
+        """Copies leaves of the state that are another leaf's buffer, too; returns the arguments."""
         if not self._donate or self._ranks.is_joint or self._are_own(leaves):
             return leaves
         return with_own_buffers(leaves, self._states - set(self._tables))
 
     def _are_own(self, leaves: Sequence[Any]) -> bool:
-        """Whether the state is what the last step returned, and in no other argument: buffers of its own, then."""
+        """Returns whether the state is what the last step returned, and in no other argument: buffers of its own,
+        then."""
         if not self._returned:
             return False
         own = {id(leaves[k]) for k in self._returned}
@@ -300,7 +301,7 @@ class HostRunner:
         return all(returned() is leaves[k] for k, returned in self._returned.items())
 
     def _placed(self, k: int, leaf: Any) -> Any:
-        """An argument as the device programs take it."""
+        """Places an argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
             if k in self._unread:  # a slot that an evaluation is given with its parameter
@@ -331,7 +332,7 @@ class HostRunner:
         return ranks.everywhere(leaf) if ranks.is_joint else jax.device_put(leaf, ranks.sharding(along))
 
     def _part(self, along: int, leaf: Any) -> Any:
-        """This rank's examples, or all ranks', of which it has its own."""
+        """Returns this rank's examples, or all ranks' array, of which it has its own."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
         leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
@@ -364,12 +365,12 @@ class HostRunner:
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
     def _on_all(self, result: Any) -> Any:
-        """A result as every rank has it; a table stays where it is."""
+        """Returns a result as every rank has it; a table stays where it is."""
         with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
             return self._ranks.own(across.whole_everywhere(result))
 
     def _joined(self, part: Any, along: int) -> jax.Array:
-        """A global array of the ranks' parts."""
+        """Makes a global array of the ranks' parts."""
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
         spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
@@ -378,7 +379,7 @@ class HostRunner:
 
 
 def _read(value: Any) -> jax.Array:
-    """A table (then this is collective) or a given leaf as an array of its own."""
+    """Returns a table (then this is collective) or a given leaf as an array of its own."""
     if isinstance(value, HostRows):
         return HostTable(value).materialize()
     return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)
@@ -389,7 +390,7 @@ def _has_dynamic_ids(space: Any) -> bool:
 
 
 def _is_pulled_alone(block: Block, k: int) -> bool:
-    """Whether nothing is done with an input but that its rows are pulled."""
+    """Returns whether nothing is done with an input but that its rows are pulled."""
     leaf = block.inputs[k]
     uses = [e for e in block.walk() if leaf in e.inputs]
     return leaf not in block.outputs and all(e in block.equations and e.op == "ap.pull" for e in uses)

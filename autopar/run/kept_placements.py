@@ -37,7 +37,7 @@ _COMPARED = 256
 
 @dataclass(eq=False)
 class _Kept:
-    """What an array was placed as, by where; nothing once it is gone."""
+    """Holds what an array was placed as, by where; nothing once the array is gone."""
 
     source: weakref.ref[Any]
     placed: dict[Hashable, Array]
@@ -54,7 +54,7 @@ _known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
 def forget(leaves: Iterable[Any]) -> None:
-    """Let go what leaves were placed as that are about to be given away."""
+    """Lets go what leaves were placed as that are about to be given away."""
     for leaf in leaves if _known else ():
         kept = _known.get(id(leaf))
         if kept is not None and kept.source() is leaf:
@@ -106,7 +106,7 @@ class KeptPlacements:
         return placed
 
     def look(self, k: int, leaf: Any) -> None:
-        """Warn of a large argument that was the same in several calls, and is placed in each of them."""
+        """Warns of a large argument that was the same in several calls, and is placed in each of them."""
         is_numpy = isinstance(leaf, np.ndarray)
         if k not in self._large or not (is_numpy or is_global(leaf)):
             return
@@ -145,7 +145,7 @@ class KeptArguments:
         self._numbers = {v: k for k, v in enumerate(step.inputs) if isinstance(v, Var) and v not in others}
 
     def look(self, leaves: Sequence[Any]) -> None:
-        """Warn of large arrays of NumPy that were the same in several calls."""
+        """Warns of large arrays of NumPy that were the same in several calls."""
         for k in self._numbers.values():
             if isinstance(leaves[k], np.ndarray):
                 self._kept.look(k, leaves[k])
@@ -158,6 +158,6 @@ class KeptArguments:
 
 
 def _is_constant(leaf: Any) -> bool:
-    """Whether it is an array of this process that nobody can change."""
+    """Returns whether it is an array of this process that nobody can change."""
     array = leaf.stored if isinstance(leaf, Table) else leaf
     return type(array) is ConcreteArray and array.is_fully_addressable and not array.is_deleted()

@@ -35,11 +35,11 @@ class ObjectStep(PickledByOptions, abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step."""
+        """Runs one step."""
 
     @property
     def latest(self) -> Entry | None:
-        """What is known of the step at the shapes of the latest call that was planned."""
+        """The entry of the latest call that was planned."""
         return self._latest.latest if self._latest else None
 
     @property
@@ -56,19 +56,19 @@ class ObjectStep(PickledByOptions, abc.ABC):
     def pure(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
-        """The step of arrays for these arguments, and what it is to be called with."""
+        """Returns the step of arrays for these arguments, and what it is to be called with."""
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(step).lower` of the planned step."""
+        """Lowers the planned step as `jax.jit(step).lower` does."""
         step, pure_args, pure_kwargs = self.pure(args, kwargs)
         return step.lower(*pure_args, **pure_kwargs)
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, as a function does: a step may be a method."""
+        """Binds to an instance, as a function does: a step may be a method."""
         return self if instance is None else MethodStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
-        """The step of arrays for what is fixed, made when that is new.
+        """Returns the step of arrays for what is fixed, made when that is new.
 
         Args:
           fixed: Hashable.
@@ -99,7 +99,7 @@ AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
 def require_step(step: Any, what: str) -> None:
-    """Check that something is a planned step, or a method that is one.
+    """Checks that something is a planned step, or a method that is one.
 
     Raises:
       ArgumentsError: it isn't; `what` names the function that wanted one.
@@ -112,7 +112,7 @@ def require_step(step: Any, what: str) -> None:
 def unwrapped(
     step: AnyStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
 ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
-    """A step of arrays and its arguments, whatever the step is of.
+    """Returns a step of arrays and its arguments, whatever the step is of.
 
     Raises:
       ArgumentsError: `step` is no planned step; `what` names the function that wanted one.

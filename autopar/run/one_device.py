@@ -45,15 +45,15 @@ class OneDeviceRunner:
         self._run = jax.jit(step, donate_argnums=tuple(sorted(self._states)), keep_unused=keep)
 
     def lower(self) -> Lowered:
-        """`jax.jit(...).lower` at the plan's shapes."""
+        """Lowers the step as `jax.jit(...).lower` does, at the plan's shapes."""
         shapes = (jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types)
         return Lowered(self._run.lower(*shapes), self._results)
 
     def loads(self) -> None:
-        """None: no capacity is measured."""
+        """Returns None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments."""
+        """Runs the step on flat arguments; returns its results."""
         if self._is_new:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
         try:
@@ -64,7 +64,7 @@ class OneDeviceRunner:
             return self._results(self._run(*with_own_buffers(leaves, self._states)))
 
     def _results(self, returned: Any) -> Any:
-        """The step's, of what was returned to JAX, whose own way to a tree is the faster one."""
+        """Returns the step's results, in their tree, of what JAX was given: its own way to a tree is the faster one."""
         return returned if self._is_in_order else self._out_tree.unflatten([returned[k] for k in self._order])
 
 
@@ -75,16 +75,16 @@ class Lowered:
         self._stage, self._results = stage, results
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step, of what is compiled; static arguments are left out."""
+        """Runs one step of what is compiled; static arguments are left out."""
         return self._results(self._stage(*jax.tree.leaves((args, kwargs))))
 
     def compile(self, *args: Any, **kwargs: Any) -> Lowered:
-        """As of `jax.stages.Lowered`."""
+        """Compiles, as `jax.stages.Lowered` does."""
         return Lowered(self._stage.compile(*args, **kwargs), self._results)
 
     @property
     def out_info(self) -> Any:
-        """As of `jax.stages.Lowered`."""
+        """The results' shapes, as of `jax.stages.Lowered`."""
         return self._results(self._stage.out_info)
 
     def __getattr__(self, name: str) -> Any:

@@ -70,7 +70,7 @@ def without_sharding(name: str, jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
 
 @dataclass(frozen=True, slots=True)
 class PerDevice:
-    """What a step is written for.
+    """The devices that a step is written for.
 
     Attributes:
       axis: The name by which the step reduces over devices.
@@ -84,7 +84,8 @@ class PerDevice:
 
 
 def unknown_axis(name: str, error: NameError) -> Exception:
-    """What to raise for a step that reduces over devices without `axis_name=`; another NameError is the step's own."""
+    """Returns the error for a step that reduces over devices without `axis_name=`; another NameError is the step's
+    own."""
     if "axis name" not in str(error):
         return error
     return StepError(
@@ -113,7 +114,7 @@ class CallOfOne:
     static: NamedArguments
 
     def everywhere(self) -> tuple[Callable[..., Any], list[str]]:
-        """What N devices that run the step compute together.
+        """Makes a function of what N devices that run the step compute together.
 
         Returns:
           A function of global arrays, which can be traced with the call's arguments; and what differs from device to
@@ -160,7 +161,8 @@ class CallOfOne:
         return whole, notes
 
     def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
-        """Of all leaves the axis that devices share, None where each has all: of states, and of single keys."""
+        """Returns for each leaf the axis that devices share; None where each has all: for states, and for single
+        keys."""
         inputs, _ = describe_leaves(self.call, states, None)
         shapes = [t.shape for a in self.call.arguments for t in a.types]
         examples = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
@@ -179,7 +181,7 @@ class CallOfOne:
         return axes
 
     def _first_look(self) -> tuple[States, Block, frozenset[int]]:
-        """Which arguments are state, the program of one device, and which leaves are single keys.
+        """Finds which arguments are state, the program of one device, and which leaves are single keys.
 
         Leaves that may be keys are whole in it. Where the step doesn't take them so they are none.
         """
@@ -197,7 +199,7 @@ class CallOfOne:
         return look if keys == may_be else self._looked(self._example_axes(named, keys))
 
     def _shared_all(self, states: States, may_be: Collection[int]) -> tuple[States, Block, frozenset[int]]:
-        """The first look with the devices' shards of all leaves, also of those that may be keys."""
+        """Takes the first look with the devices' shards of all leaves, also of those that may be keys."""
         try:
             return self._looked(self._example_axes(states, ()))
         except Exception as error:
@@ -210,7 +212,7 @@ class CallOfOne:
             raise
 
     def _is_key(self, path: str, block: Block, k: int) -> bool:
-        """Whether a leaf is used as a single key.
+        """Returns whether a leaf is used as a single key.
 
         Raises:
           ArgumentsError: it can't be told.
@@ -226,7 +228,8 @@ class CallOfOne:
         return use == "key"
 
     def _may_be_keys(self, states: States) -> list[int]:
-        """Leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by name."""
+        """Lists leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by
+        name."""
         inputs, _ = describe_leaves(self.call, states, None)
         types = [t for a in self.call.arguments for t in a.types]
         examples = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
@@ -237,7 +240,7 @@ class CallOfOne:
         return [k for k in may_be if not any(matches(p, inputs[k].path) for p in named)]
 
     def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
-        """The same with a device's shard along some axes; None: with all on each device."""
+        """Takes the first look with a device's shard along some axes; None: with all on each device."""
         args, kwargs = self.call.shapes
         statics = self.static.of_call(args, kwargs)
         fixed = {n: v for n, v in kwargs.items() if n in statics}
@@ -269,7 +272,7 @@ class CallOfOne:
 
 
 def _share(shape: Any, axis: int | None, count: int) -> Any:
-    """The shape of one device's part."""
+    """Returns the shape of one device's part."""
     if axis is None:
         return shape
     sizes = (*shape.shape[:axis], shape.shape[axis] // count, *shape.shape[axis + 1 :])
@@ -277,12 +280,12 @@ def _share(shape: Any, axis: int | None, count: int) -> Any:
 
 
 def _numbers_used(block: Block, axis: str) -> Iterator[str]:
-    """Lines that read `lax.axis_index`."""
+    """Yields lines that read `lax.axis_index`."""
     return iter(dict.fromkeys(e.where for e in block.walk() if e.op == "axis_index" and e.params["axis_name"] == axis))
 
 
 def _shared(x: Any, axis: int | None, count: int) -> Any:
-    """[.., B, ..] as [.., N, B/N, ..]."""
+    """Reshapes [.., B, ..] to [.., N, B/N, ..]."""
     if axis is None:
         return x
     return jax.numpy.reshape(x, (*x.shape[:axis], count, x.shape[axis] // count, *x.shape[axis + 1 :]))
@@ -301,5 +304,5 @@ def _check_states(name: str, call: Call, states: States, along: Sequence[int | N
 
 
 def _stacked(result: Any, axis: int | None) -> Any:
-    """A result with the devices' axis first, if it has one."""
+    """Moves the devices' axis of a result to the front, if it has one."""
     return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

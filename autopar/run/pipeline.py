@@ -59,14 +59,14 @@ class PipelineRunner:
         self._is_new = True
 
     def lower(self) -> Any:
-        """A pipeline is several programs."""
+        """Refuses: a pipeline is several programs."""
         raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> None:
-        """None: no capacity is measured."""
+        """Returns None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arrays; new states are where their stages are."""
+        """Runs the step on flat arguments; returns its results. New states are where their stages are."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
         self.executor.compile()  # before anything is given away
@@ -86,7 +86,8 @@ class PipelineRunner:
 
 
 def _last_readers(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
-    """Of each program the positions of the state's leaves that no later one reads: their buffers take the new ones."""
+    """Returns for each program the positions of the state's leaves that it is the last to read: their buffers take the
+    new ones."""
     readers: dict[Var, tuple[StageProgram, int]] = {}
     outputs = set(step.results)
     for program in step.programs:
@@ -129,7 +130,7 @@ class StageLeaves:
         return arrays
 
     def put(self, values: Values) -> None:
-        """Bring leaves of the state to all devices of their stages."""
+        """Brings leaves of the state to all devices of their stages."""
         for value, devices in self._leaves.values():
             for device in devices:
                 if device in self._executor.devices:
@@ -162,7 +163,7 @@ class StageLeaves:
     def results(
         self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Any]
     ) -> list[Any]:
-        """The arrays of a call, each with buffers of its own.
+        """Returns the arrays of a call, each with buffers of its own.
 
         Args:
           outputs: What they are; a leaf that several stages have part by part.
@@ -182,8 +183,11 @@ class StageLeaves:
         given: Callable[[Var], Any],
         seen: set[int],
     ) -> Any:
-        """A result where it is; a leaf of the state that stages on several ranks have, or several stages, part by part.
-        Arrays of `seen` are copied."""
+        """Returns a result where it is.
+
+        A leaf of the state that stages on several ranks have, or several stages, comes part by part. Arrays of `seen`
+        are copied.
+        """
         if isinstance(out, Literal):
             return out.value
         parts = [a for a in (out if isinstance(out, tuple) else (out,)) if isinstance(a, Var)]
@@ -200,7 +204,7 @@ class StageLeaves:
         return _own(given(parts[0]), seen)
 
     def _array(self, value: Value, devices: Sequence[int], values: Values, seen: set[int]) -> Array | None:
-        """One array on all devices of its stage that this process has."""
+        """Makes one array on all devices of its stage that this process has."""
         places = [k for k in devices if k in self._executor.devices]
         shards = [_own(values.at(value, k), seen) for k in places]
         axis = self._step.divided.get(value.var)
@@ -211,7 +215,7 @@ class StageLeaves:
 
 
 def _own(array: Any, seen: set[int]) -> Any:
-    """An array, or a copy if it was seen before."""
+    """Returns an array, or a copy if it was seen before."""
     array = copied(array) if id(array) in seen else array
     seen.add(id(array))
     return array

@@ -52,7 +52,7 @@ ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """How calls of a step are planned.
+    """Plans calls of a step.
 
     Attributes:
       fun: The user's step.
@@ -92,17 +92,17 @@ class Planner:
 
     @functools.cached_property
     def way(self) -> Way:
-        """How the step is run, unless its arguments or its size say otherwise."""
+        """The way to run the step, unless its arguments or its size say otherwise."""
         return self.way_of(self.options)
 
     @functools.cached_property
     def processes(self) -> StoreGroup | None:
-        """Those that run the step together; None if it is this one alone."""
+        """The processes that run the step together; None if it is this one alone."""
         processes = self.stage_processes if self.devices is None else self.devices.processes
         return processes if processes is not None and processes.several else None
 
     def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
-        """Plan a call.
+        """Plans a call.
 
         Args:
           call: The call.
@@ -175,8 +175,10 @@ class Planner:
         return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), **more)
 
     def _program(self, call: Call, states: States, outputs: Any, block: Block, devices: int) -> Program:
-        """A call's program for so many devices. An evaluation reads rows of its spread parameters where they are, of
-        arrays as of Tables."""
+        """Makes a call's program for so many devices.
+
+        An evaluation reads rows of its spread parameters where they are, of arrays as of Tables.
+        """
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
@@ -186,7 +188,7 @@ class Planner:
         return dataclasses.replace(program, inputs=tuple(inputs))
 
     def may_follow(self, plan: Plan) -> bool:
-        """Whether an earlier plan may take the place of what the user left open: it is one of as many devices."""
+        """Returns whether an earlier plan may decide what the user left open: it is one of as many devices."""
         options = self.options
         given = options.plan is not None or not self.way.may_follow
         hosts = asks_for_hosts(plan.strategy)
@@ -200,8 +202,11 @@ class Planner:
 
     @staticmethod
     def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Any], clients: Clients) -> Sequence[Any]:
-        """The call as the first client makes it: what is measured of its minibatch all plan by, and so run one program.
-        Collective, if these are arrays."""
+        """Returns the call as the first client makes it: all plan by what is measured of its minibatch, and so run one
+        program.
+
+        Collective, if these are arrays.
+        """
         batch = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
         if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
             return leaves
@@ -209,7 +214,7 @@ class Planner:
         return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
     def _check_job(self, leaves: Sequence[Any]) -> None:
-        """Check that the processes of this job see each other, by MPI where the step needs it."""
+        """Checks that the processes of this job see each other, by MPI where the step needs it."""
         check_connected(self.name)
         if any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
@@ -218,7 +223,7 @@ class Planner:
             check_ranks(self.name, *needed)
 
     def _donates(self, call: Call, states: States) -> bool:
-        """Whether a call's state is updated in place: all of it, or, with a warning, none."""
+        """Returns whether a call's state is updated in place: all of it, or, with a warning, none."""
         arguments = [call.arguments[k] for k in states.outputs]
         kept = [a.name for a in arguments if self.donated is not None and a.place not in self.donated]
         donate = self.donate and not kept
@@ -237,14 +242,15 @@ class Planner:
         return donate
 
     def _exceeds_memory(self, compiled: Compiled) -> bool:
-        """Whether the state doesn't fit the devices as it is planned."""
+        """Returns whether the state doesn't fit the devices as it is planned."""
         memory = self.machine.memory_bytes
         return memory is not None and compiled.plan.state_bytes > state_budget(memory)
 
     def _staged(
         self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Any], number: int
     ) -> tuple[Entry | None, str]:
-        """The same call in stages, whose state doesn't fit the devices otherwise; why not, if it can't be cut."""
+        """Plans the call in stages, as its state doesn't fit the devices otherwise; returns why not, if it can't be
+        cut."""
         note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
         try:
             entry = planner.plan(call, leaves, number, is_first=False)
@@ -253,20 +259,20 @@ class Planner:
         return dataclasses.replace(entry, notes=(*entry.notes, f"{note}, so it is run in stages.")), ""
 
     def _rate_notes(self, compiled: Compiled) -> list[str]:
-        """Says which rates a plan was made by that are assumed."""
+        """Says which of the rates that a plan was made by are assumed."""
         if self.machine.rates is None or not any(table.terms for table in compiled.plan.tables):
             return []
         note = assumed_note(self.machine.rates())
         return [note] if note else []
 
     def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
-        """The same step once more, by another example and headroom."""
+        """Plans the step once more, by another example and headroom."""
         old = entry.compiled.analysed
         program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
         return self._compile(program, dataclasses.replace(entry.options, headroom=headroom), example)[0]
 
     def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> tuple[Compiled, Way]:
-        """Analyze, measure, compile; once more where rows turn out not to be deferrable."""
+        """Analyzes, measures, compiles; once more where rows turn out not to be deferrable."""
         way = self.way_of(options).settled(self, program)
         while True:
             analysed = analyze_program(program, way)
@@ -285,14 +291,17 @@ class Planner:
         return compiled, way
 
     def _written_for(self, call: Call) -> tuple[Callable[..., Any], Sequence[str]]:
-        """The user's step; of one that is written for one of several devices that of all of them, and notes on it."""
+        """Returns the function to trace, and notes.
+
+        A step that is written for one of several devices (`axis_name=`) becomes one for all of them first.
+        """
         if self.per_device is None:
             return self.fun, ()
         given = (self.state_argnums, self.batch_argnums or (), self.static)
         return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
-        """The user's; tables that come in the memory of the hosts stay there."""
+        """Returns the user's options; tables that come in the memory of the hosts stay there."""
         paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
         return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, everyone().size)
 

@@ -1,4 +1,4 @@
-"""Which of a step's arguments options of `parallelize` name, by position or by keyword."""
+"""Finds the arguments of a step that options of `parallelize` name, by position or by keyword."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def donated_arguments(
 def positions_of(
     step: Callable[..., Any], option: str, positions: int | Sequence[int] | None
 ) -> tuple[int, ...] | None:
-    """Positions of arguments; negative ones count from the last parameter."""
+    """Returns positions of arguments; negative ones count from the last parameter."""
     if positions is None:
         return None
     several = isinstance(positions, Iterable) and not isinstance(positions, (str, bytes))

@@ -92,7 +92,7 @@ class ReplicaRunner(abc.ABC):
         """Returns what replicas share behind a step, and the weights that aren't those that it returned."""
 
     def lower(self) -> Any:
-        """Refuse: a mean over clients is a program of its own."""
+        """Refuses: a mean over clients is a program of its own."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> Sequence[int] | None:

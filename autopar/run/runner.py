@@ -10,7 +10,7 @@ class Runner(Protocol):
     """Calls a planned step. Chosen by the plan, once."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        """The step's results, of flat arguments: arrays and tables.
+        """Runs the step on flat arguments, arrays and tables; returns its results.
 
         Raises:
           RuntimeError, ValueError: of JAX's, for a buffer that is gone, among others.
@@ -18,7 +18,7 @@ class Runner(Protocol):
         ...
 
     def lower(self) -> Any:
-        """What `jax.jit(...).lower` returns, at the plan's shapes."""
+        """Returns what `jax.jit(...).lower` returns, at the plan's shapes."""
         ...
 
     def loads(self) -> Sequence[int] | None:

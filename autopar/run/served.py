@@ -45,11 +45,11 @@ class ServedRunner:
         self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}
 
     def lower(self) -> Any:
-        """Refuse: a worker's step is several programs with messages between them."""
+        """Refuses: a worker's step is several programs with messages between them."""
         raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
 
     def loads(self) -> None:
-        """None: no capacity is measured."""
+        """Returns None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         """Returns the results, of flat arguments: leaves that servers keep, and what this worker's minibatch gave."""
@@ -73,7 +73,7 @@ class ServedRunner:
         return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
 
     def _check_whole(self, leaves: Sequence[Any]) -> None:
-        """Check that all of the state is what servers keep.
+        """Checks that all of the state is what servers keep.
 
         Raises:
           StateError: a leaf is another one.
@@ -88,7 +88,7 @@ class ServedRunner:
                 )
 
     def _begun(self, leaves: Sequence[Any]) -> Session:
-        """Begin to train an ordinary state, if all workers have the same. Collective.
+        """Begins to train an ordinary state, if all workers have the same. Collective.
 
         Raises:
           StateError: they haven't.

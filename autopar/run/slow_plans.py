@@ -33,7 +33,7 @@ _SLOW_SCATTERS = (
 
 
 def warn_of_slow_plan(name: str, entry: Entry) -> None:
-    """Warn of what costs much and needn't.
+    """Warns of what costs much and needn't.
 
     Args:
       name: The step's.
@@ -50,7 +50,7 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
 
 
 def has_slow_scatters(device_kind: str) -> bool:
-    """Whether this jaxlib adds float32 updates to a device's memory in loops of compare-and-swap (jax#38806).
+    """Returns whether this jaxlib adds float32 updates to a device's memory in loops of compare-and-swap (jax#38806).
 
     Args:
       device_kind: As JAX names the device: "NVIDIA H100 80GB HBM3", say.
@@ -61,7 +61,8 @@ def has_slow_scatters(device_kind: str) -> bool:
 
 
 def undivided(entry: Entry) -> int:
-    """How many examples the batch has, if several devices don't divide them; 0 if they do, or that isn't known."""
+    """Returns the number of examples in the batch, if several devices don't divide them; 0 if they do, or it isn't
+    known."""
     program, devices = entry.compiled.analysed, entry.compiled.plan.devices
     batch = {v: v.shape[axis] for v, axis in batch_of(program, entry.options.batch_axis).items()}
     spread = {batch.get(v, 0) for v in program.block.inputs if v in program.batch}
@@ -70,7 +71,7 @@ def undivided(entry: Entry) -> int:
 
 
 def gathered_bytes(entry: Entry) -> int:
-    """Bytes of the results by example that a call brings to every process; 0 if there is one."""
+    """Returns the bytes of the results by example that a call brings to every process; 0 if there is one."""
     program, plan = entry.compiled.analysed, entry.compiled.plan
     processes = entry.devices.processes if entry.devices is not None else everyone() if plan.on_hosts else None
     if processes is None or not processes.several or not entry.are_results_whole:

@@ -54,7 +54,7 @@ class Arguments:
         self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
 
     def given(self, var: Var) -> Any:
-        """An argument as it is."""
+        """Returns an argument as it is."""
         return self._arrays[var]
 
     def put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
@@ -66,7 +66,7 @@ class Arguments:
 
 
 class Values:
-    """What the devices of this process hold in a step.
+    """Holds the values that the devices of this process have in a step.
 
     Args:
       devices: By number.
@@ -88,15 +88,15 @@ class Values:
         return Values(self._devices, self._put, self._divided)
 
     def has(self, value: Value, device: int) -> bool:
-        """Whether a device has made or been sent it."""
+        """Returns whether a device has made or been sent it."""
         return value in self._held[device]
 
     def put(self, value: Value, device: int, array: Array) -> None:
-        """What a device has made or been sent."""
+        """Stores what a device has made or been sent."""
         self._held[device][value] = array
 
     def at(self, value: Value, device: int) -> Array:
-        """The value on a device, an argument being put there when it is first read."""
+        """Returns the value on a device; an argument is put there when it is first read."""
         held = self._held[device]
         if value not in held:
             held[value] = self._put(value, self._devices[device], self._divided.get(value.var))
@@ -107,24 +107,24 @@ class Values:
         return array
 
     def drop(self, value: Value, device: int) -> None:
-        """Let a value go."""
+        """Lets a value go."""
         self._held[device].pop(value, None)
 
 
 def _types(var: Var, dtype: Callable[[Any], Any]) -> Any:
-    """Of a value: a route is several arrays."""
+    """Returns the types of a value: a route is several arrays."""
     if isinstance(var.type, RouteType):
         return route_types(var.type)
     return jax.ShapeDtypeStruct(var.shape, dtype(var.dtype))
 
 
 def placed_types(var: Var, sharding: Any, dtype: Callable[[Any], Any]) -> Any:
-    """Of a value with such a sharding, in another `dtype`."""
+    """Returns the types of a value with such a sharding, in another `dtype`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _types(var, dtype))
 
 
 def message_of(value: Any) -> list[np.ndarray]:
-    """The arrays that are sent for a value: of random keys their data."""
+    """Returns the arrays that are sent for a value: of random keys their data."""
     arrays = jax.tree.leaves(value)
     return [np.asarray(jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x) for x in arrays]
 
@@ -138,13 +138,13 @@ class Arriving:
 
     @staticmethod
     def of(value: Value, messages: PointToPoint, source: int) -> Arriving:
-        """Begin to receive it; sums are in a wider dtype."""
+        """Begins to receive it; sums are in a wider dtype."""
         types = _types(value.var, wide if isinstance(value.part, SumOf) else lambda dtype: dtype)
         data = jax.tree.leaves(jax.eval_shape(_data, types))
         return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
 
     def wait(self) -> Any:
-        """The value, once it is there."""
+        """Waits for the value, and returns it."""
         parts = iter(self.parts)
 
         def arrived(like: Any) -> Any:
@@ -159,7 +159,7 @@ def _data(value: Any) -> Any:
 
 
 def _slices(value: Any, axis: int, count: int) -> list[Any]:
-    """Equal parts of a batch's leaf."""
+    """Cuts a batch's leaf into equal parts."""
     if isinstance(value, np.ndarray):
         return np.split(value, count, axis)
     return [_part(value, np.int32(k), axis, count) for k in range(count)]
@@ -207,7 +207,7 @@ class StageExecutable:
         return [self.program.outputs[k] for k in self.read]
 
     def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
-        """The programs of `CompiledProgram` for a device, to be compiled."""
+        """Lowers the programs of `CompiledProgram` for a device."""
 
         def places(values: Iterable[Var]) -> list[Any]:
             return [device.sharding(axis) for axis in self._axes(values)]
@@ -231,7 +231,7 @@ class StageExecutable:
         return [self.divided.get(v) for v in values]
 
     def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
-        """The program of new sums and values; `devices`: those that divide products, if several do."""
+        """Returns the program of new sums and values; `devices`: those that divide products, if several do."""
         block, count = self.program.block, len(self.joins)
         here = None if devices is None else Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
         if devices is not None:
@@ -314,16 +314,16 @@ class StageExecutor:
         self._programs = stage_executables(step, timeline, donated)
 
     def takes_part(self, action: Action) -> bool:
-        """Whether a device of this process does something in it."""
+        """Returns whether a device of this process does something in it."""
         ends = (action.source, action.target) if isinstance(action, Send) else (action.device,)
         return not self.devices.keys().isdisjoint(ends)
 
     def compile(self) -> None:
-        """Compile all programs, if they aren't yet."""
+        """Compiles all programs, if they aren't yet."""
         _ = self._compiled
 
     def run(self, actions: Iterable[tuple[Action, Drops]], values: Values) -> None:
-        """Run actions of this process, one after the other."""
+        """Runs actions of this process, one after the other."""
         compiled = self._compiled
         for action, drops in actions:
             if isinstance(action, Run):

@@ -1,4 +1,4 @@
-"""Which result is the new value of which state, where several have one form.
+"""Matches results with the states whose new values they are, where several have one form.
 
 `(slot, table, ids) -> (table, slot, loss)`: by form alone the slot's new value would be the table's. So, of arguments
 and results of one form, those are paired of which one carries on the other.
@@ -45,7 +45,7 @@ _ADDED, _SCALED, _SAME = 4, 2, 1
 def match_states(
     call: Call, block: Block, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
 ) -> States:
-    """The states of a traced step, and where their new values are.
+    """Finds the states of a traced step, and where their new values are.
 
     Args:
       call: The call.
@@ -71,7 +71,6 @@ def match_states(
 
 
 def _groups(call: Call, starts: Mapping[int, int]) -> list[list[int]]:
-    """States of one form."""
     groups: dict[Any, list[int]] = {}
     for k in starts:
         groups.setdefault(_form(call.arguments[k]), []).append(k)
@@ -83,7 +82,7 @@ def _form(argument: Argument) -> Any:
 
 
 def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
-    """A function of an argument and a result's first leaf: how sure they are old and new."""
+    """Returns a function of an argument and a result's first leaf: how sure they are old and new."""
     added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
     starts = [0]
     for argument in call.arguments:
@@ -98,7 +97,8 @@ def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
 
 
 def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int], int]) -> dict[int, int]:
-    """The pairs with the highest score; where nothing tells, in order: improved by turns until no turn improves it."""
+    """Returns the pairs with the highest score; where nothing tells, in order. Two are exchanged until that improves
+    nothing."""
     improved = True
     while improved:
         improved = False
@@ -118,7 +118,7 @@ def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int
 def warn_of_missed_states(
     name: str, call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
 ) -> None:
-    """Warn of arguments, or leaves of some, that may be state and aren't taken for it.
+    """Warns of arguments, or leaves of some, that may be state and aren't taken for it.
 
     Args:
       name: The step's.
@@ -178,7 +178,8 @@ def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part
 
 
 def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
-    """The first argument with slots of a state, in that one's form, of which the step makes new values in vain."""
+    """Finds the first argument with slots of a state, in that one's form, of which the step makes new values in
+    vain."""
     known = [call.arguments[k] for k in states.outputs]
     slots = [
         part
@@ -192,8 +193,11 @@ def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int])
 def _partly_returned(
     call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
 ) -> tuple[Argument, str] | None:
-    """An argument of which a part of the output is a part's new value, and the path of the first leaf that is new; None
-    if there is none. (A state that comes back with more leaves than it had is whole.)"""
+    """Finds an argument of which the output has a part's new value; returns it, and the path of that part's first new
+    leaf.
+
+    None if there is none. (A state that comes back with more leaves than it had is whole.)
+    """
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
     evidence = carried(block, scaled="little")
@@ -221,14 +225,14 @@ def _parts_returned(argument: Argument, tree: Any) -> Iterator[tuple[int, Any]]:
 
 
 def _is_alike(part: _Part, treedef: Any, types: Sequence[ArrayType]) -> bool:
-    """Whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
+    """Returns whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
     return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
 
 
 def missed_states(
     call: Call, outputs: Any, block: Block, batches: Sequence[int], *, differentiates: bool
 ) -> list[Argument]:
-    """The arguments of which an outermost part of the output may be the new value.
+    """Lists the arguments of which an outermost part of the output may be the new value.
 
     Args:
       call: The call.
@@ -263,7 +267,7 @@ def missed_states(
 
 
 def _told(name: str, missed: Sequence[Argument]) -> str:
-    """What to tell the user of them."""
+    """Returns the warning of missed states."""
     names = " and ".join(repr(argument.name) for argument in missed)
     places = tuple(argument.position for argument in missed if argument.position is not None)
     by_name = "" if len(places) == len(missed) else " and pass it by position"

@@ -150,7 +150,7 @@ class ParallelStep(PickledByOptions):
 
     @property
     def devices(self) -> Devices | None:
-        """Those that run the step; None: one."""
+        """The devices that run the step; None: one."""
         return self.planner.devices
 
     @property
@@ -165,7 +165,7 @@ class ParallelStep(PickledByOptions):
 
     @property
     def takes_turns(self) -> bool:
-        """Whether clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
+        """Clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
         return not self.planner.way.is_asynchronous
 
     @property
@@ -222,7 +222,7 @@ class ParallelStep(PickledByOptions):
             raise
 
     def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
-        """A call's flat arguments, and what tells calls apart that are planned by themselves; None if nothing can."""
+        """Returns a call's flat arguments, and the key of calls that are planned once; None if it can't be hashed."""
         statics = None
         if self.static:
             statics = static_key(self.static.of_call(args, kwargs))
@@ -237,7 +237,7 @@ class ParallelStep(PickledByOptions):
             return leaves, None
 
     def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any], key: Any) -> _Ready:
-        """The plan for a call and who runs it, made if there is none yet."""
+        """Returns the plan for a call and who runs it, made if there is none yet."""
         known = self._ready.get(key)
         if known is not None:
             self._last, self.latest = known, known.entry
@@ -263,7 +263,7 @@ class ParallelStep(PickledByOptions):
         return ready
 
     def _is_of_another_kind(self, leaf: Any) -> bool:
-        """Whether a leaf is of a state that steps with another `sync=` train."""
+        """Returns whether a leaf is of a state that steps with another `sync=` train."""
         return isinstance(leaf, (Replica, ServedLeaf)) and not isinstance(leaf, self.planner.way.leaves)
 
     def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
@@ -276,7 +276,7 @@ class ParallelStep(PickledByOptions):
 
     @explicit_meshes.outside_mesh
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(step).lower` of the planned step; arguments may be shapes."""
+        """Lowers the planned step as `jax.jit(step).lower` does; arguments may be shapes."""
         entry = self.entry(*args, **kwargs)
         self._check_is_one_program(entry)
         return entry.runner.lower()
@@ -291,7 +291,7 @@ class ParallelStep(PickledByOptions):
 
     @explicit_meshes.outside_mesh
     def entry(self, *args: Any, **kwargs: Any) -> Entry:
-        """The plan for these arguments (arrays or shapes), made if there is none yet."""
+        """Returns the plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, self.static)
         entry = self._planned_for(call)
         if entry is None:
@@ -311,8 +311,11 @@ class ParallelStep(PickledByOptions):
         return entry
 
     def _of_all_clients(self, entry: Entry) -> Entry:
-        """The plan as all clients have it. Other shapes than the first call's come to each client at a time of its own,
-        are measured on its own minibatch, and so might be found otherwise as to which tables are sent by rows."""
+        """Returns the plan as all clients have it.
+
+        Other shapes than the first call's come to each client at a time of its own, are measured on its own minibatch,
+        and so might be found otherwise as to which tables are sent by rows.
+        """
         sync, known = entry.compiled.plan.sync, next((e.compiled.plan.sync for e in self._entries.values()), None)
         if sync is None or known is None:
             return entry
@@ -323,11 +326,11 @@ class ParallelStep(PickledByOptions):
         return next((e for e in self._entries.values() if e.takes(call)), None)
 
     def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The flat dynamic arguments of a call, in the order of the program's inputs."""
+        """Returns the flat dynamic arguments of a call, in the order of the program's inputs."""
         return list(map(explicit_meshes.on_auto_mesh, jax.tree.leaves(self.static.others(args, kwargs))))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """Bind to an instance, as a function does: a step may be a method."""
+        """Binds to an instance, as a function does: a step may be a method."""
         return self if instance is None else MethodStep(self, instance)
 
     # --- planning ---
@@ -337,7 +340,7 @@ class ParallelStep(PickledByOptions):
         return Growth(self.name, self.planner, self._another)
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Warn where batches touch other numbers of rows than the one that the plan was made by."""
+        """Warns where batches touch other numbers of rows than the one that the plan was made by."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
         entry = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.entry
@@ -347,12 +350,12 @@ class ParallelStep(PickledByOptions):
             warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
     def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Any] | None, headroom: float) -> Entry:
-        """The entry of a step that was planned once more, by an example and some headroom."""
+        """Returns the entry of a step that was planned once more, by an example and some headroom."""
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
         return self._of_all_clients(again)
 
     def _replace(self, entry: Entry, again: Entry) -> None:
-        """Put another entry in the place of one."""
+        """Puts another entry in the place of one."""
         if self.watch is not None:
             self.watch.forget(entry)
         self._entries.update({key: again for key, old in self._entries.items() if old is entry})
@@ -361,7 +364,7 @@ class ParallelStep(PickledByOptions):
         self.latest = again
 
     def _announce(self, call: Call, entry: Entry) -> None:
-        """Say that a call had new shapes; make room for its plan, or stop where that doesn't end."""
+        """Says that a call had new shapes; makes room for its plan, or stops where that doesn't end."""
         names = [a.name for a in call.arguments]
         same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
         if not same:
@@ -410,7 +413,7 @@ def _table_key(leaf: Any) -> Any:
 
 
 class MethodStep:
-    """What `trainer.step` is, of a class whose method `step` was decorated: called without `self`.
+    """A bound method `trainer.step`, of a class whose method `step` was decorated: called without `self`.
 
     As under `jax.jit` the object is an argument like any other: a pytree of arrays, or static (`static_argnums=0`).
 
@@ -425,15 +428,16 @@ class MethodStep:
         self.step, self.instance = step, instance
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step."""
+        """Runs one step."""
         return self.step(self.instance, *args, **kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """`jax.jit(step).lower` of the planned step."""
+        """Lowers the planned step as `jax.jit(step).lower` does."""
         return self.step.lower(self.instance, *args, **kwargs)
 
     def calling(self, batch: Any, call: Callable[[Any], Sequence[Any]] | None) -> Callable[[Any], Sequence[Any]]:
-        """All arguments of `step` from a state: as `call` says for those behind `self`, else the state and a batch."""
+        """Returns what makes all arguments of `step` from a state: as `call` says for those behind `self`, else state
+        and batch."""
         states = self.step.state_argnums or (1,)
 
         def all_of(made: Any) -> Sequence[Any]:
@@ -452,7 +456,7 @@ class MethodStep:
         return hash((id(self.step), id(self.instance)))
 
     def __getattr__(self, name: str) -> Any:
-        """What else there is to see of the step: `name`, `plan`, `latest`."""
+        """Returns what else there is to see of the step: `name`, `plan`, `latest`."""
         if name in ("step", "instance"):  # of one that is being copied
             raise AttributeError(name)
         return getattr(self.step, name)

@@ -45,7 +45,7 @@ class GlobalBatchStep(ParallelStep):
         return super().entry(*given, **named)
 
     def _joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """A call's arguments, what is no state being that of all processes."""
+        """Joins a call's arguments over all processes, but for its state."""
         devices = self.all_devices
         if devices is None or not devices.processes.several:
             return args, kwargs
@@ -63,7 +63,7 @@ class GlobalBatchStep(ParallelStep):
         return [next(rest) if is_batch[k] else a for k, a in enumerate(args)], {**kwargs, **named}
 
     def _find_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
-        """Positions of the state, as the step on this process's minibatch alone has them."""
+        """Returns positions of the state, as the step on this process's minibatch alone has them."""
         options = dataclasses.replace(self.options, devices=1)
         alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
         dynamic = [k for k in range(len(args)) if k not in self.static]
@@ -76,7 +76,7 @@ def _is_examples(leaf: Any) -> bool:
 
 
 def _join(leaf: Any, axis: int | None, devices: Devices) -> Any:
-    """An array along whose axis the processes' examples lie one behind the other."""
+    """Makes an array along whose axis the processes' examples lie one behind the other."""
     if axis is None or not _is_examples(leaf):
         return leaf
     return jax.make_array_from_process_local_data(devices.sharding(axis), np.asarray(leaf))

@@ -31,7 +31,7 @@ class End(abc.ABC):
 
     @abc.abstractmethod
     def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
-        """Find what a step will change of weights.
+        """Finds what a step will change of weights.
 
         Args:
           leaves: The step's flat arguments.
@@ -76,7 +76,7 @@ class ExchangeSession:
         self._asked: int | None = None
 
     def begin(self, weights: Mapping[int, Array], number: int) -> None:
-        """Begin a step with some weights, and what is exchanged beside it. `number`: the steps before it."""
+        """Begins a step with some weights, and what is exchanged beside it. `number`: the steps before it."""
         self._link.drain()  # of a step that was cut short, whose exchange is done all the same
         self._wants = self.end.step(number)
         self._go_on(weights)
@@ -96,7 +96,7 @@ class ExchangeSession:
         return Timeline(self._link.workers, None, [each.events for each in kept], ring=self.is_ring)
 
     def _go_on(self, weights: Mapping[int, Array]) -> dict[int, Array]:
-        """Follow the protocol up to the step itself, or to its end."""
+        """Follows the protocol up to the step itself, or to its end."""
         made: dict[int, Array] = {}
         for want in self._wants:
             if isinstance(want, Compute):

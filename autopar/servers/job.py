@@ -31,7 +31,7 @@ class Answering(Protocol):
 
 
 def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose: Choice) -> None:
-    """Let clients do all of their steps.
+    """Lets clients do all of their steps.
 
     Args:
       clients: In their order.
@@ -46,7 +46,7 @@ def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose:
     answers: list[dict[int, Sequence[Array]]] = [{} for _ in clients]
 
     def go_on(c: int, given: Any) -> None:
-        """Let a client do what it does until it waits."""
+        """Lets a client do what it does until it waits."""
         try:
             messages = clients[c].send(given)
             while messages is not None:
@@ -104,7 +104,7 @@ class Job:
     def run(
         self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice
     ) -> list[list[dict[int, Array]]]:
-        """Train, by `run_clients`.
+        """Trains, by `run_clients`.
 
         Args:
           steps: How many of each worker.
@@ -167,7 +167,7 @@ class Recorded:
         raise TimelineError(f"clients {clients} have more minibatches than the timeline has steps, or exchanges")
 
     def check_done(self) -> None:
-        """Check that everything has come.
+        """Checks that everything has come.
 
         Raises:
           TimelineError: something hasn't.

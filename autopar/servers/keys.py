@@ -165,7 +165,7 @@ class KeyServer:
         return [(worker, np.array(kept.value)) for worker in due]
 
     def _apply(self, kept: _Kept) -> None:
-        """Update by what is complete: a push of each worker, or any."""
+        """Updates by what is complete: a push of each worker, or any."""
         while len(kept.pushed) == (self._workers if self.synchronous else 1):
             parts = [kept.pushed[w].pop(0) for w in sorted(kept.pushed)]
             kept.pushed = {w: some for w, some in kept.pushed.items() if some}

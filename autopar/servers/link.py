@@ -77,46 +77,46 @@ class Link:
         return self._clients.speaker(self.number, server) == self._service.rank
 
     def tell(self, server: int, message: Any) -> None:
-        """Send a message of the worker that isn't answered. Its arrays mustn't change any more."""
+        """Sends a message of the worker that isn't answered. Its arrays mustn't change any more."""
         if self.speaks_to(server):
             self._service.send(self._number, self._place(server), message)
 
     def request(self, server: int, message: Any) -> None:
-        """Send a message of the worker that is answered."""
+        """Sends a message of the worker that is answered."""
         if self.speaks_to(server):
             self._request(server, message)
 
     def drain(self) -> None:
-        """Forget replies to a step that was cut short: whoever asks now wants another one."""
+        """Forgets replies to a step that was cut short: whoever asks now wants another one."""
         for server in self.servers:
             while self._open[server]:
                 self._next(server)
 
     def receive(self) -> list[Any]:
-        """Wait for the next reply of each server. Collective within the worker."""
+        """Waits for the next reply of each server. Collective within the worker."""
         all_ = self._clients.said({n: self._next(n) for n in self.servers if self.speaks_to(n)})
         replies = {n: reply for each in all_ for n, reply in each.items()}
         return [replies[n] for n in self.servers]
 
     def ask(self, server: int, message: Any) -> Any:
-        """Send a message and wait for its reply. Collective within the worker."""
+        """Sends a message and waits for its reply. Collective within the worker."""
         self.request(server, message)
         return self.answer(server)
 
     def answer(self, server: int) -> Any:
-        """Wait for the reply of a server. Collective within the worker."""
+        """Waits for the reply of a server. Collective within the worker."""
         said = self._clients.said(self._next(server) if self.speaks_to(server) else None)
         return next(reply for reply in said if reply is not None)
 
     def read(self, server: int, leaf: int) -> Any:
-        """Ask a server for a leaf as it is now; this process alone does."""
+        """Asks a server for a leaf as it is now; this process alone does."""
         self.drain()
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
     def settled(
         self, own: Any = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
     ) -> tuple[list[Kept], Any]:
-        """Ask for what each server keeps once all workers' messages are done, and what the first worker says.
+        """Asks for what each server keeps once all workers' messages are done, and what the first worker says.
         Collective.
 
         Args:
@@ -136,7 +136,7 @@ class Link:
         return [kept[n] for n in self.servers], all_[0][1]
 
     def finish(self) -> None:
-        """Wait until all workers' messages are done. Collective."""
+        """Waits until all workers' messages are done. Collective."""
         self.drain()
         for n in filter(self.speaks_to, self.servers):  # whose answer says that all messages before it are done
             self._request(n, Read(self._service.rank, ()))
@@ -145,12 +145,12 @@ class Link:
             everyone().gather(b"", "all messages are done")
 
     def command(self, server: int, message: OfProcess) -> Any:
-        """Send a message of this process alone, and wait for its reply."""
+        """Sends a message of this process alone, and waits for its reply."""
         self._request(server, message)
         return self._next(server)
 
     def _open_own(self, servers: Sequence[Spec], speakers: Sequence[Sequence[int]]) -> None:
-        """Have dedicated servers begin.
+        """Has dedicated servers begin.
 
         Raises:
           StepError: what they are to run can't be sent to them.

@@ -1,4 +1,4 @@
-"""What workers and servers say to each other."""
+"""Messages between workers and servers."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class Earlier:
         self._values = like[:0]
 
     def keep(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Keep some rows, those that aren't there already. `places`: ascending, each once."""
+        """Keeps some rows, those that aren't there already. `places`: ascending, each once."""
         is_new = ~np.isin(places, self.places, assume_unique=True)
         places = np.concatenate([self.places, places[is_new]])
         order = np.argsort(places)
@@ -69,7 +69,7 @@ class SharedRows:
         self._begun = Earlier(self.rows)
 
     def exchange(self, neighbor: int, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Move this table's rows to the mean of both; returns which, and by how much the neighbour's are to move down.
+        """Moves this table's rows to the mean of both; returns which, and by how much the neighbour's are to move down.
 
         Args:
           neighbor: Who asks.
@@ -95,7 +95,7 @@ class SharedRows:
         return union, moves
 
     def step(self, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Add what the client's own step has changed; returns the rows that aren't as the step made them, and these.
+        """Adds what the client's own step has changed; returns the rows that aren't as the step made them, and these.
 
         Args:
           places: The rows that the step looked up, ascending, each once.

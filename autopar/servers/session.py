@@ -26,13 +26,13 @@ _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def leave_sessions() -> None:
-    """Let nobody wait for this process's workers until they go on."""
+    """Lets nobody wait for this process's workers until they go on."""
     for session in list(_sessions):
         session.leave()
 
 
 def _leave_for(group: Group) -> None:
-    """Leave before this process waits for others than those of its own worker."""
+    """Leaves before this process waits for others than those of its own worker."""
     if group.size == everyone().size:
         leave_sessions()
 
@@ -74,7 +74,7 @@ class Session:
         return {k: [n for n, _ in places] for k, places in self._step.homes.items()}
 
     def step(self, programs: ServedPrograms, leaves: Sequence[Array]) -> dict[int, Array]:
-        """Do a step; returns its results that are no state, by number of the output.
+        """Does a step; returns its results that are no state, by number of the output.
 
         Args:
           programs: Those at these shapes.
@@ -110,7 +110,7 @@ class Session:
         return self._step.whole_leaves(kept)[leaf]
 
     def leave(self) -> None:
-        """Let nobody wait for this worker until it goes on."""
+        """Lets nobody wait for this worker until it goes on."""
         if self._is_away or self.link.workers == 1:
             return
         self._is_away = True

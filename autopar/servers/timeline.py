@@ -57,7 +57,7 @@ class Timeline:
         return np.concatenate([np.zeros(0, np.int64), *late])
 
     def _check(self) -> None:
-        """Check that it can have happened so.
+        """Checks that it can have happened so.
 
         Raises:
           TimelineError: it can't.

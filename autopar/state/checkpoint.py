@@ -44,7 +44,7 @@ class Restored(NamedTuple):
 
 
 def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any] | None = None) -> None:
-    """Save a state, in place of what was saved at this path before.
+    """Saves a state, in place of what was saved at this path before.
 
     All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
     or this one, whole. Returns when this one is on the disk. Where there are several ranks, or processes of
@@ -86,7 +86,7 @@ def restore(
     call: Callable[[Any], Sequence[Any]] | None = None,
     resize: bool = False,
 ) -> Restored:
-    """Restore what was saved at a path, onto the ranks and devices that there are now.
+    """Restores what was saved at a path, onto the ranks and devices that there are now.
 
     How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. Where there are
     several, or processes of `jax.distributed`, all of them call it.
@@ -187,7 +187,7 @@ def _restore(
 
 
 def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
-    """The version that counts, and what is in it."""
+    """Returns the version that counts, and what is in it."""
 
     def read() -> tuple[str, int, str]:
         version, crc32 = folder.current()

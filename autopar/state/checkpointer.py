@@ -75,7 +75,7 @@ class Leaving:
         self._noted: dict[int, float] = {}
 
     def enter(self) -> None:
-        """Take the place of Python's own handlers, in the main thread: no other one gets signals."""
+        """Takes the place of Python's own handlers, in the main thread: no other one gets signals."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, default in _DEFAULTS.items():
@@ -88,7 +88,7 @@ class Leaving:
                 signal.signal(number, Note(self._note))
 
     def exit(self, *, answers: bool) -> None:
-        """Give the signals back to the handlers before.
+        """Gives the signals back to the handlers before.
 
         Args:
           answers: Whether to leave by a signal that came behind the last step.
@@ -102,7 +102,7 @@ class Leaving:
             self._leave(noted)
 
     def answer(self, save: Callable[[], None]) -> None:
-        """Save and leave, if any process is asked to. Collective: all are at the same step."""
+        """Saves and leaves, if any process is asked to. Collective: all are at the same step."""
         told = self._tell(tuple(self._noted))
         if not told and not jax_compat.reached_preemption(next(_ASKED)):
             return
@@ -118,14 +118,14 @@ class Leaving:
             self._leave(number)
 
     def _say(self, number: int) -> None:
-        """In a thread: say that a signal waits."""
+        """Says, in a thread, that a signal waits."""
         time.sleep(SAY_S)
         if number in self._noted:
             name = signal.Signals(number).name
             sys.stderr.write(f"autopar: {name} waits for checkpoints.step(state). A second one goes through at once\n")
 
     def _leave(self, number: int) -> NoReturn:
-        """End as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
+        """Ends as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
         self._noted.clear()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -183,7 +183,7 @@ class Positioned(Protocol):
         ...
 
     def restore(self, state: Any) -> None:
-        """Go on from a position."""
+        """Goes on from a position."""
         ...
 
 
@@ -305,7 +305,7 @@ class Checkpointer:
     def resume(
         self, make_state: Callable[..., Any], *args: Any, batches: B = None, resize: bool = False
     ) -> tuple[Any, B]:
-        """Make the first state, or restore the latest checkpoint that is whole, and go on where it was in the data.
+        """Makes the first state, or restores the latest checkpoint that is whole, and goes on where it was in the data.
 
         A checkpoint that is damaged is left out, with a warning. The step is planned as it was when it was saved, where
         it has as many devices, and no `plan=` of its own. Collective.
@@ -355,7 +355,7 @@ class Checkpointer:
         return self._maker.made(make_state, args), batches
 
     def step(self, state: Any) -> None:
-        """Count a step, and save where it is time to. To be called after each step.
+        """Counts a step, and saves where it is time to. To be called after each step.
 
         Ctrl-C and SIGTERM are answered here: the state is saved, and the training is left by a KeyboardInterrupt, or
         with exit code 143. Collective.
@@ -375,7 +375,7 @@ class Checkpointer:
             self._save()
 
     def evaluated(self, state: Any, metrics: Mapping[str, Any]) -> None:
-        """Save the state, if it is the best so far. To be called after an evaluation, behind `step`. Collective.
+        """Saves the state, if it is the best so far. To be called after an evaluation, behind `step`. Collective.
 
         Args:
           state: The state that was evaluated.
@@ -398,12 +398,12 @@ class Checkpointer:
             self._save()
 
     def save(self) -> None:
-        """Save the state of the latest step now. Collective."""
+        """Saves the state of the latest step now. Collective."""
         if self._saved != self.steps and (self._saving is None or self._saving.step != self.steps):
             self._save()
 
     def wait(self) -> None:
-        """Wait until the save that is under way is on the disk. Collective."""
+        """Waits until the save that is under way is on the disk. Collective."""
         if self._saving is not None:
             self._commit(self._saving)
 
@@ -430,8 +430,8 @@ class Checkpointer:
         return self._kept
 
     def _finish(self) -> None:
-        """Save the latest state, unless it was saved, and wait; also if an earlier save fails, whose space may be free
-        by now."""
+        """Saves the latest state, unless it was saved, and waits; also if an earlier save fails, whose space may be
+        free by now."""
         failed: CheckpointError | None = None
         try:
             self.wait()
@@ -472,7 +472,7 @@ class Checkpointer:
             self.wait()
 
     def _look(self) -> None:
-        """Commit a save whose files all processes have written. They ask each other 1, 2, 4, ... steps after it."""
+        """Commits a save whose files all processes have written. They ask each other 1, 2, 4, ... steps after it."""
         saving = self._saving
         if saving is None:
             return
@@ -497,7 +497,7 @@ class Checkpointer:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Write down what belongs to the checkpoints, and remove those that aren't kept."""
+        """Writes down what belongs to the checkpoints, and removes those that aren't kept."""
 
         def tidy() -> None:
             history, best = self._history, self._best

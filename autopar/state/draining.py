@@ -25,7 +25,7 @@ def ended(state: Any) -> int | None:
 
 
 def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[Any]) -> Iterator[tuple[T, Any, Any]]:
-    """Train, and give each batch with what its minibatch returned.
+    """Trains, and yields each batch with what its minibatch returned.
 
     An asynchronous step returns that some calls later, or, for the last ones, when the state is drained or read. Of any
     other step it is what the call returns.

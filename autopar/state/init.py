@@ -41,7 +41,7 @@ def init(
     batch: Any = None,
     call: CallArguments | None = None,
 ) -> Any:
-    """`jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
+    """Runs `jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
 
     A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
     call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
@@ -120,7 +120,7 @@ class Maker:
 
     @staticmethod
     def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: CallArguments | None) -> Maker:
-        """The maker of what a traced `make_state` returns."""
+        """Returns the maker of what a traced `make_state` returns."""
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
         no_state = (
             f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
@@ -152,7 +152,7 @@ class Maker:
         return jit_on(devices.mesh, make, out_shardings=self.shardings)
 
     def everywhere(self, leaf: Any) -> Any:
-        """An argument on all devices; on one of this process where all is made there."""
+        """Puts an argument on all devices; on one of this process where all is made there."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
         if self.whole:
@@ -170,7 +170,7 @@ class Maker:
         return tables
 
     def _spread(self, devices: Devices, leaves: list[Any]) -> list[Any]:
-        """Leaves that are whole, each where its plan has it; they are given up one by one."""
+        """Spreads leaves that are whole, each to where its plan has it; they are given up one by one."""
         assert self.shardings is not None, "several devices have shardings"
         for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
             leaf, leaves[k] = leaves[k], None
@@ -265,7 +265,7 @@ class HostMaker(Maker):
 
     @staticmethod
     def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
-        """`inputs_of`: which input of the step each leaf is."""
+        """Makes the maker of a plan. `inputs_of`: which input of the step each leaf is."""
         ranks = Ranks(exchange(), joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
         inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
@@ -305,7 +305,7 @@ class HostMaker(Maker):
 
 
 def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
-    """Input of a step -> layout and row axis, of those that are in host memory."""
+    """Maps inputs of a step that are in host memory to layout and row axis."""
     layouts = {f.family: f.layout for f in entry.compiled.bound.families if f.on_hosts and f.layout is not None}
     return {
         leaf: (layouts[space.family], axis)
@@ -318,7 +318,7 @@ def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
 def unbound(
     user: str, made: str, step: ParallelStep | MethodStep, batch: Any, call: CallArguments | None
 ) -> tuple[ParallelStep, Any, CallArguments | None]:
-    """A step, and how it is called; of a method the step itself, which is called with the object as well.
+    """Returns a step, and how it is called; of a method the step itself, which is called with the object as well.
 
     `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
     """
@@ -337,7 +337,7 @@ def unbound(
 def entry_of(
     step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None, no_state: str
 ) -> tuple[Entry, list[int | None]]:
-    """The plan of a step for a state, and which of the step's inputs each leaf of the state is.
+    """Plans a step for a state; returns the entry, and which of the step's inputs each leaf of the state is.
 
     Args:
       name: Of what makes the state.
@@ -364,7 +364,7 @@ def entry_of(
 
 
 def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None) -> tuple[Any, ...]:
-    """All arguments of the step, of shapes."""
+    """Returns all arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0
         if position > 1:

@@ -38,7 +38,7 @@ from autopar.tables.sharded import RowsHome, Table
 
 @uninterrupted
 def resize(state: Any, fresh: Any) -> Any:
-    """The state with as many rows as a fresh one: its own rows, and those of `fresh` where it has none.
+    """Gives the state as many rows as a fresh one: its own rows, and those of `fresh` where it has none.
 
     Of each leaf whose shape in `fresh` differs along one axis, the state's rows are kept, as many as there are to be,
     and those of `fresh` follow; it is stored where that of `fresh` is. So what an optimizer begins a row's slots with
@@ -90,7 +90,7 @@ def resize(state: Any, fresh: Any) -> Any:
 
 
 def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
-    """The only axis along which two shapes differ; None if that isn't so."""
+    """Returns the only axis along which two shapes differ; None if that isn't so."""
     if len(old) != len(new):
         return None
     differing = [axis for axis, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
@@ -114,7 +114,7 @@ def home_before(leaf: Any, shape: Sequence[int]) -> Home:
 
 
 def _by_path(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
-    """Leaves by their paths, and the structure."""
+    """Returns leaves by their paths, and the structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {path_name(path): leaf for path, leaf in pairs}
     if len(leaves) < len(pairs):
@@ -141,7 +141,7 @@ def _check_same_paths(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
 
 
 def _checked_axis(path: str, old: Any, new: Any) -> int | None:
-    """The axis along which a leaf is resized; None: it stays as it is."""
+    """Returns the axis along which a leaf is resized; None: it stays as it is."""
     a, b = (getattr(leaf, "shape", ()) for leaf in (old, new))
     if a == b:
         return None
@@ -210,7 +210,7 @@ def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
 
 
 def _brought(path: str, leaf: Any, home: Home) -> Any:
-    """A leaf at a home: itself if it is there."""
+    """Brings a leaf to a home: returns itself if it is there."""
     if is_table(leaf):
         if leaf.home == home:
             return leaf
@@ -226,7 +226,7 @@ def _brought(path: str, leaf: Any, home: Home) -> Any:
 
 
 def _devices_along(array: jax.Array, axis: int) -> Devices | None:
-    """The devices over which an array is spread along an axis; None: it isn't spread along this one."""
+    """Returns the devices over which an array is spread along an axis; None: it isn't spread along this one."""
     sharding = array.sharding
     if sharding.shard_shape(array.shape)[axis] == array.shape[axis]:
         return None
@@ -234,7 +234,7 @@ def _devices_along(array: jax.Array, axis: int) -> Devices | None:
 
 
 def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
-    """A table in host memory, which has this rank's rows of another one."""
+    """Fills a table in host memory with this rank's rows of another one."""
     new.storage.without_log()  # its stamps say of other rows what they wait for
     rows, others = new.storage.rows, old.storage.rows
     if axis == new.axis:
@@ -248,7 +248,8 @@ def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
 
 @functools.partial(jax.jit, static_argnames=("axis", "kept", "layout"), donate_argnums=1)
 def _overwritten(old: jax.Array, new: jax.Array, axis: int, kept: int, layout: RowLayout | None = None) -> jax.Array:
-    """`new`, in place, with what `old` has up to `kept` along an axis. `layout`: how rows are stored along it."""
+    """Overwrites `new`, in place, with what `old` has up to `kept` along an axis. `layout`: how rows are stored along
+    it."""
     size = new.shape[axis]
     if old.shape[axis] != size:  # along an axis that isn't spread
         old = jax.lax.slice_in_dim(old, 0, kept, axis=axis)

@@ -70,12 +70,12 @@ def homes_of_step(
 
 
 def clients_of(manifest: Manifest) -> int:
-    """How many clients had a replica each; 0 if there were none."""
+    """Returns how many clients had a replica each; 0 if there were none."""
     return max((record.replicas for record in manifest.leaves), default=0)
 
 
 def warn_of_means(manifest: Manifest) -> None:
-    """Say that training goes on from the mean of the replicas, if there were any."""
+    """Says that training goes on from the mean of the replicas, if there were any."""
     count = clients_of(manifest)
     if count:
         warn(
@@ -86,8 +86,11 @@ def warn_of_means(manifest: Manifest) -> None:
 
 
 def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
-    """For each leaf of a template the number of the saved leaf that has its path; a CheckpointError if the structures
-    differ, or a shape or dtype does. `resize`: shapes may differ along one axis."""
+    """Returns for each leaf of a template the number of the saved leaf that has its path.
+
+    Raises a CheckpointError if the structures differ, or a shape or dtype does. `resize`: shapes may differ along one
+    axis.
+    """
     pairs = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
     paths = [path for path, _ in pairs]
@@ -152,7 +155,7 @@ def _told(record: LeafRecord) -> str:
 
 
 def shapes_of(manifest: Manifest) -> list[Any]:
-    """The saved leaves as shapes."""
+    """Returns the saved leaves as shapes."""
     return [NUMBERS[r.type](0) if r.kind == "value" else _shape_of(r) for r in manifest.leaves]
 
 
@@ -170,8 +173,10 @@ def home_as_saved(record: LeafRecord) -> Home:
 def read_leaves(
     version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
 ) -> list[Any]:
-    """All leaves, each at its home, from files that were checked; of tables on hosts this rank's rows, of replicas
-    this client's, or their mean if it is None. Exchanges nothing."""
+    """Reads all leaves, each to its home, from files that were checked. Exchanges nothing.
+
+    Of tables on hosts it reads this rank's rows, of replicas this client's, or their mean if it is None.
+    """
     dense = {}
     for record, home in zip(records, homes, strict=True):
         if record.kind == "dense" and not record.files:
@@ -215,7 +220,7 @@ def _array(version: Place, record: LeafRecord) -> Source:
 
 
 def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarray:
-    """A client's replica; the mean of all if it is None, or the first one of what has none."""
+    """Reads a client's replica; the mean of all if it is None, or the first one of what has none."""
     shape = record.shape if record.key is None else _key_data(record).shape
     files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))
     if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):

@@ -81,7 +81,7 @@ class SavedLeaf:
 
 
 def saved_leaves(state: Any) -> list[SavedLeaf]:
-    """The leaves of a state; an error if one can't be saved, or was given to a step."""
+    """Returns the leaves of a state; an error if one can't be saved, or was given to a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
     leaves = []
     for number, (path, leaf) in enumerate(pairs):
@@ -102,8 +102,11 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
 
 
 def on_one_process(state: Any) -> Any:
-    """The state, replicas of clients of several processes being whole on each: what is saved is read without any
-    exchange. Collective over each client's processes; what servers keep, over all."""
+    """Returns the state with replicas of clients of several processes whole on each: saving reads it without any
+    exchange.
+
+    Collective over each client's processes; what servers keep, over all.
+    """
     leaves = jax.tree.leaves(state)
     if session_of(leaves) is not None:
         return average(state)
@@ -205,8 +208,10 @@ def _in_shards(path: str, name: str, leaf: Any, shards: Shards) -> SavedLeaf:
 
 
 def check_same_state(group: Group, lines: Sequence[str]) -> None:
-    """That all processes save the same; each says in text what it saves, and the CheckpointError names the first that
-    differs."""
+    """Checks that all processes save the same.
+
+    Each says in text what it saves, and the CheckpointError names the first that differs.
+    """
     for member, text in zip(group.members, lines, strict=True):
         if text != lines[0]:
             mine, theirs = lines[0].splitlines(), text.splitlines()
@@ -261,7 +266,7 @@ class PendingSave:
         copied: bool = False,
         step: int | None = None,
     ) -> PendingSave:
-        """Begin to save a state. Collective.
+        """Begins to save a state. Collective.
 
         Args:
           folder: Its place.
@@ -292,7 +297,7 @@ class PendingSave:
         return PendingSave(folder, version, describe_tree(state), known, count, _plain(position), group)
 
     def write(self) -> Written:
-        """Write this process's files, down to the disk. Exchanges nothing."""
+        """Writes this process's files, down to the disk. Exchanges nothing."""
         version = self.version
         await_visible(version)
         in_rows = [k for k, leaf in enumerate(self.leaves) if leaf.record.kind == "rows"]
@@ -308,7 +313,7 @@ class PendingSave:
         return Written(tuple(row for own in rows for row in own), write_dense(version, arrays))
 
     def commit(self, written: Callable[[], Written]) -> None:
-        """Make it the checkpoint, or remove it if a process couldn't write its files. Collective.
+        """Makes it the checkpoint, or removes it if a process couldn't write its files. Collective.
 
         Args:
           written: Gives what `write` returned, or raises what it raised.

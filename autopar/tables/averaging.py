@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def average(state: T) -> T:
-    """The mean of all clients' replicas, as ordinary arrays, the same on every process: to evaluate, or to go on with.
+    """Averages all clients' replicas, into ordinary arrays, the same on every process: to evaluate, or to go on with.
 
     Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
     is the first client's. A mean that is on its way counts as merged. With a centre (`sync.Elastic`) weights are that.
@@ -56,6 +56,7 @@ def average(state: T) -> T:
 
 
 def _settled(leaves: Sequence[Any], session: Session) -> list[Any]:
-    """Ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first worker's."""
+    """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
+    worker's."""
     whole = session.settled()
     return [leaf.typed(whole[leaf.place]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]

@@ -54,8 +54,7 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
         ids: Sequence[int],
         devices: Devices,
     ) -> None:
-        """`flushes`: the equations of the planned step that do it, one for each table; `ids`: how many ids a step looks
-        up in each."""
+        """Takes the planned step's flushes, one for each table, and how many ids a step looks up in each."""
         deferred = deferred_of(flushes[0])
         replay = deferred.replay
         self.tables: list[Replay] = [e.params["replay"] for e in flushes]
@@ -123,11 +122,11 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
 
     @property
     def leaves(self) -> list[int]:
-        """Which inputs of the program the leaves of its tables are."""
+        """The inputs of the program that the leaves of its tables are."""
         return [k for table in self.tables for k in table.leaves]
 
     def stored_as(self, place: int) -> tuple[RowLayout | None, int]:
-        """How rows of a leaf are stored (None: as they are), and its row axis."""
+        """Returns how rows of a leaf are stored (None: as they are), and its row axis."""
         table, leaf = divmod(place, len(self.replay.leaves))
         layout = self.layouts[table]
         return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
@@ -166,14 +165,16 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
         return [*rest[:first], *map(moved, records), *rest[first:]], [now, *map(moved, records)]
 
     def begin(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """An empty update log for leaves that are up to date: stamps and entries."""
+        """Begins an empty update log for leaves that are up to date: returns stamps and entries."""
         leaves_ = len(self.replay.leaves)
         return list(self._begin(*(x for k, x in enumerate(leaves) if k % leaves_ < self.replay.changed)))
 
     def prepare(self, leaves: Sequence[jax.Array], entries: Sequence[jax.Array]) -> None:
-        """Compile, beside the steps, what brings rows up to date: those of evaluations, some between steps, and what a
-        full log needs alone. They are begun before the programs that take longest (`run.devices.LateFallback`), behind
-        which the step that fills the log would wait."""
+        """Compiles, beside the steps, what brings rows up to date.
+
+        That is what evaluations need, some rows between steps, and a full log. They are begun before the programs that
+        take longest (`run.devices.LateFallback`), behind which the step that fills the log would wait.
+        """
         if self._some_compilation is None:
             some = *map(_shape, (*leaves, *entries)), np.int32(0), *map(_shape, self.no_rows)
             what = "what brings rows up to date that wait"
@@ -208,8 +209,10 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
     def after(
         before: DeviceUpdateLog | None, spec: DeviceUpdateLogSpec, leaves: list[jax.Array], entries: list[jax.Array]
     ) -> DeviceUpdateLog:
-        """The update log after a step: one that began with it, or `before` with one step more. That keeps its programs,
-        which are compiled, also where the step was planned again."""
+        """Returns the update log after a step: one that began with it, or `before` with one step more.
+
+        That keeps its programs, which are compiled, also where the step was planned again.
+        """
         if before is None:
             return DeviceUpdateLog(spec, leaves, entries, spec.replay.part + 1)
         return DeviceUpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
@@ -221,8 +224,10 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
     @uninterrupted
     @jax_compat.outside_traces()
     def catch_up(self, ids: Mapping[int, jax.Array]) -> None:
-        """Bring some rows up to date. `ids`: of some tables int32[], sorted and distinct, on every device; out of range
-        is no row. As many as `spec.blocks` of each take no program of their own."""
+        """Brings some rows up to date. As many as `spec.blocks` of each table take no program of their own.
+
+        `ids`: of some tables int32[], sorted and distinct, on every device; out of range is no row.
+        """
         if ids:
             some = [ids.get(t, none) for t, none in enumerate(self.spec.no_rows)]
             self._run(self.spec.some, *self.steps, np.int32(-1), *some)
@@ -259,7 +264,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         self.now, self.older = self.spec.replay.part, None
 
     def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
-        """Run a program that updates leaves and stamps of all tables in place; what else it returns."""
+        """Runs a program that updates leaves and stamps of all tables in place; returns what else it returns."""
         count = len(self.spec.tables)
         try:
             results = program(*self.leaves, *self.entries[:count], *operands)
@@ -302,7 +307,7 @@ class DeferredTable(StandingLeaf):
 
     @property
     def table(self) -> int:
-        """Which of the log's tables it belongs to."""
+        """The number, among the log's tables, of the one it belongs to."""
         return self.place // len(self.log.spec.replay.leaves)
 
     @property
@@ -322,17 +327,18 @@ class DeferredTable(StandingLeaf):
         return self.log.is_deleted()
 
     def block_until_ready(self) -> DeferredTable:
-        """Wait for the step that returned it; rows that lag behind stay so."""
+        """Waits for the step that returned it; rows that lag behind stay so."""
         jax.block_until_ready((self.log.leaves, self.log.entries))
         return self
 
     def current(self) -> jax.Array | Table:
-        """The table with all rows up to date: the log's own array, or a `Table` of it. The next step takes it."""
+        """Returns the table with all rows up to date: the log's own array, or a `Table` of it. The next step takes
+        it."""
         self.log.bring_up_to_date()
         return self.lagging()
 
     def lagging(self) -> jax.Array | Table:
-        """The table as it is, some rows lagging behind."""
+        """Returns the table as it is, some rows lagging behind."""
         stored = self.log.leaves[self.place]
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
@@ -347,7 +353,7 @@ class DeferredTable(StandingLeaf):
 
 
 def common_log(leaves: Sequence[Any], spec: DeviceUpdateLogSpec) -> DeviceUpdateLog | None:
-    """The update log that a step can go on with: its leaves are these, and it is kept in the same way."""
+    """Returns the update log that a step can go on with: its leaves are these, and it is kept in the same way."""
     first = leaves[0]
     if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.log.spec):
         return None

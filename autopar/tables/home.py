@@ -19,7 +19,7 @@ class Source(Protocol):
     """All of a leaf, read part by part. Nothing is exchanged."""
 
     def whole(self) -> np.ndarray:
-        """The leaf."""
+        """Returns the leaf."""
         ...
 
     def part(self, index: Any) -> np.ndarray:
@@ -27,7 +27,7 @@ class Source(Protocol):
         ...
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
-        """[n, ...]: a copy of what has these numbers along an axis, that axis first."""
+        """Returns [n, ...]: a copy of what has these numbers along an axis, that axis first."""
         ...
 
 
@@ -51,7 +51,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def made(self, source: Source, leaf: Described) -> Any:
-        """The leaf at this home; of what several processes have, this one's part."""
+        """Makes the leaf at this home; of what several processes have, this one's part."""
 
     @property
     def reads_itself(self) -> Any:
@@ -89,7 +89,7 @@ class NumpyHome(Home):
 
 
 def require_dtype(leaf: Described) -> None:
-    """Check that JAX has the leaf's dtype.
+    """Checks that JAX has the leaf's dtype.
 
     Raises:
       CheckpointError: it hasn't, as without 64 bits.

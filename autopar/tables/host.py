@@ -66,7 +66,7 @@ class HostTable(PlacedLeaf):
 
     @property
     def layout(self) -> RowLayout:
-        """Which row is on which rank."""
+        """The layout of rows over ranks."""
         return self._storage.layout
 
     @property
@@ -113,14 +113,14 @@ class HostTable(PlacedLeaf):
 
     @uninterrupted  # the others wait for this rank
     def read_rows(self, rows: np.ndarray) -> np.ndarray:
-        """[n, ...]: rows by number, first axis first. Collective."""
+        """Returns [n, ...]: rows by number, first axis first. Collective."""
         storage, ranks = self.storage, exchange()
         places, back = np.unique(self.layout.place(rows.astype(np.int64)), return_inverse=True)
         requested = ranks.ask(places, self.layout.shard_rows)
         return ranks.fetch(requested, storage.rows[requested.rows])[back]
 
     def materialize(self) -> jax.Array:
-        """The table as an ordinary array of this process. Collective."""
+        """Returns the table as an ordinary array of this process. Collective."""
         return jnp.asarray(self._on_host())
 
     def _written(self) -> np.ndarray:

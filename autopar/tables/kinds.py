@@ -18,17 +18,17 @@ from autopar.tables.pending import drain
 
 
 def is_table(leaf: Any) -> bool:
-    """For `jax.tree` functions."""
+    """Returns whether a leaf is a table, for `jax.tree` functions."""
     return isinstance(leaf, TableLeaf)
 
 
 def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
-    """Layout and row axis of a table that has one, None of anything else."""
+    """Returns layout and row axis of a table that has one, None of anything else."""
     return leaf.stored_as if is_table(leaf) else None
 
 
 def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
-    """How an array is spread along one of its axes, as a table's rows are; None of anything else."""
+    """Returns how an array is spread along one of its axes, as a table's rows are; None of anything else."""
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
     sharding = leaf.sharding if is_array else None
     if not isinstance(sharding, NamedSharding):
@@ -53,7 +53,7 @@ def home_of(leaf: Any) -> Home:
 
 @explicit_meshes.outside_mesh
 def materialize(tree: Any, *, copy: bool = True) -> Any:
-    """Return the tree with ordinary arrays in place of tables: for evaluation, for saving, for other processes.
+    """Replaces tables in the tree by ordinary arrays: for evaluation, for saving, for other processes.
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
     `jax.jit` while the state goes on. Copies stay where the originals are, spread over the same devices; but for those

@@ -80,7 +80,7 @@ class TableLeaf(abc.ABC):
 
     @abc.abstractmethod
     def materialize(self) -> Any:
-        """The table as an ordinary array, which later steps leave alone."""
+        """Returns the table as an ordinary array, which later steps leave alone."""
 
     @abc.abstractmethod
     def _on_host(self) -> np.ndarray:
@@ -91,7 +91,8 @@ class TableLeaf(abc.ABC):
         return self.materialize()
 
     def current(self) -> Any:
-        """The leaf once nothing is left to be done to it: itself, or what it stands for, an array or another leaf."""
+        """Returns the leaf once nothing is left to be done to it: itself, or what it stands for, an array or another
+        leaf."""
         return self
 
     @property
@@ -156,7 +157,7 @@ class TableLeaf(abc.ABC):
         return self.__deepcopy__({})
 
     def __deepcopy__(self, memo: Any) -> Any:
-        """A copy on buffers of its own, all rows up to date."""
+        """Copies it to buffers of its own, all rows up to date."""
         leaf = current(self)
         return leaf.duplicate() if isinstance(leaf, PlacedLeaf) else copied(leaf)
 
@@ -229,7 +230,7 @@ class PlacedLeaf(TableLeaf):
     @property
     @abc.abstractmethod
     def shards(self) -> Shards:
-        """How it is saved."""
+        """The shards that it is saved in."""
 
     @abc.abstractmethod
     def duplicate(self) -> PlacedLeaf:
@@ -261,14 +262,14 @@ class StandingLeaf(TableLeaf):
 
 
 def current(leaf: Any) -> Any:
-    """A leaf to which nothing is left to be done: a table brings its rows up to date, or ends what is on its way."""
+    """Brings a leaf up to date: a table updates rows that wait, an array that is on its way arrives."""
     while isinstance(leaf, StandingLeaf):
         leaf = leaf.current()
     return leaf
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of an array, where that one is; anything else, and a value that is being traced, as it is."""
+    """Copies an array, to where it is; returns anything else, and a value that is being traced, as it is."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
     if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf):

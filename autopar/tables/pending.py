@@ -31,11 +31,11 @@ class Flight(Protocol):
         ...
 
     def drained(self) -> list[Any]:
-        """The leaves, once all minibatches have gone through. Collective over the ranks of the stages."""
+        """Returns the leaves, once all minibatches have gone through. Collective over the ranks of the stages."""
         ...
 
     def hand_on(self) -> None:
-        """Say that a step has taken the drained leaves, and updates them in place."""
+        """Says that a step has taken the drained leaves, and updates them in place."""
         ...
 
     def rest(self) -> list[Any]:
@@ -53,7 +53,7 @@ class PendingArray(StandingLeaf):
     """
 
     def __init__(self, flight: Flight, place: int, shape: tuple[int, ...], dtype: Any) -> None:
-        """`place`: which of the flight's leaves it is."""
+        """Takes the number, among the flight's leaves, of its `place`."""
         self._flight, self._place, self._shape, self._dtype = flight, place, shape, dtype
         self._call = flight.call
 
@@ -83,7 +83,7 @@ class PendingArray(StandingLeaf):
         return self._call != self._flight.call
 
     def current(self) -> Any:
-        """The leaf behind all minibatches: an array, or a `StageArray`."""
+        """Returns the leaf behind all minibatches: an array, or a `StageArray`."""
         if self.is_deleted():
             raise DonatedStateError(
                 "this leaf was given to a later step, which goes on with it: read the state that this returned. A "
@@ -97,7 +97,7 @@ class PendingArray(StandingLeaf):
 
 
 def drain(state: T) -> T:
-    """The state once all minibatches that are on their way have gone through; any other state as it is.
+    """Drains a pipeline: returns the state once all minibatches have gone through, any other state as it is.
 
     A step without a flush (`Pipeline(schedule="spectrain")`) returns leaves that later calls still update. This ends
     that: epochs end so, and what evaluates or saves a state begins so. The next call fills the pipeline anew, and

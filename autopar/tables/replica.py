@@ -66,7 +66,7 @@ class Touched:
 
     @staticmethod
     def of_bits(extent: int, bits: np.ndarray) -> Touched:
-        """Rows as `bits` has them."""
+        """Returns the rows whose bits are set."""
         return Touched(extent, (np.nonzero(np.unpackbits(bits, count=extent))[0],))
 
     @property
@@ -132,7 +132,7 @@ class Replica(StandingLeaf):
     """
 
     def __init__(self, leaf: Any, replicas: Replicas, place: int) -> None:
-        """`place`: which input of the step it is."""
+        """Takes a client's own leaf; `place`: the input of the step that it is."""
         self._leaf, self._replicas, self._place = leaf, replicas, place
 
     @property
@@ -174,12 +174,12 @@ class Replica(StandingLeaf):
         return isinstance(self._leaf, (jax.Array, TableLeaf)) and self._leaf.is_deleted()
 
     def block_until_ready(self) -> Replica:
-        """Wait for the step that returned it, and for its mean, if that is merged."""
+        """Waits for the step that returned it, and for its mean, if that is merged."""
         jax.block_until_ready(self._leaf)
         return self
 
     def current(self) -> Any:
-        """This client's leaf: an array, or a table."""
+        """Returns this client's leaf: an array, or a table."""
         return self.own
 
     @property
@@ -201,7 +201,7 @@ def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
 
 
 def moved(weight: Array, sent: Array | Rows, new: Array | Rows) -> Array:
-    """A weight that became a new one, all of it or some rows, while this client went on from the one that it sent."""
+    """Moves a weight, or some rows, to its new value, though this client went on from the one that it sent."""
     if isinstance(sent, Rows) and isinstance(new, Rows):
         return _moved_rows(weight, sent.places, sent.values, new.values, sent.axis)
     return _moved(weight, sent, new)
@@ -219,6 +219,6 @@ def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int
 
 
 def settled(leaf: Replica) -> Any:
-    """This client's leaf once its mean, if that is on its way, is merged."""
+    """Returns this client's leaf once its mean, if that is on its way, is merged."""
     way = next((way for way in leaf.replicas.pending.values() if leaf.place in way.new), None)
     return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])

@@ -23,7 +23,7 @@ class ServedLeaf(StandingLeaf):
     """
 
     def __init__(self, session: Session, place: int, aval: Any) -> None:
-        """`place`: which input of the step it is; `aval`: its shape and dtype."""
+        """Takes the input of the step that it is (`place`), and its shape and dtype (`aval`)."""
         self._session, self._place, self._aval, self._step = session, place, aval, session.steps
 
     @property
@@ -57,7 +57,7 @@ class ServedLeaf(StandingLeaf):
         return self._step != self._session.steps
 
     def current(self) -> Any:
-        """The array as it is now.
+        """Returns the array as it is now.
 
         Raises:
           DonatedStateError: it was given to a step.
@@ -67,7 +67,7 @@ class ServedLeaf(StandingLeaf):
         return self.typed(self._session.read(self._place))
 
     def typed(self, value: Any) -> Any:
-        """A value of this leaf as an array of its type."""
+        """Returns a value of this leaf as an array of its type."""
         if jax_compat.is_key(value.dtype):
             return value
         array = jnp.asarray(value)

@@ -96,12 +96,12 @@ class Table(PlacedLeaf):
         return self.stored
 
     def block_until_ready(self) -> Table:
-        """Wait for the step that returned it."""
+        """Waits for the step that returned it."""
         self.stored.block_until_ready()
         return self
 
     def materialize(self) -> jax.Array:
-        """The table as an ordinary array, [..., V, ...], on the same devices.
+        """Returns the table as an ordinary array, [..., V, ...], on the same devices.
 
         It is spread along its rows if their number allows, else along the first axis that does; if none does, every
         device has all of it.
@@ -158,7 +158,7 @@ class Table(PlacedLeaf):
 
 
 def shards_of(stored: jax.Array, layout: RowLayout, axis: int) -> Shards:
-    """The parts of an array that is spread over devices along one axis: each is saved by who has its first replica."""
+    """Returns the parts of an array that is spread over devices along one axis; the first replica of each is saved."""
 
     def own() -> Iterator[tuple[int, np.ndarray]]:
         for shard in stored.addressable_shards:

@@ -116,8 +116,7 @@ class StageArray(PlacedLeaf):
         *,
         is_weak: bool = False,
     ) -> None:
-        """`places`: who holds it, part by part; `values`: the arrays of this rank, None of other ranks' parts;
-        `is_weak`: whether its dtype yields to others."""
+        """Takes who holds it, part by part, and this rank's arrays; `is_weak`: its dtype yields to others."""
         self.is_weak = is_weak
         self._shape, self._dtype, self._places, self._values = shape, dtype, tuple(places), tuple(values)
         self._is_gone = False
@@ -177,11 +176,11 @@ class StageArray(PlacedLeaf):
         return self._is_gone or any(value is not None and value.is_deleted() for value in self._values)
 
     def hand_on(self) -> None:
-        """Say that a step has taken it."""
+        """Says that a step has taken it."""
         self._is_gone = True
 
     def materialize(self) -> jax.Array:
-        """An ordinary array of this process. Collective."""
+        """Returns an ordinary array of this process. Collective."""
         return jnp.asarray(self._on_host())
 
     @uninterrupted  # the others wait for this rank
@@ -190,7 +189,7 @@ class StageArray(PlacedLeaf):
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
-        """A part, of which its first rank tells the others."""
+        """Returns a part, of which its first rank tells the others."""
         shape = (place.stop - place.start, *self._shape[1:])
         array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self._dtype)
         if place.ranks:

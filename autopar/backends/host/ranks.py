@@ -88,7 +88,7 @@ class Ranks:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
     def _exchanged(self, what: str, exchange: Callable[..., T], *args: Any) -> T:
-        """Marked as a wait for others, and named in profiles."""
+        """Exchanges something, marked as a wait for others, and named in profiles."""
         if self.exchange.size > 1:
             mark(self.step, what, "waits")
         with TraceAnnotation(f"autopar: {what}"):
@@ -107,7 +107,8 @@ class Ranks:
         given: Sequence[Place] = (),
         returned: Sequence[Place] = (),
     ) -> Callable[..., Sequence[Array]]:
-        """A program of one side; `given`, `returned`: where the operands and results of one of the devices are."""
+        """Compiles a program of one side; `given`, `returned`: where the operands and results of one of the devices
+        are."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
 
@@ -131,7 +132,7 @@ class Ranks:
         return program if self.host is None else on_host
 
     def sharding(self, place: Place) -> NamedSharding:
-        """Where something is on the devices."""
+        """Returns the sharding of something at a place on the devices."""
         if place is None:
             return NamedSharding(self.mesh, P())
         return NamedSharding(self.mesh, P(*[None] * max(place, 0), ("ranks", "local")))
@@ -139,11 +140,11 @@ class Ranks:
     # --- values ---
 
     def for_device(self, value: Any, place: Place) -> Any:
-        """A value that is whole in this process, as a device program takes it."""
+        """Returns a value that is whole in this process as a device program takes it."""
         return value if self.is_single else jax.tree.map(lambda x: self._on_each(x, place), value)
 
     def _on_each(self, value: Any, place: Place) -> jax.Array:
-        """A value on each of the own devices."""
+        """Puts a value on each of the own devices."""
         if isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) == self.mesh:
             return value
         if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
@@ -153,7 +154,7 @@ class Ranks:
         return self.array_of([value[None] if place == EACH else value] * len(self.own_devices), place)
 
     def array_of(self, parts: Sequence[Any], place: Place) -> jax.Array:
-        """An array of what each of the own devices has."""
+        """Makes an array of what each of the own devices has."""
         if self.is_single:
             return parts[0]
         shape = parts[0].shape
@@ -164,11 +165,11 @@ class Ranks:
         return jax.make_array_from_single_device_arrays(shape, self.sharding(place), placed)
 
     def everywhere(self, value: Any) -> jax.Array:
-        """A value that all ranks have, on all devices."""
+        """Puts a value that all ranks have on all devices."""
         return self._on_each(value, None)
 
     def from_device(self, value: Any, place: Place) -> Any:
-        """A value of a device program, of which all of a rank's devices have the same, as others take it."""
+        """Returns a device program's value, of which all of a rank's devices have the same, as others take it."""
         if self.is_single or not isinstance(value, jax.Array):
             return value
         jax.block_until_ready(value)  # on all devices: none reads any more what the program was given
@@ -177,24 +178,27 @@ class Ranks:
         return value[0] if place == EACH else value
 
     def for_owner(self, value: Any) -> Any:
-        """A value, all of it, as an owner's program takes it."""
+        """Returns a whole value as an owner's program takes it."""
         return np.asarray(value) if isinstance(value, jax.Array) and self.host is not None else value
 
     def own(self, value: Any) -> Any:
-        """A result that all devices have, as an ordinary array of this process."""
+        """Returns a result that all devices have as an ordinary array of this process."""
         if is_global(value) and value.is_fully_replicated:
             return value.addressable_data(0)
         return value
 
     def own_ids(self, ids: Any) -> np.ndarray:
-        """Flat ids of this rank: all that its devices have."""
+        """Returns the flat ids of this rank: all that its devices have."""
         if isinstance(ids, jax.Array) and not self.is_single:
             return np.concatenate([np.asarray(s.data).ravel() for s in ids.addressable_shards])
         return np.asarray(ids)
 
     def reduce(self, values: Sequence[Any], op: str, *, beside: bool = False) -> Callable[[], Sequence[Any]]:
-        """Values of all ranks, reduced, as what returns them. `beside`: by a thread of its own, which waits for the
-        programs that make them; until it is done the rank exchanges nothing else."""
+        """Reduces values over the ranks; returns a function that waits for the results.
+
+        `beside`: by a thread of its own, which waits for the programs that make them; until it is done the rank
+        exchanges nothing else.
+        """
         if self.exchange.size == 1:
             alone = values if self.host is None else [np.asarray(v) for v in values]
             return lambda: alone
@@ -210,7 +214,7 @@ class Ranks:
         return result
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
-        """The largest of all ranks' needs, where their programs must have one shape."""
+        """Returns the largest of all ranks' needs, where their programs must have one shape."""
         if not self.is_joint:
             return needs
         (largest,) = self.exchange.reduce([np.array(needs, np.int64)], "max")

@@ -37,7 +37,7 @@ class ShapeBucket:
         return _requested(self.rows)
 
     def fits(self, needs: Rows) -> bool:
-        """Whether a step that needs so much can run in it. `needs` may be of some families only."""
+        """Returns whether a step that needs so much can run in it. `needs` may be of some families only."""
         return all(n <= self.rows[k][0] and m <= self.rows[k][1] for k, (n, m) in needs.items())
 
 
@@ -65,11 +65,11 @@ class ShapeBuckets:
         return self._buckets[0]
 
     def best(self, needs: Rows) -> ShapeBucket | None:
-        """The smallest bucket that fits; None if there is none."""
+        """Returns the smallest bucket that fits; None if there is none."""
         return next((bucket for bucket in self._buckets if bucket.fits(needs)), None)
 
     def grow(self, needs: Rows) -> ShapeBucket:
-        """A larger bucket, which fits."""
+        """Adds a larger bucket, which fits."""
         self._grown += 1
         rows = dict(self._buckets[-1].rows)
         for family, needed in needs.items():
@@ -81,7 +81,7 @@ class ShapeBuckets:
         return self._buckets[-1]
 
     def ran(self, needs: Rows) -> ShapeBucket | None:
-        """A step is done that needed so much. Returns a smaller bucket, where there is one from now on."""
+        """Counts a step that needed so much. Returns a smaller bucket, where there is one from now on."""
         if self._looks == _LOOKS:
             return None
         self._watched.append(needs)
@@ -93,7 +93,7 @@ class ShapeBuckets:
         return bucket
 
     def drop(self, bucket: ShapeBucket) -> None:
-        """A smaller bucket saves nothing: there is to be none."""
+        """Drops a smaller bucket, which saves nothing; there will be no other one."""
         self._buckets.remove(bucket)
         self._looks = _LOOKS
 
@@ -113,13 +113,12 @@ class ShapeBuckets:
         return bucket
 
     def _taken(self, needs: Rows) -> int:
-        """Rows that are computed in a step."""
         bucket = self.best(needs)
         assert bucket is not None, "the step has run"
         return bucket.requested
 
     def _around(self, steps: Sequence[Rows]) -> ShapeBucket:
-        """A bucket for all these steps; owners' rows have the most that there is: few programs depend on them."""
+        """Returns a bucket for all these steps, with as many owners' rows as any has: few programs depend on those."""
         rows = dict(self._buckets[-1].rows)
         for family in self._varied:
             n, most = rows[family]

@@ -60,7 +60,7 @@ class HostRoute:
 
 @dataclass(eq=False)
 class RunningStep:
-    """What one run of the stages knows.
+    """Holds what one run of the stages knows.
 
     All but `values` outlives a run that is begun again in another bucket: other ranks need not begin again, so that
     what was exchanged isn't exchanged twice.
@@ -133,7 +133,7 @@ class StagedProgram:
             self._actions.append(self._action(item, may_donate=k > last_route))
 
     def run(self, inputs: Sequence[Any], step: RunningStep) -> list[Any]:
-        """One step, from flat inputs (arrays, and `HostRows`) to flat outputs.
+        """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
           OtherBucket: the step belongs into another one; nothing has changed yet.
@@ -160,7 +160,7 @@ class StagedProgram:
         return act
 
     def _placed(self, program: Program, items: Sequence[ProgramStage | ExchangeStage]) -> dict[Atom, Place]:
-        """Where device programs have inputs, outputs and what they make."""
+        """Says where device programs have inputs, outputs and what they make."""
         made = (v for i in items if isinstance(i, ProgramStage) and i.side == "device" for v in i.block.outputs)
         places: dict[Atom, Place] = dict.fromkeys(made, EACH)
         inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)
@@ -171,7 +171,7 @@ class StagedProgram:
         return places
 
     def _ids_by_device(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
-        """Ids of which each device looks up those of its own examples."""
+        """Returns ids of which each device looks up those of its own examples."""
         routes = [e for i in items if isinstance(i, ExchangeStage) and i.op == "ap.route" for e in i.equations]
         return {a for e in routes for a, batched in _ids_of(e) if batched}
 
@@ -299,7 +299,7 @@ class StagedProgram:
     def _fill(
         self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Any, route: HostRoute, *unless: Any
     ) -> Sequence[Any]:
-        """A leaf that is constant off the rows, unless a sweep has found that it isn't."""
+        """Writes a leaf that is constant off the rows, unless a sweep has found that it isn't."""
         if not any(map(np.any, unless)):
             step.has_written = True
             leaf.spread_last(np.asarray(rows))
@@ -308,14 +308,14 @@ class StagedProgram:
     def _densify(
         self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute, *first: Any
     ) -> Sequence[Any]:
-        """A leaf that is constant off the rows whatever the step does: written into the leaf that it replaces."""
+        """Writes a leaf that is constant off the rows whatever the step does, in place of the leaf that it replaces."""
         leaf = step.values[self._states[equation.outputs[0]]]
         step.has_written = True
         leaf.spread_last(np.asarray(rows))
         return self._commit(equation, step, leaf, rows, route)
 
     def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
-        """Nothing: the update log's owner does it before the next step (`HostUpdateLog.make_room`)."""
+        """Returns its operands: the update log's owner flushes before the next step (`HostUpdateLog.make_room`)."""
         replay = equation.params["replay"]
         named = split(equation.op, equation.params, operands)
         leaves, stamps, entries = (named[name] for name in ("leaves", "stamps", "entries"))
@@ -332,7 +332,7 @@ class StagedProgram:
         return self._ranks.buffers.take(name, shape, dtype)
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
-        """A value outside of device programs."""
+        """Returns a value outside of device programs."""
         if isinstance(atom, Literal):
             return atom.value
         value = step.values[atom]
@@ -343,7 +343,7 @@ class StagedProgram:
 
 
 def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
-    """The ids that a route is made of, each with whether devices look up those of their own examples."""
+    """Lists the ids that a route is made of, each with whether devices look up those of their own examples."""
     batched = route.params["batched"] or [False] * len(route.inputs)
     return zip(route.inputs, batched, strict=True)
 
@@ -355,12 +355,11 @@ def _family(route: Equation) -> int:
 
 
 def _shown(value: Any) -> Any:
-    """What a compiled program is given."""
     return value.view if isinstance(value, HostRoute) else value
 
 
 def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
-    """Sorted places of the distinct rows among flat ids; `extent` is no row."""
+    """Returns the sorted places of the distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
     flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
     return distinct_rows(layout.place(flat))
@@ -414,13 +413,13 @@ class OtherRows:
         self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
 
     def sweep(self, operands: Sequence[Any]) -> None:
-        """All rows of the rank's shard, in place. Operands: leaves, and values of the step."""
+        """Updates all rows of the rank's shard, in place. Operands: leaves, and values of the step."""
         for start, end, taken in self._blocks(operands, self._layout.shard_rows):
             for leaf, value in zip(operands, self._run(*taken), strict=False):
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 
     def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Any]) -> np.ndarray:
-        """A reduction of the touched rows (numbers in the share), joined with that of all others."""
+        """Joins a reduction of the touched rows (numbers in the share) with that of all others."""
         rank = self._ranks.exchange.rank
         for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
             which = np.arange(start, start + self._size) < end
@@ -445,7 +444,7 @@ class OtherRows:
 
 
 def returned_by_programs(program: Program) -> tuple[list[ProgramStage | ExchangeStage], tuple[Atom, ...]]:
-    """The stages, and the outputs, with a later program returning what was reduced for the caller (a loss, metrics).
+    """Returns the stages and outputs where a later program returns what was reduced for the caller (a loss, metrics).
 
     What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
     """
@@ -503,7 +502,7 @@ class TableReduction:
         self._program = ranks.compile(emit(body), "owner", [], [])
 
     def run(self, operands: Sequence[Any]) -> np.ndarray:
-        """This rank's part of the result, from the operands that `ir.operations` lists."""
+        """Reduces this rank's part of a table, from the operands that `ir.operations` lists."""
         p, rank = self._params, self._ranks.exchange.rank
         layout: RowLayout = p["layout"]
         named = split("ap.reduce_table", p, operands)
@@ -537,7 +536,7 @@ def _pairs(operands: Sequence[Any]) -> list[tuple[Any, Any]]:
 
 
 def _padded(rows: np.ndarray, size: int) -> np.ndarray:
-    """Rows, first axis first, and zeros after them."""
+    """Pads rows, first axis first, with zeros."""
     if len(rows) == size:
         return rows
     padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
@@ -550,7 +549,7 @@ def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
 
 
 def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size: int) -> np.ndarray:
-    """A block of which the step touches some rows; all others are as the padding row is."""
+    """Returns a block of which the step touches some rows; all others are as the padding row is."""
     touched = rows_first(rows, axis)
     block = np.empty((size, *touched.shape[1:]), touched.dtype)
     block[...] = touched[-1]
@@ -560,7 +559,7 @@ def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size
 
 
 def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarray:
-    """[V, factor, ...]: `factor` elements of an axis belong to each row."""
+    """Returns an array as [V, factor, ...]: `factor` elements of an axis belong to each row."""
     first = rows_first(value, axis)
     return first.reshape(extent, factor, *first.shape[1:])
 

@@ -18,7 +18,7 @@ from autopar.mpi.buffers import allocate_table
 
 
 class Updatable(Protocol):
-    """What the rows of a family still miss (`log.HostUpdateLog`)."""
+    """Holds updates that rows of a family still miss (`update_log.HostUpdateLog`)."""
 
     def bring_up_to_date(self) -> None: ...
     def end(self) -> None: ...
@@ -49,7 +49,7 @@ class HostRows:
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
-        """Memory for a shard of a table of this shape.
+        """Allocates a shard of a table of this shape.
 
         Raises:
           HostMemoryError: there isn't enough.
@@ -59,24 +59,24 @@ class HostRows:
 
     @staticmethod
     def of(table: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
-        """The shard of a whole table: an array of any kind."""
+        """Returns the shard of a whole table: an array of any kind."""
         shard = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
         shard.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
         return shard
 
     def fill(self, read: Callable[[np.ndarray], np.ndarray], block: int = 1 << 16) -> None:
-        """Set all rows from a function of their numbers in the table; spare ones are copies of the last row."""
+        """Sets all rows from a function of their numbers in the table; spare ones are copies of the last row."""
         for start in range(0, self.layout.shard_rows, block):
             numbers = self.numbers(start, min(start + block, self.layout.shard_rows))
             self.rows[start : start + numbers.size] = read(numbers)
 
     def numbers(self, start: int, end: int) -> np.ndarray:
-        """Which rows of the table are stored in a part of the shard; the last one for spare rows."""
+        """Returns which rows of the table are stored in a part of the shard; the last one for spare rows."""
         places = np.arange(start, end) + self.rank * self.layout.shard_rows
         return np.minimum(self.layout.row(places), self.layout.extent - 1)
 
     def bring_up_to_date(self) -> None:
-        """Bring all rows up to date, those of the whole family."""
+        """Brings all rows up to date, those of the whole family."""
         if self.log is not None:
             self.log.bring_up_to_date()
 
@@ -86,7 +86,7 @@ class HostRows:
             self.log.end()
 
     def copy(self) -> HostRows:
-        """Another storage with the same rows, all up to date."""
+        """Returns another storage with the same rows, all up to date."""
         self.bring_up_to_date()
         rows = allocate_table(self.rows.shape, self.rows.dtype, self.path)
         other = HostRows(rows, self.layout, self.rank, self.axis, self.path)
@@ -94,7 +94,7 @@ class HostRows:
         return other
 
     def pull(self, rows: np.ndarray, count: int, spare: int, state: bool) -> np.ndarray:
-        """The rows with these numbers in the shard, and padding; the row axis where the table has it.
+        """Returns the rows with these numbers in the shard, and padding; the row axis where the table has it.
 
         Args:
           rows: int32[U], `count` numbers and then padding.
@@ -113,19 +113,19 @@ class HostRows:
         return rows_back(pulled, self.axis)
 
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
-        """Replace rows."""
+        """Replaces rows."""
         self.rows[rows[:count]] = rows_first(new, self.axis)[:count]
 
     def spread_last(self, new: np.ndarray) -> None:
-        """Make all rows what the padding row is."""
+        """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
 
 
 def rows_first(array: np.ndarray, axis: int) -> np.ndarray:
-    """With the row axis in front."""
+    """Moves the row axis to the front."""
     return np.moveaxis(array, axis, 0) if axis else array
 
 
 def rows_back(array: np.ndarray, axis: int) -> np.ndarray:
-    """With the row axis, which is in front, where the table has it."""
+    """Moves the row axis from the front to where the table has it."""
     return np.moveaxis(array, 0, axis) if axis else array

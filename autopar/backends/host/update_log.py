@@ -57,7 +57,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
         self._compilation: Compilation[None] | None = None
 
     def begin(self, leaves: Sequence[HostRows], layout: RowLayout, rank: int) -> HostUpdateLog:
-        """An empty update log for leaves whose rows are up to date."""
+        """Begins an empty update log for leaves whose rows are up to date."""
         stamps = HostRows.empty((layout.extent,), np.dtype(np.int32), 0, layout, rank, "stamps of deferred rows")
         changed = leaves[: self.replay.changed]
         for start in range(0, layout.shard_rows, self._rows(leaves, _BLOCK_ELEMENTS)):
@@ -71,7 +71,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
         return HostUpdateLog(self, list(leaves), stamps, [now, segment, *records, *segments])
 
     def prepare(self, leaves: Sequence[HostRows], entries: Sequence[np.ndarray]) -> None:
-        """Compile, beside the steps, what they need once the newer part is full."""
+        """Compiles, beside the steps, what they need once the newer part is full."""
         if self._compilation is not None:
             return
         rows = self._rows(leaves, _SOME_ELEMENTS)
@@ -87,17 +87,17 @@ class HostUpdateLogSpec(UpdateLogSpec):
             self._compilation = beside("what a full update log on hosts needs", compile_all)
 
     def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any]) -> None:
-        """Bring all rows up to date, in place. `entries`: now, segment, records, segments."""
+        """Brings all rows up to date, in place. `entries`: now, segment, records, segments."""
         rows = self._rows(leaves, _BLOCK_ELEMENTS)
         self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
 
     def catch_up(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray) -> None:
-        """Bring these rows up to date, in place."""
+        """Brings these rows up to date, in place."""
         lagging = rows[stamps.rows[rows] < entries[0]]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
 
     def catch_up_some(self, leaves: Sequence[HostRows], stamps: HostRows, closed: Sequence[Any], which: int) -> None:
-        """Bring some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
+        """Brings some rows, in place, up to the end of the older part; arguments as in `Deferred.catch_up_some`."""
         numbers = np.arange(which, len(stamps.rows), self.times)
         lagging = numbers[self._deferred.lags(stamps.rows[numbers], closed[1])]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *closed)
@@ -111,7 +111,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
         program: Callable[..., Sequence[Any]],
         *operands: Any,
     ) -> None:
-        """Replace rows and their stamps, `count` at a time, by what a program makes of them."""
+        """Replaces rows and their stamps, `count` at a time, by what a program makes of them."""
         taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
         has_begun = False
         try:
@@ -148,7 +148,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
         return [now, segment, *records, *segments], [now, *map(np.copy, records)]
 
     def _rows(self, leaves: Sequence[HostRows], elements: int) -> int:
-        """Rows of which no leaf has more than so many elements."""
+        """Returns the number of rows of which no leaf has more than so many elements."""
         widest = max(leaf.rows[:1].size for leaf in leaves)
         return min(len(leaves[0].rows), max(1, elements // max(1, widest)))
 
@@ -204,7 +204,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
         self.spec.catch_up_some(self.leaves, self.stamps, steps, which)
 
     def end(self) -> None:
-        """Bring all rows up to date, and let the leaves go: a next step begins another update log."""
+        """Brings all rows up to date, and lets the leaves go: a next step begins another update log."""
         self.bring_up_to_date()
         for leaf in self.leaves:
             leaf.log = None
@@ -212,12 +212,12 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
     @uninterrupted
     @jax_compat.outside_traces()
     def catch_up(self, rows: np.ndarray) -> None:
-        """Bring some rows of this rank's shard up to date."""
+        """Brings some rows of this rank's shard up to date."""
         if not self.is_up_to_date:
             self.spec.catch_up(self.leaves, self.stamps, self.entries, rows)
 
     def wrote(self, entries: Sequence[Any]) -> None:
-        """A step was written down."""
+        """Takes the entries of a step that was written down."""
         self.entries = list(map(np.asarray, entries))
         self.is_up_to_date = False
 
@@ -231,7 +231,8 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
 
 
 def common_host_log(leaves: Sequence[HostRows], spec: HostUpdateLogSpec) -> HostUpdateLog | None:
-    """The update log that a step on these leaves can go on with. Others are brought up to date, and given up."""
+    """Returns the update log that a step on these leaves can go on with; others are brought up to date, and given
+    up."""
     first = leaves[0].log
     if isinstance(first, HostUpdateLog) and first.belongs_to(spec, leaves):
         return first

@@ -1,4 +1,4 @@
-"""How compiled programs see the rows of tables on hosts: their own rank's, with routes that the runtime made."""
+"""Views of tables on hosts for compiled programs: their own rank's rows, with routes that the runtime made."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Array = Any
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouteView:
-    """What a compiled program is given of a route.
+    """Holds what a compiled program is given of a route.
 
     Attributes:
       rows: int32[U], the owner's rows in its shard; the shard's size for padding.
@@ -101,11 +101,11 @@ class RankDevice(Mapped):
         return reduce_across(op, value, self.examples)
 
     def reduce_rank(self, value: Array, op: str) -> Array:
-        """Reduced over the devices of the own rank."""
+        """Reduces a value over the devices of the own rank."""
         return reduce_across(op, value, "local")
 
     def once_a_rank(self, value: Array) -> Array:
-        """The value on the first device of each rank, zeros on the others."""
+        """Returns the value on the first device of each rank, zeros on the others."""
         return jnp.where(jax.lax.axis_index("local") == 0, value, jnp.zeros_like(value))
 
 
@@ -123,14 +123,14 @@ class RankRows(ShardedRows):
 
 
 def _resized(rows: Array, count: int, axis: int) -> Array:
-    """The first rows, or zeros after them: either size may be the larger one, and the rows that there are fit both."""
+    """Returns the first rows, or zeros after them: either size may be the larger one, and real rows fit both."""
     widths = [(0, 0, 0)] * rows.ndim
     widths[axis] = (0, count - rows.shape[axis], 0)
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
 def host_backends(bound: BoundPlan, view: OwnPart) -> Mapping[int, RowBackend]:
-    """Family -> its operations within a program; none of one on devices where each program's is one device's alone."""
+    """Maps families to their operations within a program; one device's own program needs none for tables on devices."""
     ranks, by_family = view.by_ranks, dict[int, RowBackend]()
     for family in bound.families:
         if family.on_hosts and family.layout is not None:
@@ -141,7 +141,7 @@ def host_backends(bound: BoundPlan, view: OwnPart) -> Mapping[int, RowBackend]:
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """int32[size]."""
+    """Pads values to int32[size]."""
     filled = np.full((size,), fill, np.int32)
     filled[: values.size] = values
     return filled

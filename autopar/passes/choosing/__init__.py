@@ -1,1 +1,1 @@
-"""What `choose` decides by."""
+"""Parts of `choose`: what it decides by."""

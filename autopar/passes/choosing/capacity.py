@@ -1,4 +1,4 @@
-"""How many rows travel: static bounds for sharded rows, from what no batch exceeds or from a measured one.
+"""Bounds the rows that travel: static bounds for sharded rows, from what no batch exceeds or from a measured batch.
 
 A device that asks for F rows may want them all of one owner, so the safe capacity of each of its N messages is F: N
 times what is needed on average. A measured capacity needs a check and a fallback (`backends.fallback`).

@@ -90,7 +90,7 @@ class Choices:
 
 
 def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharded: str = "") -> Decision:
-    """Decide for one family.
+    """Decides for one family.
 
     Args:
       program: An analysed program.

@@ -1,4 +1,4 @@
-"""Whether the decisions of an earlier plan fit a step: before they are followed, and after.
+"""Checks that the decisions of an earlier plan fit a step: before they are followed, and after.
 
 What they say about a table holds for its shape, its slots and the number of devices. A step that isn't the one that the
 plan was made for is refused with all that differs, rather than run by half of a plan.
@@ -18,7 +18,7 @@ _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...
 
 
 def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
-    """Check that the plan is of an analysed program's tables, on so many devices, of which so many divide products.
+    """Checks that the plan is of an analysed program's tables, on so many devices, of which so many divide products.
 
     Raises:
       PlanError: it isn't; all that differs is named.
@@ -63,7 +63,7 @@ def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan)
 
 
 def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
-    """Check that what was decided now is what the earlier plan says.
+    """Checks that what was decided now is what the earlier plan says.
 
     Raises:
       PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.

@@ -87,7 +87,7 @@ class UntouchedUpdate:
 def read_untouched_update(
     scope: Scope, off: OffScope, family: int, changed: Sequence[int], inner: Mapping[int, Var], new: Sequence[Atom]
 ) -> UntouchedUpdate:
-    """Cut a family's off-row form, made for one row.
+    """Cuts a family's off-row form, made for one row.
 
     Args:
       scope: The step being rewritten, which gets the equations of what is written down.
@@ -185,7 +185,7 @@ class _Step:
         return array
 
     def compute(self, equation: Equation) -> None:
-        """Emit an equation none of whose operands depends on rows."""
+        """Emits an equation none of whose operands depends on rows."""
         out = equation.outputs[0]
         scalars = [self.scalar(a) for a in equation.inputs]
         if equation.op in ("ap.full", "broadcast_in_dim", "reshape") and scalars[0] is not None and out.shape != ():
@@ -295,7 +295,7 @@ class StepUpdateLog:
 
     @staticmethod
     def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepUpdateLog:
-        """Pull rows and their stamps, and name the rows as they will be once they are up to date.
+        """Pulls rows and their stamps, and names the rows as they will be once they are up to date.
 
         `changed`: leaves that the untouched update changes.
         """
@@ -314,7 +314,7 @@ class StepUpdateLog:
         return StepUpdateLog(family, layout, caught, waiting, stamps, stamped, now)
 
     def end(self, scope: Scope, update: UntouchedUpdate, exceeded: Atom | None) -> dict[int, Atom]:
-        """Write down the step, and flush the update log if it is full; the leaves after that.
+        """Writes down the step, and flushes the update log if it is full; returns the leaves after that.
 
         Args:
           update: What the step does to rows that it doesn't touch.
@@ -355,7 +355,7 @@ class StepUpdateLog:
         return dict(zip(self.caught, flushed, strict=True))
 
     def _complete(self, scope: Scope, update: UntouchedUpdate, read: Mapping[int, Var]) -> None:
-        """Write the equation that brings rows up to date, now that the untouched update is known."""
+        """Writes the equation that brings rows up to date, now that the untouched update is known."""
         place = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
         axes = scope.lifting.spaces[self.family].row_axes

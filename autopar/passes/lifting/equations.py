@@ -21,7 +21,7 @@ from autopar.passes.lifting.scope import Key, Lifting, RowValue, Scope, Template
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:
-    """Write a row-parallel equation, at the routed rows."""
+    """Writes a row-parallel equation, at the routed rows."""
     lifting = scope.lifting
     if equation.op == "optimization_barrier":
         return _lift_barrier(scope, equation)
@@ -42,7 +42,7 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
 
 
 def _lift_barrier(scope: Scope, equation: Equation) -> None:
-    """Write each operand in its own form behind the barrier; what belongs to no family needs none."""
+    """Writes each operand in its own form behind the barrier; what belongs to no family needs none."""
     inputs, outputs = [], []
     for atom, old in zip(equation.inputs, equation.outputs, strict=True):
         row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
@@ -59,7 +59,7 @@ def _lift_barrier(scope: Scope, equation: Equation) -> None:
 
 
 def _lift_lookup(scope: Scope, equation: Equation) -> None:
-    """Write rows in the shape of the ids."""
+    """Writes rows in the shape of the ids."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a lookup reads rows"
     rows, route = scope.fetched(equation.inputs[0], row.axis, row.family), scope.route(row.family)
@@ -112,7 +112,7 @@ def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
 
 
 def _lift_push(scope: Scope, equation: Equation) -> None:
-    """Gradients (or new values) of rows, added to (or set in) the rows they belong to."""
+    """Adds gradients of rows to the rows they belong to, or sets new values."""
     out = equation.outputs[0]
     row = scope.lifting.row(out)
     assert row is not None, "a push makes rows"
@@ -146,7 +146,7 @@ def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
 
 
 def _lift_reduce(scope: Scope, equation: Equation) -> None:
-    """Write a reduction over all rows, from the routed ones."""
+    """Writes a reduction over all rows, from the routed ones."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a reduction over rows reads rows"
     assert isinstance(row.off, Const), "off the touched rows it is a constant"
@@ -169,8 +169,10 @@ def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, .
 
 
 def _lift_contract(scope: Scope, equation: Equation) -> None:
-    """Write a product that sums over all rows, one side being zero on the untouched ones; if it may be something else
-    there, a product for each row, and a sum over the rows."""
+    """Writes a product that sums over all rows, one side being zero on the untouched ones.
+
+    If it may be something else there, it writes a product for each row, and a sum over the rows.
+    """
     places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
     sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
     family = places[0].family
@@ -265,7 +267,7 @@ class OffScope(Scope):
         return self.at_rows(atom, axis, family)
 
     def run(self, targets: Sequence[Var], family: int) -> None:
-        """Rewrite the row equations that the targets need, in order."""
+        """Rewrites the row equations that the targets need, in order."""
         lifting = self.lifting
         needed = set(targets)
         kept = []
@@ -307,7 +309,7 @@ class OffScope(Scope):
             lift_row_equation(self, equation)
 
     def _use(self, template: Template) -> None:
-        """Put the off-row form of a scan, remat or cond here."""
+        """Puts the off-row form of a scan, remat or cond here."""
         outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
         equation = template.equation
         stacked = [self.frontier(v) for v in template.stacked]
@@ -358,7 +360,7 @@ def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
 def emit_scan(
     scope: Scope, like: Equation, body: Block, consts: Sequence[Atom], starts: Sequence[Atom], xs: Sequence[Atom]
 ) -> tuple[Var, ...]:
-    """Append a scan with a new body; its carries and stacked results."""
+    """Appends a scan with a new body; returns its carries and stacked results."""
     carry, length = len(starts), like.params["length"]
     outputs = [Var(a.type) for a in body.outputs[:carry]]
     outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
@@ -373,7 +375,7 @@ def emit_scan(
 
 
 def rewrite(scope: Scope, equation: Equation) -> None:
-    """Rewrite one equation of the block, whatever it is."""
+    """Rewrites one equation of the block, whatever it is."""
     role = scope.lifting.facts.roles.get(equation)
     if not scope.lifting.touches(equation) or role == "dense":
         scope.compute(equation)
@@ -427,7 +429,7 @@ class _Loop:
     def _bind(
         self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int
     ) -> tuple[list[Atom], list[Var]]:
-        """Inputs of the body that vary: outside and inside, in row form where they are in row space."""
+        """Returns the body's varying inputs, outside and inside, in row form where they are in row space."""
         outside, inside = [], []
         for n, k in enumerate(positions):
             operand, var = self.equation.inputs[k], self.equation.bodies[0].inputs[k]
@@ -514,7 +516,7 @@ def _template(
 
 
 def _lift_branches(scope: Scope, equation: Equation) -> None:
-    """Write a remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
+    """Writes a remat, or the branches of a cond, whose bodies work on rows. All bodies take the same operands."""
     lifting = scope.lifting
     head, operands = equation.inputs[: equation.border.head], equation.inputs[equation.border.head :]
     children = [Scope(lifting, b, scope, dict(zip(b.inputs, operands, strict=True))) for b in equation.bodies]

@@ -347,7 +347,7 @@ class Scope(Writer):
         return ways[kind](*what)
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
-        """Name results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""
+        """Names results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""
         for var, atom in zip(old, new, strict=False):
             row = self.lifting.row(var)
             if row is None:
@@ -358,7 +358,7 @@ class Scope(Writer):
     # --- equations ---
 
     def copy(self, equation: Equation) -> Equation:
-        """Append an equation on dense values, with results and bodies of its own."""
+        """Appends an equation on dense values, with results and bodies of its own."""
         copy = dataclasses.replace(
             equation,
             inputs=tuple(self.get(a) for a in equation.inputs),
@@ -369,7 +369,7 @@ class Scope(Writer):
         return copy
 
     def compute(self, equation: Equation) -> None:
-        """Append an equation on dense values: from here on its results are known in their dense form."""
+        """Appends an equation on dense values: from here on its results are known in their dense form."""
         self.dense.update(zip(equation.outputs, self.copy(equation).outputs, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What the step does to rows that it doesn't touch, where that isn't nothing: see `lift_rows`.
+"""Sweeps rows that the step doesn't touch, where it changes them: see `lift_rows`.
 
 changes -> whether it isn't
 sweep   -> if so, the off-row form of all rows, in place, block by block
@@ -186,7 +186,7 @@ class Exact:
     fates: Callable[[], Fates]
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
-        """Swept, if need be."""
+        """Returns a densified value, swept if need be."""
         if scope.lifting.moves_alone(row.family) or not isinstance(row.off, Const):
             return dense
         rows = scope.at_rows(atom, row.axis, row.family)

@@ -1,1 +1,1 @@
-"""How `localize` writes each equation."""
+"""Parts of `localize`: how it writes each equation."""

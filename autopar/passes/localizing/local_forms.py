@@ -205,7 +205,7 @@ class Forms(ZeroWriter, abc.ABC):
         return self.reduced_value(atom, self.read(atom), "sum", source)
 
     def note_growth(self, equation: Equation) -> None:
-        """Remember, in a loop or branch, partial sums that are larger than those they are made of.
+        """Remembers, in a loop or branch, partial sums that are larger than those they are made of.
 
         They stay partial where they can. Where they can't, the smaller ones are reduced.
         """
@@ -240,7 +240,7 @@ class Forms(ZeroWriter, abc.ABC):
         return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
 
     def add_up(self, atom: Atom, have: Spread) -> None:
-        """Have a rank's devices add up their partial sums of an old value."""
+        """Has a rank's devices add up their partial sums of an old value."""
         assert isinstance(atom, Var), "constants are whole"
         self.env[atom] = self.of_rank(self.read(atom)), dataclasses.replace(have, sums=False)
 

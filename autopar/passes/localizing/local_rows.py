@@ -51,8 +51,11 @@ def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
 
 
 def _fetched(walk: Forms, equation: Equation) -> State:
-    """Returns the rows that a lookup reads. Rows of which each example has a copy (`vmap` of a branch that takes the
-    table) are spread over the examples instead: they are brought together."""
+    """Returns the state of the rows that a lookup reads.
+
+    Rows of which each example has a copy (`vmap` of a branch that takes the table) are spread over the examples
+    instead: they are brought together.
+    """
     return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
 
@@ -119,7 +122,7 @@ def _is_delivered(walk: Forms, equation: Equation) -> bool:
 
 
 def _deliver_partial(walk: Forms, push: Equation) -> None:
-    """Write a rank's partial sums at the rows that it requested, and the delivery of these."""
+    """Writes a rank's partial sums at the rows that it requested, and the delivery of these."""
     base, route, index, updates = push.inputs
     requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
     assert requested is not None, "rows on hosts are requested"
@@ -133,7 +136,7 @@ def _deliver_partial(walk: Forms, push: Equation) -> None:
 
 
 def push_partial(walk: Forms, equation: Equation) -> None:
-    """Into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
+    """Pushes into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
     batched = p["batch"] is not None and walk.shared.examples
@@ -165,7 +168,7 @@ def _aggregate(walk: Forms, equation: Equation) -> None:
 
 
 def _row_ids(walk: Forms, equation: Equation) -> None:
-    """Write a device's own examples' ids; of what is padded those of no row."""
+    """Writes a device's own examples' ids; of what is padded those of no row."""
     (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
     state = _STATES["index"](walk, equation)
     part = walk.as_state(index, state, equation)
@@ -194,7 +197,7 @@ def _row_iota(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
-    """Write an owner's rows by themselves, then all owners'."""
+    """Writes an owner's rows by themselves, then all owners'."""
     rows, route, *more = equation.inputs
     state = _rows(walk, equation)
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
@@ -221,7 +224,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
-    """Write an owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
+    """Writes an owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
     p = equation.params
     by_owner = [axis for axis, _ in p["stored"]]
     for axis, _ in p["touched"]:
@@ -239,7 +242,7 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
 
 
 def _changes(walk: Forms, equation: Equation) -> None:
-    """Each owner finds out by itself whether its other rows change."""
+    """Checks, on each owner by itself, whether its other rows change."""
     p = equation.params
     family = _family(walk, equation)
     parts = split(equation.op, p, equation.inputs)
@@ -283,7 +286,8 @@ def _off_form(
 
 
 def _of_log(walk: Forms, equation: Equation) -> None:
-    """Write each owner by itself, on the leaves' rows and their stamps; what was written down every device has."""
+    """Writes what each owner does by itself, on the leaves' rows and their stamps; every device has what was written
+    down."""
     replay: Replay = equation.params["replay"]
     numbers = equation.params.get("families") or (equation.params["family"],)
     families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]
@@ -308,7 +312,7 @@ def _select(walk: Forms, equation: Equation) -> None:
 
 
 def _replicate(walk: Forms, equation: Equation) -> None:
-    """Shares of a dense parameter, gathered for use."""
+    """Gathers the shards of a dense parameter for use."""
     (atom,) = equation.inputs
     state = walk.state(atom)
     if not isinstance(state, Spread):

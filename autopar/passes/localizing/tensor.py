@@ -54,7 +54,7 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
 
 
 def localize_stages(staged: StagedStep, bound: BoundPlan, devices: int) -> tuple[StagedStep, str]:
-    """Write the programs of a pipeline's stages as those of one device of the tensor axis (`StageProgram.local`).
+    """Writes the programs of a pipeline's stages as those of one device of the tensor axis (`StageProgram.local`).
 
     Args:
       staged: The programs, and which values are divided; none may be.
@@ -124,7 +124,7 @@ class _TensorPart(Localizer):
         return super()._partial(equation, partial)
 
     def _apart(self, equation: Equation) -> None:
-        """Write what the batch's devices do with a value, of what a device has of it."""
+        """Writes what the batch's devices do with a value, of what a device has of it."""
         (atom,), params = equation.inputs, equation.params
         state = self.state(atom)
         if isinstance(state, Spread):

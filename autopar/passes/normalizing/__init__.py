@@ -1,1 +1,1 @@
-"""What `normalize` does."""
+"""Parts of `normalize`: rewrites into the form that later passes read."""

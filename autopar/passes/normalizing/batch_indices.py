@@ -24,7 +24,7 @@ from autopar.passes.rewriting import Rewriter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """How the dimension numbers of gathers and of scatters call what both have."""
+    """Names in the dimension numbers of gathers and of scatters of what both have."""
 
     gone: str
     mapped: str
@@ -58,7 +58,7 @@ def _names(equation: Equation) -> _Names:
 
 
 def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
-    """Dimension of the operand -> the axis of the indices along which its index counts, all of it."""
+    """Maps dimensions of the operand to the axes of the indices along which their index counts, all of it."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
     operand, indices = equation.inputs[:2]
     taken = set(getattr(numbers, names.paired))

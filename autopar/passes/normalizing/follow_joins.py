@@ -33,7 +33,7 @@ def follow_joins(program: Program) -> tuple[Program, int]:
 
 @dataclass(frozen=True)
 class _Layout:
-    """How parts are joined: along an axis, and how many rows each has."""
+    """Layout of joined parts: their axis, and how many rows each has."""
 
     axis: int
     sizes: tuple[int, ...]

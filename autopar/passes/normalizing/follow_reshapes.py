@@ -324,7 +324,7 @@ class Places:
 
     @staticmethod
     def of(equation: Equation) -> Places | None:
-        """None of one that takes something else."""
+        """Returns the places that an equation takes; None if it takes something else than whole rows."""
         numbers, shape = equation.params["dimension_numbers"], equation.inputs[0].shape
         paired = numbers.operand_batching_dims
         if equation.op == "gather":

@@ -1,1 +1,1 @@
-"""What `split_pipeline` is made of."""
+"""Parts of `split_pipeline`."""

@@ -115,7 +115,7 @@ class _Cutter:
         return dataclasses.replace(program, block=Block(inputs, block.equations, block.outputs))
 
     def _news(self) -> Iterator[tuple[Var, Var]]:
-        """Each leaf that moves, with its new value, which the update of its stage makes, and for it alone."""
+        """Yields each leaf that moves with its new value, which the update of its stage makes, for it alone."""
         makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
         taken: set[Atom] = set()
         for old in list(self._homes):
@@ -152,7 +152,7 @@ class _Cutter:
         return [p for p in self._programs if p.stage != stage and leaf in p.block.inputs]
 
     def _tie(self) -> None:
-        """A leaf that later stages read comes with the minibatch."""
+        """Hands a leaf that later stages read to them with the minibatch."""
         for leaf, home in self._homes.items():
             readers = self._readers(leaf, home)
             early = next((p for p in readers if p.phase in ("before", "update") or p.stage < home), None)
@@ -169,7 +169,7 @@ class _Cutter:
             self._programs = [_reading(p, leaf, copy) if p in readers else p for p in self._programs]
 
     def _append(self, stage: int, leaf: Var, equation: Equation) -> None:
-        """Have the forward of a stage run one more equation."""
+        """Has the forward of a stage run one more equation."""
         for k, program in enumerate(self._programs):
             if (program.phase, program.stage) == ("F", stage):
                 block = program.block

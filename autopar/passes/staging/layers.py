@@ -103,7 +103,7 @@ def _connected(groups: Iterable[frozenset[Var]]) -> list[frozenset[Var]]:
 
 
 def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read: Collection[Var]) -> Stack:
-    """Weights, and leaves that the gradient program doesn't `read` whose new value is made layer by layer of them."""
+    """Returns weights, and other leaves that only the update reads, whose new value is made of them layer by layer."""
     block, layers, leaves = program.block, weights[0].shape[0], dict.fromkeys(weights)
     for leaf, out in program.new_states.items():
         var, new = block.inputs[leaf], cutter.value(block.outputs[out])
@@ -197,7 +197,7 @@ class _Cutter:
         return self._env.get(atom, atom) if isinstance(atom, Var) else atom
 
     def add(self, equation: Equation) -> None:
-        """Write an equation, in parts if some of its operands are."""
+        """Writes an equation, in parts if some of its operands are."""
         cut = {k: value for k, a in enumerate(equation.inputs) if isinstance(value := self.value(a), _Pieces)}
         if equation.op == "scan" and self._scan(equation, cut):
             return
@@ -244,7 +244,7 @@ class _Cutter:
             self.spoiled.update({leaf: equation.source for value in values for leaf in value.leaves})
 
     def _microbatches(self, equation: Equation) -> None:
-        """Write the gradient program, its operands and sums in parts."""
+        """Writes the gradient program, its operands and sums in parts."""
         (body,), axes, joins = equation.bodies, equation.params["axes"], equation.params["joins"]
         inner = _Cutter({}, is_body=True)
         inputs: list[tuple[Atom, Var, int | None]] = []

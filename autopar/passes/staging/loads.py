@@ -1,4 +1,4 @@
-"""What each stage of a pipeline computes, sends and holds: of the stages that a step is cut into, or of all its layers.
+"""Computes the loads of a pipeline's stages: what each computes, sends and holds, once cut or by all its layers.
 
 What several stages read of a weight that lives in one (tied embeddings) is sent in each step, its gradient back.
 """
@@ -50,7 +50,7 @@ class StageLoad:
     copies: dict[Var, int] = field(default_factory=dict)
 
     def seconds(self, rates: StageRates) -> dict[str, float]:
-        """Kind of task -> its seconds."""
+        """Returns the seconds of each kind of task."""
         return {
             kind: rates.seconds(flops, self.moved[kind])
             + rates.send_byte_s * self.exchanged.get(kind, 0.0)
@@ -69,7 +69,8 @@ class StageLoad:
         return self.mixed(StageLoad(), factor)
 
     def mixed(self, other: StageLoad, share: float) -> StageLoad:
-        """So many times this load, and the rest of another one, of the same stage for microbatches of another size."""
+        """Mixes this load with another one, of the same stage for microbatches of another size; `share`: of this
+        one."""
 
         def mix(own: float, others: float) -> float:
             return max(0.0, share * own + (1 - share) * others)
@@ -152,7 +153,7 @@ def stage_loads(
 
 
 def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[Label]]:
-    """Value -> where it is read."""
+    """Maps values to where they are read."""
     readers: dict[Var, set[Label]] = {}
     for equation in parts.body.equations:
         label = labels[equation]
@@ -163,7 +164,7 @@ def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[La
 
 
 def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division) -> None:
-    """Count what an equation computes, reads and writes on each device, and what the devices exchange for it."""
+    """Counts what an equation computes, reads and writes on each device, and what the devices exchange for it."""
     flops, moved = equation_work(equation)
     saved = 1 - 1 / division.devices
     if equation in division.flops or any(v in division.axes for v in equation.outputs):
@@ -178,7 +179,7 @@ def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division
 def _add_value(
     loads: list[StageLoad], var: Var, made: Label, readers: set[Label], places: Places, division: Division
 ) -> None:
-    """Count what is sent of a value, and what is kept of it from a forward to a backward."""
+    """Counts what is sent of a value, and what is kept of it from a forward to a backward."""
     size = _bytes(var)
     stages = {r.stage for r in readers}
     for stage in stages:

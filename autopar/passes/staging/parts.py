@@ -46,7 +46,7 @@ def find_parts(program: Program) -> Parts:
 
 
 def read_by(parts: Parts) -> dict[Var, Var]:
-    """Input of the microbatch's program -> what it is given."""
+    """Maps inputs of the microbatch's program to what they are given."""
     pairs = zip(parts.body.inputs, parts.step.inputs, strict=True)
     return {inner: outer for inner, outer in pairs if isinstance(outer, Var)}
 
@@ -138,7 +138,7 @@ def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dic
 
 
 def untied(parts: Parts, homes: Mapping[Var, int], stages: int) -> Parts:
-    """Gradients that are sums over stages become one result a stage, which the update adds."""
+    """Makes one result a stage of gradients that are sums over stages; the update adds them."""
     while True:
         labels = label_parts(parts, homes, stages)
         body, made = parts.body, {v: e for e in parts.body.equations for v in e.outputs}

@@ -120,7 +120,8 @@ class StageCutter:
             yield copy, (outer, join)
 
     def _before(self) -> None:
-        """Place what all microbatches have: with the deepest weight that it depends on, or at each stage that reads it.
+        """Places what all microbatches have: with the deepest weight that it depends on, or at each stage that reads
+        it.
 
         Without a flush a backward reads other versions of the weights than its forward did, so each makes its own.
         """
@@ -134,7 +135,8 @@ class StageCutter:
                 self.shared.update(dict.fromkeys(equation.outputs, equation))
 
     def _update(self) -> None:
-        """Each equation where its leaf is, else its largest operand; levels count how often values have crossed."""
+        """Places each equation of the update where its leaf is, else its largest operand; levels count the
+        crossings."""
         homes: dict[Var, int] = dict(self.homes)
         made = {v: self.labels[e].stage for e in self.parts.body.equations for v in e.outputs}
         pairs = zip(self.parts.body.outputs, self.parts.step.outputs, strict=True)
@@ -164,7 +166,8 @@ class StageCutter:
         return levels[atom] + (homes[atom] != stage) if atom in levels else 0
 
     def _programs(self, joins: Mapping[Var, tuple[Var, str | int]]) -> tuple[StageProgram, ...]:
-        """Blocks of the equations that were found, with those that every program or stage computes by itself."""
+        """Returns the programs of the equations that were found, with what every program or stage computes by
+        itself."""
         whole = {key: self._whole(equations) for key, equations in self.equations.items()}
         outputs = [a for a in self.program.block.outputs if isinstance(a, Var)]
         made = {v for equations in whole.values() for e in equations for v in e.outputs}
@@ -187,7 +190,7 @@ class StageCutter:
         return tuple(programs)
 
     def _add_shared(self, whole: dict[_Key, list[Equation]], outputs: Iterable[Var]) -> None:
-        """Add what stages read of shared values, computed by a program of their own ahead of the microbatches."""
+        """Adds what stages read of shared values, computed by a program of their own ahead of the microbatches."""
         wanted: dict[int, dict[Var, None]] = {}
         for (_, stage, _), equations in whole.items():
             wanted.setdefault(stage, {}).update(dict.fromkeys(a for a in _inputs(equations) if a in self.shared))
@@ -202,7 +205,7 @@ class StageCutter:
 
 
 def _with_sources(equations: Sequence[Equation], made_by: Mapping[Var, Equation]) -> list[Equation]:
-    """Equations, each behind those that make what it reads, as far as these are known."""
+    """Orders equations, each behind those that make what it reads, as far as these are known."""
     ordered: dict[int, Equation] = {}
 
     def add(equation: Equation) -> None:

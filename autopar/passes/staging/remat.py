@@ -54,7 +54,7 @@ class _Copier:
         self._new: dict[Var, Var] = {}
 
     def append(self, equation: Equation, label: Label) -> None:
-        """Write an equation."""
+        """Writes an equation."""
         self.labels[equation] = label
 
     def again(self, atom: Atom, reader: Label) -> Atom:

@@ -1,4 +1,4 @@
-"""What of a pipeline is left to "auto": stages and their devices, microbatches, schedule, rematerialization.
+"""Searches what a pipeline leaves to "auto": stages and their devices, microbatches, schedule, rematerialization.
 
 All combinations are predicted that fit the devices' memory: for each number of stages and microbatches the best
 partition (`cost.partition`), by each schedule in time. Loads are found for two numbers of microbatches: what grows with
@@ -147,7 +147,7 @@ def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoa
 
 
 def _rates_of(count: int, rates: Mapping[int, StageRates]) -> StageRates:
-    """Between two sizes of microbatches, on a scale of their logarithms: small ones stay in a cache."""
+    """Interpolates between two sizes of microbatches, on a scale of their logarithms: small ones stay in a cache."""
     (first, before), *rest = rates.items()
     if not rest:
         return before

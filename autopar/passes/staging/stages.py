@@ -1,4 +1,4 @@
-"""Which stage each weight belongs to: as the user's patterns say, or so that the slowest stage is fast."""
+"""Assigns weights to stages: as the user's patterns say, or so that the slowest stage is fast."""
 
 from __future__ import annotations
 

@@ -17,14 +17,14 @@ from autopar.state.files.places import Place, blocks, flush, last_bytes, mapped,
 
 
 def flushed(version: Path, path: Path) -> FileRecord:
-    """The record of a file that somebody wrote under a version's directory, once it is down on the disk."""
+    """Returns the record of a file that somebody wrote under a version's directory, once it is down on the disk."""
     with named(path, "written"):
         flush(path)
         return FileRecord(path.relative_to(version).as_posix(), *_length_and_crc32(path, "saving"))
 
 
 def check_files(version: Place, files: Iterable[FileRecord]) -> None:
-    """Check that files hold what was written; of chunks of rows, which are checked when they are read, that they are
+    """Checks that files hold what was written; of chunks of rows, which are checked when they are read, that they are
     those of the checkpoint.
 
     Raises:

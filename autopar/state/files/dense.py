@@ -26,7 +26,7 @@ DENSE_FOLDER = "dense"
 
 
 def require_orbax() -> Any:
-    """The module `orbax.checkpoint`; a CheckpointError if it isn't installed."""
+    """Returns the module `orbax.checkpoint`; a CheckpointError if it isn't installed."""
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:
@@ -38,7 +38,7 @@ def require_orbax() -> Any:
 
 
 def require_place(place: Place) -> None:
-    """Check that checkpoints can be kept in a place: what saves them is installed, and no file is in its way.
+    """Checks that checkpoints can be kept in a place: what saves them is installed, and no file is in its way.
 
     Raises:
       CheckpointError: they can't.
@@ -62,7 +62,7 @@ def _checkpointer(orbax: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_its_errors() -> Iterator[None]:
-    """Within it, Orbax's threads don't log errors, each with its traceback: they are raised as well."""
+    """Keeps Orbax's threads from logging errors, each with its traceback, which are raised as well."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
@@ -76,7 +76,7 @@ def _without_its_errors() -> Iterator[None]:
 
 
 def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
-    """Write arrays, down to the disk.
+    """Writes arrays, down to the disk.
 
     `arrays`, by name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
     """
@@ -99,7 +99,7 @@ def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, 
 
 
 def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
-    """Arrays by name, from files that were checked (`checksums.check_files`).
+    """Reads arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:
       wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto

@@ -42,7 +42,7 @@ class Folder:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """The place that a user names; a CheckpointError if there is no such kind of place."""
+        """Returns the place that a user names; a CheckpointError if there is no such kind of place."""
         return Folder(place_of(path))
 
     def version(self, name: str) -> Place:
@@ -90,7 +90,7 @@ class Folder:
     # --- writing: one process does it ---
 
     def begin(self) -> Place:
-        """An empty directory for a new version, after what interrupted saves left was removed."""
+        """Makes an empty directory for a new version, after what interrupted saves left was removed."""
         with named(self.path, "made or written to"):
             if self.path.exists():
                 self._require_ours()
@@ -105,12 +105,12 @@ class Folder:
         return version
 
     def commit(self, version: Place, crc32: int) -> None:
-        """Make a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
+        """Makes a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
         flush_all(version)
         put(self.path / POINTER, f"{version.name} crc32={crc32:08x}\n".encode())
 
     def clean(self) -> None:
-        """Remove all versions but the one that counts, as far as that can be done; none if that is unknown."""
+        """Removes all versions but the one that counts, as far as that can be done; none if that is unknown."""
         line = self._line()
         read = _LINE.fullmatch(line or "")
         if line is not None and read is None:
@@ -141,7 +141,7 @@ class Folder:
 
 
 def await_visible(path: Place) -> None:
-    """Wait until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
+    """Waits until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
     end = time.monotonic() + _VISIBLE_S
     while isinstance(path, Path) and not path.is_dir():
         if time.monotonic() > end:

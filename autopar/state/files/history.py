@@ -47,7 +47,7 @@ class History:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> History:
-        """The folder that a user names; a CheckpointError if there is no such kind of place."""
+        """Returns the folder that a user names; a CheckpointError if there is no such kind of place."""
         return History(place_of(path))
 
     def folder(self, step: int) -> Folder:
@@ -55,7 +55,7 @@ class History:
         return Folder(self.path / f"step-{step:08d}")
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints that are complete, in order."""
+        """Lists the steps of all checkpoints that are complete, in order."""
         return sorted(step for step, path in self._folders() if (path / POINTER).is_file())
 
     def best(self) -> Best | None:
@@ -84,11 +84,11 @@ class History:
             ) from error
 
     def note_best(self, best: Best) -> None:
-        """Write down which is the best, down to the disk."""
+        """Writes down which is the best, down to the disk."""
         put(self.path / _BEST, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
 
     def forget_best(self) -> None:
-        """Write down that none is the best."""
+        """Writes down that none is the best."""
         with named(self.path / _BEST, "removed"):
             (self.path / _BEST).unlink(missing_ok=True)
 
@@ -98,7 +98,7 @@ class History:
         return self.path / _PLAN
 
     def known_plan(self) -> Plan | None:
-        """The plan of the step; None if there is none that this version of autopar reads."""
+        """Returns the plan of the step; None if there is none that this version of autopar reads."""
         try:
             return Plan.load(self.plan_file) if self.plan_file.is_file() else None
         except PlanError as error:
@@ -106,11 +106,11 @@ class History:
             return None
 
     def note_plan(self, plan: Plan) -> None:
-        """Write down the step's plan, as `Plan.save` does, down to the disk."""
+        """Writes down the step's plan, as `Plan.save` does, down to the disk."""
         put(self.plan_file, plan_text(plan).encode())
 
     def clean(self, kept: Sequence[int]) -> None:
-        """Remove all checkpoints but some, and what killed saves left, as far as that can be done."""
+        """Removes all checkpoints but some, and what killed saves left, as far as that can be done."""
         for step, path in self._folders():
             if step not in kept:
                 with contextlib.suppress(OSError):  # the next time

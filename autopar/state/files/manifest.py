@@ -29,7 +29,7 @@ Node = dict[str, Any]
 
 
 def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
-    """The structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
+    """Describes the structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
     numbers = itertools.count() if numbers is None else numbers
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     if tree is None:
@@ -69,7 +69,7 @@ def leaf_numbers(node: Node) -> Iterator[int]:
 
 
 def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
-    """The tree of a structure that was described; a CheckpointError for other nodes than those above."""
+    """Rebuilds the tree of a structure that was described; a CheckpointError for other nodes than those above."""
     if "leaf" in node:
         return leaves[node["leaf"]]
     if "none" in node:
@@ -185,7 +185,7 @@ class Manifest:
         return (*(file for leaf in (*self.leaves, *self.beside) for file in leaf.files), *self.dense)
 
     def write(self, version: Place) -> int:
-        """To a version's directory, down to the disk; returns its checksum."""
+        """Writes it to a version's directory, down to the disk; returns its checksum."""
         fields = dataclasses.asdict(self)
         for leaf in (*fields["leaves"], *fields["beside"]):
             if leaf["layout"] is not None:
@@ -226,7 +226,7 @@ class Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check what a manifest says; a ValueError or TypeError if it can't be."""
+    """Checks what a manifest says; a ValueError or TypeError if it can't be."""
     if list(leaf_numbers(manifest.structure)) != list(range(len(manifest.leaves))):
         raise ValueError("the structure isn't one of its leaves")
     for file in manifest.files:

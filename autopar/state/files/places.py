@@ -129,15 +129,15 @@ class ObjectPath(os.PathLike[str]):
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the object, in place of what is there, in a single step."""
+        """Writes the object, in place of what is there, in a single step."""
         self._object(lambda store: store.write(self.name, data))
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Remove the object, if it is there."""
+        """Removes the object, if it is there."""
         self._object(lambda store: store.write(self.name, None))
 
     def remove_below(self) -> None:
-        """Remove all objects below this name."""
+        """Removes all objects below this name."""
         self._below(lambda store: store.delete_range(require_tensorstore().KvStore.KeyRange()))
 
     def spec(self) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def last_bytes(path: Place, count: int) -> bytes:
 
 
 def write_file(path: Place, data: bytes) -> None:
-    """Write a file, down to the disk."""
+    """Writes a file, down to the disk."""
     with named(path, "written"):
         if isinstance(path, ObjectPath):
             path.write_bytes(data)
@@ -257,7 +257,7 @@ def write_file(path: Place, data: bytes) -> None:
 
 
 def put(path: Place, data: bytes) -> None:
-    """Write a file in place of the one that is there, down to the disk; it is one or the other, whole, at any time."""
+    """Writes a file in place of the one that is there, down to the disk; it is one or the other, whole, at any time."""
     if isinstance(path, ObjectPath):
         write_file(path, data)
         return
@@ -269,7 +269,7 @@ def put(path: Place, data: bytes) -> None:
 
 
 def flush(path: Place) -> None:
-    """Flush what was written to a file, or which files are in a directory, down to the disk."""
+    """Flushes what was written to a file, or which files are in a directory, down to the disk."""
     if isinstance(path, ObjectPath):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -280,14 +280,14 @@ def flush(path: Place) -> None:
 
 
 def flush_all(path: Place) -> None:
-    """Flush which files are in a directory, and in those below it, down to the disk."""
+    """Flushes which files are in a directory, and in those below it, down to the disk."""
     for folder, _, _ in os.walk(path) if isinstance(path, Path) else ():
         with named(Path(folder), "written"):
             flush(Path(folder))
 
 
 def remove_all(path: Place) -> None:
-    """Remove a directory with all that is in it, as far as that can be done."""
+    """Removes a directory with all that is in it, as far as that can be done."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -297,7 +297,7 @@ def remove_all(path: Place) -> None:
 
 @contextlib.contextmanager
 def named(path: Place, done: str) -> Iterator[None]:
-    """Give the system's errors the path that they are about: a CheckpointError in place of an OSError.
+    """Gives the system's errors the path that they are about: a CheckpointError in place of an OSError.
 
     `done`: what is done to the file or directory, "written" or "read".
     """
@@ -311,7 +311,7 @@ def named(path: Place, done: str) -> Iterator[None]:
 
 
 def disk_space(folder: Place, error: Exception) -> str:
-    """How much space is free, and what to do, after an error that may come of too little; else nothing."""
+    """Says how much space is free, and what to do, after an error that may come of too little; else nothing."""
     if isinstance(folder, ObjectPath):
         return ""
     if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

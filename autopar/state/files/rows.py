@@ -67,7 +67,7 @@ def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -
 
 
 def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
-    """Write a shard, [n, ...] in any order in memory, to an array of this name in a checkpoint, down to the disk."""
+    """Writes a shard, [n, ...] in any order in memory, to an array of this name in a checkpoint, down to the disk."""
     if not rows.size:
         return ()
     with _told(version / name, "written"):
@@ -95,7 +95,7 @@ def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord,
 
 @contextlib.contextmanager
 def _told(path: Place, done: str) -> Iterator[None]:
-    """Give TensorStore's errors, which are of any class, the array that they are about."""
+    """Gives TensorStore's errors, which are of any class, the array that they are about."""
     try:
         yield
     except CheckpointError:
@@ -136,7 +136,7 @@ class RowFiles:
         return read
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """[n, ...]: a copy of rows by their numbers, row axis first."""
+        """Returns [n, ...]: a copy of rows by their numbers, row axis first."""
         go_on("restoring a checkpoint")
         picked = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
@@ -148,13 +148,13 @@ class RowFiles:
         return picked
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
-        """[n, ...]: a copy of what has these numbers along an axis, that axis first."""
+        """Returns [n, ...]: a copy of what has these numbers along an axis, that axis first."""
         if axis == self.record.axis:
             return self.read(numbers)
         return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
 
     def whole(self) -> np.ndarray:
-        """The table, [..., V, ...]."""
+        """Returns the table, [..., V, ...]."""
         extent = self.layout.extent
         table = np.empty((extent, *self._others), self.dtype)
         step = _chunk_rows(table.shape, self.dtype)
