@@ -258,7 +258,7 @@ class Families:
         return [a.equation for a in lookups if self._on_own_rows(space, a)]
 
     def loops_to_read_whole(self, space: RowSpace) -> list[Equation]:
-        """Loops and checkpoints that stand in the way, and wouldn't if they read all rows; they look none up."""
+        """Returns loops and checkpoints that wouldn't stand in the way if they read all rows; they look none up."""
         loops = [loop for family, loop in self.flow.could_read_whole if self.flow.find(family) == space.family]
         return [loop for loop in loops if not any(loop in access.path for access in space.accesses)]
 

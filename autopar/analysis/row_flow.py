@@ -289,7 +289,7 @@ class RowFlow(Interpreter[Value]):
             self._note_loops(rows)
 
     def _note_loops(self, rows: Sequence[tuple[Atom, Row]]) -> None:
-        """Loops and checkpoints because of which values can't be had for all rows, though what they are made of can."""
+        """Returns loops and checkpoints whose values can't be had for all rows, though what they are made of can."""
         made: dict[Atom, Equation] = {var: e for e in self._equations for var in e.outputs}
         waiting = [(atom, row.family) for atom, row in rows]
         while waiting:

@@ -44,7 +44,7 @@ class DeferredTables:
 
     @property
     def each(self) -> list[Rows]:
-        """Leaves and stamps, table by table."""
+        """Returns leaves and stamps, table by table."""
         return list(zip(_cut(self.leaves, len(self.replay.leaves)), self.stamps, strict=True))
 
     def together(self, caught_up: CaughtUp) -> list[Sequence[Array]]:

@@ -214,7 +214,7 @@ def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
 
 
 def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Places in a stored table and what is there, until all is read."""
+    """Yields places in a stored table and what is there, until all is read."""
     if not is_global(stored):
         for shard in stored.addressable_shards:
             if shard.replica_id == 0:

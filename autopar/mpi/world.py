@@ -46,7 +46,7 @@ RANK_PID_VARIABLE = "AUTOPAR_RANK_PID"
 
 @dataclass(frozen=True)
 class Launched:
-    """A launcher's word on this process: the rank, the number of ranks (None: it doesn't say), and which launcher it is."""
+    """A launcher's word on a process: its rank, the number of ranks (None: it doesn't say), and the launcher's name."""
 
     rank: int
     size: int | None

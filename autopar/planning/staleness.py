@@ -114,7 +114,7 @@ def staleness(step: AnyStep, state: Any, batches: Iterable[Any]) -> Staleness:
 
 
 class _Watched:
-    """Versions of each stage's weights, as a replay makes them."""
+    """Keeps the versions of each stage's weights, as a replay makes them."""
 
     def __init__(self, staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> None:
         asynchronous = staged.asynchronous

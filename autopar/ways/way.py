@@ -136,7 +136,7 @@ class Way:
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether no client or worker waits for another one."""
+        """No client or worker waits for another one."""
         return False
 
     #: Whether an earlier plan may take the place of what the user left open.

@@ -73,3 +73,43 @@ def test_public_names_are_loaded_when_they_are_used() -> None:
     )
     with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'parallelise'"):
         _ = autopar.parallelise  # type: ignore[attr-defined]
+
+
+#: Words with which a docstring would begin in the middle of a sentence.
+HALF_SENTENCES = re.compile(r"(What|Whether|Of|As|Those|The same|By|Where|Which|How|When|If)\b")
+
+#: Words that begin a noun phrase, and end in "s" as verbs do.
+PLURALS = set(
+    "Arguments Arrays Batches Branches Bytes Cores Devices Elements Equations Events Examples Gradients Inputs Lines "
+    "Outputs Paths Positions Ranks Results Rows Seconds Sizes Tables This Values Weights".split()
+)
+
+
+def begins_badly(code: str) -> Iterator[str]:
+    """Yields docstrings that begin with half a sentence, and those of functions that begin with no verb ("Returns")."""
+    for node in ast.walk(ast.parse(code)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node) or ""
+        does = isinstance(node, ast.FunctionDef) and not any("property" in ast.unparse(d) for d in node.decorator_list)
+        first = text.split(maxsplit=1)[0].rstrip(",:;.") if text else ""
+        is_verb = re.fullmatch(r"[A-Z][a-z]+s", first) and first not in PLURALS
+        if HALF_SENTENCES.match(text) or (text and does and not is_verb):
+            yield text.splitlines()[0]
+
+
+def test_docstrings_begin_with_a_verb() -> None:
+    planted = {
+        "Whether it is there.": False,
+        "The sum.": False,
+        "Rows of a table.": False,
+        "Return it.": False,
+        "Returns the sum.": True,
+    }
+    for text, is_good in planted.items():
+        assert (not list(begins_badly(f'def f():\n    """{text}"""'))) is is_good, text
+    assert list(begins_badly('class A:\n    """What it knows."""')) == ["What it knows."]
+    assert not list(begins_badly('class A:\n    @property\n    def size(self):\n        """The number of rows."""'))
+    files = list((ROOT / "autopar").rglob("*.py"))
+    assert len(files) > 100
+    assert not [(path.name, line) for path in files for line in begins_badly(path.read_text())]

@@ -77,7 +77,7 @@ class Choices:
         return self.options.devices
 
     def waits(self, space: RowSpace) -> int:
-        """Steps that rows of a family wait for at most; 0 where no step moves those that it doesn't touch."""
+        """Returns how many steps rows of a family wait at most; 0 where no step moves those that it doesn't touch."""
         if not space.deferred:
             return 0
         earlier = self.told(space)

@@ -106,7 +106,7 @@ class _TensorPart(Localizer):
         return False
 
     def part_state(self, state: State, axis: int, size: int) -> State:
-        """Shards stay shards, but along the axis of the examples."""
+        """Keeps shards as they are, but along the axis of the examples."""
         return state if isinstance(state, Spread) and state.axis != axis else None
 
     def add(self, equation: Equation) -> None:
