@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
-from autopar.planning.elsewhere import on_devices
+from autopar.planning.plan import on_devices
 from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.step import ParallelStep

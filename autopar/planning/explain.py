@@ -24,7 +24,6 @@ from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.measure.alpha import Alpha, batch_alpha
-from autopar.planning.elsewhere import elsewhere
 from autopar.planning.notes import (
     emission_notes,
     hosted_text,
@@ -35,7 +34,7 @@ from autopar.planning.notes import (
     stage_lines,
     tensor_notes,
 )
-from autopar.planning.plan import plan_of
+from autopar.planning.plan import elsewhere, plan_of
 from autopar.planning.predictions import predict
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.entry import Entry

@@ -7,16 +7,25 @@ need, and compiles again when one needs more; `once_per_row_of` says what will t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
 from autopar.cost import Growth, Rates, Term, step_terms
 from autopar.cost.exchange import DenseLoad, host_terms, step_parts, with_bounds
-from autopar.cost.rates import NO_HOST_TIME, NO_TIME, HostRates, bound_rates, planned_host_rates
+from autopar.cost.rates import (
+    NO_HOST_TIME,
+    NO_TIME,
+    HostRates,
+    bound_rates,
+    planned_host_rates,
+    planned_rates,
+    planned_stage_rates,
+)
 from autopar.cost.simulate import SIMULATED, TableLoad, Workload
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
@@ -25,13 +34,17 @@ from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.sizes import bucket_size
-from autopar.ir.strategy import HOSTED
+from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, without_hosts
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
+from autopar.measure.cluster import require_cluster
+from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.choosing.capacity import device_ids
-from autopar.planning.alpha import Alphas
-from autopar.planning.elsewhere import elsewhere
 from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
+from autopar.run.step import ParallelStep
+
+if TYPE_CHECKING:  # whose own steps are planned here
+    from autopar.planning.alpha import Alphas
 
 
 def plan(
@@ -57,6 +70,64 @@ def plan(
     pure, arrays, named = unwrapped(step, args, kwargs, "plan")
     entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
     return plan_of(entry, step.name, pure.leaves(arrays, named), cluster, alphas)
+
+
+def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
+    """Returns the step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
+
+    Tables that the strategy puts on hosts are there, with a rank for each device.
+    """
+    require_cluster(cluster)
+    if step.options.sync is not None:
+        raise ArgumentsError(
+            f"{step.name} trains replicas by sync=, which are planned for the processes here alone: leave cluster= out"
+        )
+    memory = int(cluster.device.memory_bytes)
+    rates, stages = functools.partial(planned_rates, cluster), functools.partial(planned_stage_rates, cluster)
+    strategy, tensor = step.options.strategy, step.options.tensor
+    if cluster.count % tensor:
+        raise ArgumentsError(
+            f"{step.name} divides products over {tensor} devices, and {cluster} has {cluster.count}: give a multiple"
+        )
+    count = 1 if step.options.pipeline is not None else cluster.count // tensor
+    there = on_devices(
+        step, count, Machine(rates, rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy)
+    )
+    options = dataclasses.replace(there.options, stage_devices=cluster.count // tensor)
+    planner, in_stages = dataclasses.replace(there.planner, options=options), step.planner.in_stages
+    if in_stages is not None:
+        pipeline = in_stages().options.pipeline
+        staged = dataclasses.replace(planner, options=dataclasses.replace(options, devices=1, pipeline=pipeline))
+        planner = dataclasses.replace(planner, in_stages=lambda: staged)
+    return ParallelStep(planner)
+
+
+def on_devices(
+    step: ParallelStep,
+    count: int,
+    machine: Machine = NOWHERE,
+    strategy: Strategy | None = None,
+    *,
+    hosts: bool = False,
+) -> ParallelStep:
+    """Returns the step on so many devices, of no particular kind if nothing is said of them.
+
+    Args:
+      step: The step.
+      count: N.
+      machine: What is known of them.
+      strategy: In place of the step's own, which then leaves the hosts alone.
+      hosts: Whether tables are there.
+    """
+    strategy = without_hosts(step.options.strategy) if strategy is None else strategy
+    options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
+    options = dataclasses.replace(options, rank_devices=1)
+    old = step.planner
+    written = old.per_device and dataclasses.replace(old.per_device, count=count)
+    planner = dataclasses.replace(
+        old, options=options, machine=machine, devices=None, per_device=written, in_stages=None
+    )
+    return ParallelStep(planner)
 
 
 def plan_of(

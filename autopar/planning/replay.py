@@ -1,6 +1,6 @@
 """`replay`: a timeline, one action after the other in one process: what its devices must have computed, bit for bit.
 
-The oracle of asynchronous pipelines, which are another function than the step on one device.
+The oracle of asynchronous pipelines, which are another function than the step on one device, by design.
 """
 
 from __future__ import annotations
@@ -17,13 +17,20 @@ from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
-from autopar.ir.program import Var
+from autopar.ir.program import Var, known
 from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
+from autopar.planning.verify import Verification, compared_values, replayed
+from autopar.run.asynchronous import AsynchronousRunner
+from autopar.run.entry import Entry
 from autopar.run.stage_executor import CompiledProgram, joined, stage_executables
+from autopar.tables.kinds import copied, materialize
 
 Array = Any
 #: Told of each value when it is made, versions of leaves among them.
 Watch = Callable[[Value, Array], None]
+
+#: What the planned step is compared with.
+AGAINST = "a sequential replay of its own tasks, since without a flush it is another function than the plain step"
 
 
 def _unwatched(value: Value, array: Array) -> None:
@@ -162,3 +169,37 @@ def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[
         ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
         found |= {v: jnp.asarray(leaf)[a:b] for v, a, b in zip(parts, (0, *ends), ends, strict=False)}
     return found
+
+
+def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    """Compares a run with its replay, one action after the other in one process, by `replayed`.
+
+    Args:
+      entry: The step at these shapes.
+      leaves: Flat arguments of each call; states go around.
+      steps: How many calls. The pipeline is drained behind them.
+    """
+    program, runner = entry.compiled.analysed, entry.runner
+    assert isinstance(runner, AsynchronousRunner), "the step has no flush"
+    step = known(entry.compiled.program.staged)
+    pipeline = entry.compiled.plan.pipeline
+    assert pipeline is not None, "a step without a flush has stages"
+    first = [copied(materialize(leaf)) for leaf in leaves]
+    expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=pipeline.tensor)
+    given, found = [copied(leaf) for leaf in first], []
+    states: dict[int, Any] = {}
+    for _ in range(steps):
+        states, others = runner.call(given)
+        found += [] if others is None else [others]
+        for leaf, out in program.new_states.items():
+            given[leaf] = states[out]
+    last = materialize(states)
+    found += runner.rest_of(states)
+    checks = []
+    for k, output in enumerate(program.outputs):
+        path = program.inputs[output.state].path if output.state is not None else output.path
+        each = zip(expected, found, strict=True)
+        pairs = [(expected[-1][k], last[k])] if k in last else [(e[k], f[k]) for e, f in each]
+        sizes, errors = zip(*(compared_values(*pair) for pair in pairs), strict=True)
+        checks.append(replayed(path, max(sizes), max(errors)))
+    return Verification(tuple(checks), steps, AGAINST)

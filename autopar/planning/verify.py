@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ from autopar.ir.trace import block_of
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.planning.oracle import oracle, promote
-from autopar.planning.verification import LeafCheck, Verification, as_floats
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
 from autopar.run.entry import Entry
@@ -37,6 +37,47 @@ from autopar.tables.kinds import is_table, materialize
 RELATIVE = 1e-5
 #: Error allowed, in terms of plain float32's own.
 TIMES_PLAIN = 4.0
+#: Error allowed where a replay's programs don't give the same bits twice, as a share of a leaf's largest value.
+REPLAYED = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class LeafCheck:
+    """One output leaf: the largest change (of a state) or value, and the errors of both runs against the oracle."""
+
+    path: str
+    size: float
+    planned_error: float
+    plain_error: float
+    ok: bool
+
+    def __str__(self) -> str:
+        mark = "ok    " if self.ok else "WRONG "
+        return (
+            f"{mark}{self.path}: changed by {self.size:.3g}, planned errs by {self.planned_error:.3g}, "
+            f"plain by {self.plain_error:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of `verify`, leaf by leaf; printing it shows all."""
+
+    leaves: tuple[LeafCheck, ...]
+    steps: int
+    against: str = "the plain one"
+
+    @property
+    def ok(self) -> bool:
+        return all(leaf.ok for leaf in self.leaves)
+
+    def __str__(self) -> str:
+        worst = [leaf for leaf in self.leaves if not leaf.ok]
+        other = "" if self.against == "the plain one" else f" with {self.against}"
+        head = f"{len(self.leaves)} leaves compared over {self.steps} steps{other}: "
+        return head + (f"{len(worst)} differ" if worst else "all agree") + "\n" + "\n".join(map(str, self.leaves))
+
+    __repr__ = __str__
 
 
 @explicit_meshes.outside_mesh
@@ -217,3 +258,30 @@ def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafChec
 def _kind(x: np.ndarray) -> np.ndarray:
     """Classifies numbers: 0 finite, 1 NaN, 2 and 3 the infinities. Non-finite values must be the same ones."""
     return np.where(np.isnan(x), 1, np.where(np.isposinf(x), 2, np.where(np.isneginf(x), 3, 0)))
+
+
+def as_floats(value: Any) -> np.ndarray:
+    """Returns float64[...]; of complex numbers [2, ...], their real and imaginary parts, which are compared alike."""
+    array = np.asarray(value)
+    return (np.stack([np.real(array), np.imag(array)]) if np.iscomplexobj(array) else array).astype(np.float64)
+
+
+def replayed(path: str, size: float, error: float) -> LeafCheck:
+    """Returns the comparison of a leaf with its replay: equal bit for bit, where a program gives the same bits twice.
+
+    Args:
+      path: The leaf's.
+      size: Its largest value.
+      error: Its largest difference.
+    """
+    allowed = 0.0 if jax_compat.repeats_bits() else REPLAYED * size
+    return LeafCheck(path, size, error, 0.0, error <= allowed)
+
+
+def compared_values(expected: Any, found: Any) -> tuple[float, float]:
+    """Returns the largest value, and the largest difference."""
+    pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
+    a, b = map(as_floats, pair)
+    both = np.isnan(a) & np.isnan(b)
+    error = np.where(both | (a == b), 0.0, np.abs(a - b))
+    return float(np.max(np.abs(a), initial=0.0)), float(np.max(error, initial=0.0))

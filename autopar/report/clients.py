@@ -21,7 +21,7 @@ from autopar.planning.client_exchanges import sent_bytes
 from autopar.planning.notes import replica_notes, server_notes
 from autopar.planning.plan import goes_by_rows, untouched_bytes
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
-from autopar.report.page import Parts
+from autopar.report.build import Parts
 from autopar.report.style import (
     BLUE,
     FONT,

@@ -30,7 +30,7 @@ class MeansRunner(ReplicaRunner):
 
     def exchange(self, replicas: Replicas, weights: Weights) -> Exchange:
         """Yields a client's part of what clients do behind a step, without IO: on processes collectives answer, in
-        `planning.replay_replicas` the values of all clients in one.
+        `planning.replay_clients` the values of all clients in one.
 
         Args:
           replicas: What they share behind the step.

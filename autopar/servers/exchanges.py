@@ -27,7 +27,7 @@ Array = Any
 
 class End(abc.ABC):
     """A client's end of its exchanges: what it sends, and what it makes of answers. Messages are others' business:
-    `ExchangeSession`'s, and in replays `planning.replay_served`'s."""
+    `ExchangeSession`'s, and in replays `planning.replay_clients`'s."""
 
     @abc.abstractmethod
     def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:

@@ -21,7 +21,7 @@ from autopar.tables.replica import Replica
 from autopar.ways.way import SERVERS, Way
 
 if TYPE_CHECKING:
-    from autopar.planning.verification import Verification
+    from autopar.planning.verify import Verification
 
 
 class InReplicas(Way):
@@ -77,8 +77,7 @@ class InReplicas(Way):
 
     def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
         """Compares all clients with their steps and means, one after the other."""
-        from autopar.planning.replay_replicas import compare_replicas
-        from autopar.planning.replay_served import compare_served
+        from autopar.planning.replay_clients import compare_replicas, compare_served
 
         compare = compare_served if self.is_asynchronous else compare_replicas
         return compare(entry, leaves, steps)

@@ -28,7 +28,7 @@ from autopar.tables.served import ServedLeaf
 from autopar.ways.way import SERVERS, Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
-    from autopar.planning.verification import Verification
+    from autopar.planning.verify import Verification
 
 
 class OnServers(Way):
@@ -103,7 +103,7 @@ class OnServers(Way):
 
     def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
         """Compares what one worker does by itself with the plain step; and all workers with what servers did."""
-        from autopar.planning.replay_served import compare_served
+        from autopar.planning.replay_clients import compare_served
         from autopar.planning.verify import compare_runs
         from autopar.run.served import ServedRunner
 

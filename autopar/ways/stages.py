@@ -34,7 +34,7 @@ from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
     from autopar.planning.check import Check
-    from autopar.planning.verification import Verification
+    from autopar.planning.verify import Verification
     from autopar.state.init import Maker
 
 
@@ -206,7 +206,7 @@ class InStages(Way):
 
     def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification | None:
         """Compares a pipeline without a flush with its tasks, one after the other."""
-        from autopar.planning.verify_replay import compare_replay
+        from autopar.planning.replay import compare_replay
 
         is_asynchronous = known(entry.compiled.program.staged).asynchronous is not None
         return compare_replay(entry, leaves, steps) if is_asynchronous else None

@@ -31,7 +31,7 @@ from autopar.tables.home import Home
 
 if TYPE_CHECKING:  # names of those who ask
     from autopar.planning.check import Check
-    from autopar.planning.verification import Verification
+    from autopar.planning.verify import Verification
     from autopar.run.entry import Entry
     from autopar.run.planner import Planner
     from autopar.run.runner import Runner

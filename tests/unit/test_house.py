@@ -68,8 +68,8 @@ def test_public_names_are_loaded_when_they_are_used() -> None:
         found = getattr(autopar, name)
         assert (found.__name__ if module == "autopar" else name) == expected
         assert module == "autopar" or found is getattr(importlib.import_module(module or ""), name)
-    assert "autopar.report.page" in loaded(
-        "import autopar.report.page; import autopar; assert callable(autopar.report)"
+    assert "autopar.report.build" in loaded(
+        "import autopar.report.build; import autopar; assert callable(autopar.report)"
     )
     with pytest.raises(AttributeError, match="module 'autopar' has no attribute 'parallelise'"):
         _ = autopar.parallelise  # type: ignore[attr-defined]

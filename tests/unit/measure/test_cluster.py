@@ -18,7 +18,7 @@ from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s
 from autopar.cost.rates import planned_rates
 from autopar.launch.cluster_file import read_cluster
 from autopar.measure.cluster import NAMED, Cluster
-from autopar.planning.elsewhere import elsewhere
+from autopar.planning.plan import elsewhere
 from tests.support.explained import explained
 
 DEVICE = Device("of chalk", 1e9, 1e12, 100e9)

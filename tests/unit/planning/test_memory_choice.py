@@ -16,7 +16,7 @@ from autopar.cost import Device, Link
 from autopar.cost.memory import Shardable, choose_sharded, least_devices
 from autopar.ir.cluster import STATE_SHARE
 from autopar.measure.cluster import Cluster
-from autopar.planning.elsewhere import elsewhere
+from autopar.planning.plan import elsewhere
 from tests.support.settings import set_machine, set_options
 
 

@@ -12,8 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.planning.verify import compare_runs
-from autopar.planning.verify_replay import compared_values, replayed
+from autopar.planning.verify import compare_runs, compared_values, replayed
 from tests.support.pairs import diagonal
 from tests.zoo import MODELS, OPTIMIZERS
 
