@@ -24,6 +24,13 @@ DEFERRED_S, DEFERRED_ELEMENT_S = 5e-4, 30e-9
 #: How many times that their exchange must save, for neither is known better: a GPT with AdamW whose rows were predicted
 #: to save 1.70 ms and to cost 1.48 took 2.7 ms longer than plain data parallelism (2 cores, 4 devices).
 DEFERRED_MARGIN = 2.0
+#: What all exchanges of rows of a step together must save on several CPU devices, in smallest AllReduces. The dense
+#: gradient goes along with the others in one AllReduce; for an exchange of rows the devices wait for each other once to
+#: three times more, which takes longer in a step that keeps all cores busy than the exchange takes alone. A GPT with
+#: Adagrad: rows by `allreduce_rows` were predicted to save 1.1 ms and cost 0.9, by `ps` to save 1.0 and cost 3.1 (2
+#: cores, 4 devices; an AllReduce of one number: 0.05 ms); of a DLRM's 26 tables even those that were predicted to save
+#: 0.1 to 0.4 ms each did, beside the others.
+EXCHANGES_MARGIN = 40.0
 #: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that an update log may
 #: hold. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9

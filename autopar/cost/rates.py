@@ -120,6 +120,11 @@ class Rates:
         return size * self.moved_byte_s or self.walk(size)
 
     @property
+    def shares_cores(self) -> bool:
+        """Returns whether the devices may share cores: those that were measured, unlike a described cluster's."""
+        return bool(self.fixed)
+
+    @property
     def bound(self) -> Rates:
         """Returns what bandwidths alone take, and the rate of large products: no latency, no call, no row by itself."""
         return Rates(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
 from autopar.cost.memory import Shardable, choose_sharded, state_bytes
+from autopar.cost.model import EXCHANGES_MARGIN
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
@@ -48,6 +49,8 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
+    for k in _saving_little(program, made, choices):
+        made[k] = decide_family(program, program.facts.spaces[k], choices, left=_SAVES_LITTLE)
     bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, bound.plan, made, choices, measured.memory)
@@ -102,6 +105,23 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
         bound = dataclasses.replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
+
+
+_SAVES_LITTLE = "exchanges of rows may cost a busy step more than they save"
+
+
+def _saving_little(program: Program, decided: Sequence[Decision], choices: Choices) -> Sequence[int]:
+    """Returns the numbers of the families that "auto" gave to an exchange of rows by predicted times, where all of them
+    together save less than the margin. Other exchanges of rows, which they could go along with, pay it already."""
+    plans = [each for _, (each, *_) in decided]
+    exchanged = [k for k, each in enumerate(plans) if each.lifted and each.method != "allreduce"]
+    is_open = (compares(program, program.facts.spaces[k], choices) and not plans[k].log_steps for k in exchanged)
+    rates = choices.measured.rates
+    if rates is None or not rates.shares_cores or choices.options.accelerators or not all(is_open):
+        return ()
+    seconds = (plans[k].seconds for k in exchanged)
+    saved = sum(each["allreduce"] - each[plans[k].method] for k, each in zip(exchanged, seconds, strict=True))
+    return exchanged if saved < EXCHANGES_MARGIN * rates.all_reduce(1) else ()
 
 
 def _too_large(

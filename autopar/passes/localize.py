@@ -226,7 +226,7 @@ class Localizer(Forms):
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
-        self.note_growth(equation)
+        self.note_sooner(equation)
         return True
 
     def _may_be_infinite(self, equation: Equation, partial: Sequence[bool]) -> bool:
@@ -499,7 +499,7 @@ class Localizer(Forms):
         inputs = tuple(self.read(a) for a in equation.inputs)
         params = {"by": 1 - k, "divides": equation.op == "div"}
         scaled = self.define(out, PARTIAL)
-        self.note_growth(equation)
+        self.note_sooner(equation)
         self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
 
     def exchanges(self) -> bool:

@@ -49,6 +49,26 @@ def test_gradients_of_a_loop_are_reduced_after_it() -> None:
     assert found and not any(c.times > 1 for c in found if c.op == "all-reduce")
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_products_are_summed_before_they_are_transposed(tied: bool) -> None:
+    """On a CPU XLA then has the product in one call. What else is added to a transposed gradient is reduced with it."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(state: Any) -> jax.Array:
+            h = jnp.tanh(x @ state["w"])
+            return ((h @ state["w"].T if tied else h) ** 2).sum()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), x.sum()
+
+    state, x = {"w": jnp.linspace(-1, 1, 24 * 16).reshape(24, 16)}, jnp.linspace(0, 1, 8 * 24).reshape(8, 24)
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    block = planned.entry(state, x).compiled.program.block
+    reduced = [e for e in block.walk() if e.op == "ap.reduce" and e.inputs[0].shape]
+    made = {v: e for e in block.walk() for v in e.outputs}
+    assert [made[e.inputs[0]].op for e in reduced] == (["mul"] if tied else ["dot_general"])
+    assert autopar.verify(planned, state, x, steps=2).ok
+
+
 def test_rows_that_every_device_looks_up_in_a_loop() -> None:
     """A batch that the devices don't divide: nothing in the loop is spread but the owners' rows that it adds to."""
 

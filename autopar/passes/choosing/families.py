@@ -89,7 +89,9 @@ class Choices:
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
-def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharded: str = "") -> Decision:
+def decide_family(
+    program: Program, space: RowSpace, choices: Choices, *, sharded: str = "", left: str = ""
+) -> Decision:
     """Decides for one family.
 
     Args:
@@ -97,6 +99,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
       space: The family's.
       choices: What the user, the devices and the example say.
       sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
+      left: Why "auto" is to leave it dense; empty: it decides by what that costs.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -161,7 +164,7 @@ def decide_family(program: Program, space: RowSpace, choices: Choices, *, sharde
         costs["terms"] = {} if rates is None else step_terms(rates, sizes)
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
-        slower = "" if sharded else _why_dense(program, space, ids, choices, seconds, method)
+        slower = left or ("" if sharded else _why_dense(program, space, ids, choices, seconds, method))
         if slower:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes

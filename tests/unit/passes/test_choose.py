@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ import pytest
 import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
-from autopar.cost.rates import Measurements
+from autopar.cost.rates import Measurements, Rates
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
@@ -24,7 +25,7 @@ from autopar.ways.table import way_of
 from tests.support.programs import ROWS, projected, sgd, tied
 from tests.support.rates import RATES, calibrated, rates, slower
 
-ADAMW = optax.adamw(1e-3)
+ADAMW, ADAGRAD = optax.adamw(1e-3), optax.adagrad(1e-2)
 #: Rates of two cores, of slower and faster ones, and of one that was calibrated (tests/support/two_cores.json).
 MACHINES = {"two cores": RATES, "slower": slower(2), "faster": slower(0.5), "calibrated": calibrated()}
 
@@ -33,6 +34,25 @@ def decided(program: Program, measured: Measurements | None = None, **options: A
     given = Options(**options)
     analysed = analyze_program(program, way_of(given)).program
     return choose(analysed, given, measured or Measurements())[0]
+
+
+def tokens_on(machine: Rates, optimizer: Any, rows: Sequence[int]) -> BoundPlan:
+    """What is chosen for 512 ids in each of tables of so many rows of 64, on 4 devices."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        tables, slots = state
+        grads = jax.grad(lambda tables: sum((t[ids % len(t)] ** 2).sum() for t in tables))(tables)
+        updates, slots = optimizer.update(grads, slots, tables)
+        return (optax.apply_updates(tables, updates), slots), ids.sum()
+
+    tables = [jax.ShapeDtypeStruct((count, 64), np.float32) for count in rows]
+    shapes = (tables, jax.eval_shape(optimizer.init, tables)), jax.ShapeDtypeStruct((512,), np.int32)
+    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    program, options = Program(analysed.block, analysed.inputs, analysed.outputs, "step"), Options(devices=4)
+    ids = np.random.default_rng(0).zipf(1.2, 512).astype(np.int32)
+    found = analyze_program(program, way_of(options)).program
+    looked_up = {space.family: [ids % space.extent] for space in found.rows.spaces}
+    return choose(found, options, Measurements(rates=machine, ids=looked_up))[0]
 
 
 def test_what_can_be_lifted_is() -> None:
@@ -130,20 +150,20 @@ def test_accelerators_replay_no_rows_unless_they_are_told_to(devices: int) -> No
 @pytest.mark.parametrize(("rows", "waits"), [(2000, False), (200_000, True)])
 def test_rows_wait_where_that_saves_more_than_it_may_cost(machine: str, rows: int, waits: bool) -> None:
     """A GPT's tokens with AdamW: of 2,000 rows the dense update is as fast on every machine."""
+    assert tokens_on(MACHINES[machine], ADAMW, [rows]).plan.defers == waits
 
-    def step(state: Any, ids: jax.Array) -> Any:
-        table, slots = state
-        updates, slots = ADAMW.update(jax.grad(lambda t: (t[ids] ** 2).sum())(table), slots, table)
-        return (table + updates, slots), ids.sum()
 
-    table = jax.ShapeDtypeStruct((rows, 64), np.float32)
-    shapes = (table, jax.eval_shape(ADAMW.init, table)), jax.ShapeDtypeStruct((512,), np.int32)
-    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
-    program, options = Program(analysed.block, analysed.inputs, analysed.outputs, "step"), Options(devices=4)
-    ids = np.random.default_rng(0).zipf(1.2, 512).astype(np.int32) % rows
-    found = analyze_program(program, way_of(options)).program
-    measured = Measurements(rates=MACHINES[machine], ids={s.family: [ids] for s in found.rows.spaces})
-    assert choose(found, options, measured)[0].plan.defers == waits
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("rows", "lifted"), [([2000], 0), ([20_000], 1), ([20_000, 2000, 3000], 3)])
+def test_exchanges_of_rows_save_more_than_they_may_cost(machine: str, rows: Sequence[int], lifted: int) -> None:
+    """Tokens with Adagrad: of 2,000 rows the dense gradient goes along with the others, unless rows of other tables are
+    exchanged anyway."""
+    tables = tokens_on(MACHINES[machine], ADAGRAD, rows).plan.tables
+    assert sum(t.lifted for t in tables) == lifted
+    assert lifted or "may cost a busy step more than they save" in tables[0].reason
+    assert all(min(t.seconds, key=t.seconds.__getitem__) != "allreduce" for t in tables), (
+        "each by itself would be faster"
+    )
 
 
 @pytest.mark.parametrize(
