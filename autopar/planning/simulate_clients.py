@@ -1,24 +1,39 @@
-"""Simulates steps with `sync=` on the devices of a cluster: minibatches of all clients, who waits, staleness."""
+"""Simulates steps with `sync=` on the devices of a cluster: minibatches of all clients, who waits, staleness.
+
+What clients of a plan send each other, or servers, and what that takes on the cluster, is worked out here; `cost` has
+the clock.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from autopar.cost.client_times import ClientLoad, ClientTime, simulate_averages, simulate_pairs, simulate_served
+from autopar.cost.client_times import (
+    ClientLoad,
+    ClientTime,
+    Pairs,
+    Served,
+    ServerLoad,
+    simulate_averages,
+    simulate_pairs,
+    simulate_served,
+)
+from autopar.cost.collectives import all_reduce_s
 from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
+from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.ir.ring import check_even
-from autopar.planning.client_exchanges import means_s, pairs_of, served_of
-from autopar.planning.plan import client_workload, named_methods
+from autopar.ir.ring import Ring, check_even
+from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes
 from autopar.servers.timeline import Timeline
 
 #: Steps of a client that are simulated by default, at least and at most; and messages that are simulated for that.
@@ -247,7 +262,7 @@ def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) 
 
 def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> SyncTime:
     """Simulates the clients on all devices of a cluster, or those of them that there are clients for."""
-    devices, served = load.count * plan.devices, served_of(plan, cluster, load, options.servers)
+    devices, sync, served = load.count * plan.devices, plan.sync, _served(plan, cluster, load, options.servers)
     if served is not None:
         is_ring = served.ring is not None
         asked = 1 if is_ring else len(served.servers)
@@ -255,13 +270,17 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
         run = simulate_served(load, served)
         timeline = Timeline(load.count, served.bound, run.events, ring=is_ring)
         return SyncTime(devices, run.clients, run.rates, timeline)
-    sync = plan.sync
     assert sync is not None, "clients train"
     if sync.partners == "pairs" and load.count > 1:
         load = _followed(load, options, plan.devices, "")
-        run = simulate_pairs(load, pairs_of(plan, sync, cluster, load))
+
+        def sent(step: int) -> float:
+            """Returns what any client has touched until then, at most, of tables by rows."""
+            return sum(_averaged_bytes(plan, sync, load.count * step))
+
+        run = simulate_pairs(load, Pairs(Ring(load.count), cluster, plan.devices, sent_bytes=sent))
     else:
-        seconds = means_s(plan, sync, cluster, load)
+        seconds = _means_s(plan, sync, cluster, load)
         run = simulate_averages(load, means_s=seconds, due=sync.due, every=sync.every, delay=sync.delay)
     return SyncTime(devices, run.clients, run.rates, None)
 
@@ -288,3 +307,143 @@ def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: 
     if options.steps is not None:
         return load
     return dataclasses.replace(load, steps=max(4 * every, _LEAST, min(_STEPS, _MESSAGES // count)))
+
+
+# --- what clients send each other, or servers, and what that takes ---
+
+
+def sent_bytes(plan: Plan, clients: int) -> float:
+    """Returns the bytes that each of so many clients sends in a step, on average: to servers what it pushes."""
+    if plan.served is not None:
+        return sum(server.push_bytes for server in plan.served.servers)
+    assert plan.sync is not None, "clients train"
+    if plan.sync.partners in ("center", "neighbors"):  # tables go whole
+        size = sum(_weight_bytes(plan, plan.sync))
+    else:
+        size = round(sum(_averaged_bytes(plan, plan.sync, clients * plan.sync.every)))
+    return dataclasses.replace(plan.sync, clients=clients, mean_bytes=size).sent_bytes
+
+
+def _averaged_bytes(plan: Plan, sync: SyncPlan, minibatches: int) -> list[float]:
+    """Returns the bytes of each fragment that are averaged: of tables whose other rows no step moves those rows alone
+    that so many minibatches have touched, at most."""
+    rest = {
+        table.path: untouched_bytes(table, minibatches)
+        for table in plan.tables
+        if (table.path in sync.by_rows if sync.clients > 1 else goes_by_rows(table))
+    }
+    pairs = zip(sync.fragments, sync.fragment_bytes, strict=True)
+    return [size - sum(rest.get(path, 0.0) for path in fragment) for fragment, size in pairs]
+
+
+def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
+    sizes = {leaf.path: leaf.nbytes for leaf in (*plan.dense, *plan.tables)}
+    return [sizes[path] for fragment in sync.fragments for path in fragment]
+
+
+def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> Sequence[float]:
+    """Returns the seconds of each fragment's mean over all clients, of as many as there are in `load`."""
+    each = max(1, cluster.devices // plan.devices)  # clients of a machine
+    ends = dataclasses.replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
+    copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces
+    sent = _averaged_bytes(plan, sync, load.count * sync.every)
+    return [all_reduce_s(ends, size, copies=copies) if load.count > 1 else 0.0 for size in sent]
+
+
+def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served | None:
+    """Says how clients ask servers, or passive clients of a ring; None where they ask nobody.
+
+    Args:
+      plan: Theirs.
+      cluster: What connects them.
+      load: How many there are, and what they do.
+      wanted: How many servers there are to be; None: as the plan says.
+
+    Raises:
+      ArgumentsError: more servers than processes.
+    """
+    sync, processes, ring = plan.sync, load.count * plan.devices, Ring(load.count)
+    if plan.served is not None:
+        return _pulling(plan, plan.served, cluster, load, wanted)
+    assert sync is not None, "clients train"
+    if sync.servers:
+        weights = _weight_bytes(plan, sync)
+        count = _server_count(wanted, sync.servers, sync.clients, load.count, processes, processes)
+        parts = (sum(span.nbytes for span in share) for share in center_shares(weights, count))
+        served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
+        return dataclasses.replace(served, every=sync.every)
+    if sync.partners == "neighbors" and load.count > 1:
+        # Of tables by rows those that all have touched in as many steps as it takes these to go round, at most.
+        size = int(sum(_averaged_bytes(plan, sync, load.count * ring.rounds)))
+        served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in ring.passives))
+        return dataclasses.replace(served, ring=ring)
+    return None
+
+
+def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served:
+    """Says how workers pull and push: what the plan's servers keep, or an equal part of it, if there are others."""
+    servers = served.servers
+    pulled, pushed = sum(server.pull_bytes for server in servers), sum(server.push_bytes for server in servers)
+    # Of each server the bytes that are pulled and pushed, and what a push updates.
+    sizes = [(server.pull_bytes, server.push_bytes, _touched_bytes(plan, served, server)) for server in servers]
+    leaves = sum(len(server.leaves) for server in servers)
+    count = _server_count(wanted, len(sizes), served.clients, load.count, load.count * plan.devices, leaves)
+    if count != len(sizes):
+        sizes = [(pulled // count, pushed // count, sum(update for *_, update in sizes) / count)] * count
+    memory_s = 1 / cluster.device.memory_bytes_s
+    return Served(
+        servers=[
+            ServerLoad(n, pull, push, cluster.to_host(pull), cluster.to_host(push) + (2 * update + push) * memory_s)
+            for n, (pull, push, update) in enumerate(sizes)
+        ],
+        cluster=cluster,
+        devices=range(0, load.count * plan.devices, plan.devices),
+        bound=served.staleness,
+        receive_s=cluster.to_host(pulled),
+        send_s=cluster.to_host(pushed),
+    )
+
+
+def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
+    """Returns the bytes of what a push updates on a server: all of it, but of tables by rows those rows alone."""
+    touched = float(server.leaf_bytes)
+    for table in plan.tables:
+        if table.path in served.by_rows:
+            touched -= untouched_bytes(table, 1) * sum(map(server.part_of, (table.path, *table.slots)))
+    return touched
+
+
+def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts: Iterable[tuple[int, int]]) -> Served:
+    """Says how clients exchange weights, of `size` bytes, beside a step. `parts`: of each that answers its device, and
+    the bytes of what it keeps."""
+    memory_s = 1 / cluster.device.memory_bytes_s
+
+    def update_s(part: int) -> float:
+        """Predicts what reads the weights of both, and writes those that are kept and the moves."""
+        return 2 * cluster.to_host(part) + 4 * part * memory_s
+
+    return Served(
+        servers=[ServerLoad(device, part, part, update_s=update_s(part)) for device, part in parts],
+        cluster=cluster,
+        devices=range(0, load.count * plan.devices, plan.devices),
+        receive_s=cluster.to_host(size) + 3 * size * memory_s,
+        send_s=cluster.to_host(size),
+    )
+
+
+def _server_count(wanted: int | None, planned: int, clients: int, count: int, processes: int, leaves: int) -> int:
+    """Returns how many servers there are, each with a leaf at least.
+
+    Args:
+      wanted: As of `_served`.
+      planned, clients: Servers and clients of the plan.
+      count, processes: Clients and processes that are simulated.
+      leaves: That servers keep.
+
+    Raises:
+      ArgumentsError: more than processes.
+    """
+    if wanted is not None and wanted > processes:
+        raise ArgumentsError(f"servers={wanted} of {processes} processes: give as many at most")
+    found = wanted or (planned if planned < clients else planned * count // clients)
+    return max(1, min(found, processes, leaves))

@@ -17,10 +17,9 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
-from autopar.planning.client_exchanges import sent_bytes
 from autopar.planning.notes import replica_notes, server_notes
 from autopar.planning.plan import goes_by_rows, untouched_bytes
-from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, simulate_clients
+from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, sent_bytes, simulate_clients
 from autopar.report.build import Parts
 from autopar.report.style import (
     BLUE,
