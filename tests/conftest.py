@@ -2,11 +2,13 @@
 times. What depends on it (memory, HLO) asks for the default in a process of its own. What one test compiled, JAX keeps
 in a folder for all others: workers, ranks, and the next time."""
 
+import contextlib
 import gc
 import importlib.metadata
 import os
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +55,50 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000)
+
+
+@pytest.fixture
+def environment() -> Iterator[Callable[..., None]]:
+    """`environment(NAME="value", OTHER=None)` sets variables for a test, and removes those that are None."""
+    before: dict[str, str | None] = {}
+
+    def change(**variables: str | None) -> None:
+        for name, value in variables.items():
+            before.setdefault(name, os.environ.get(name))
+            _set_variable(name, value)
+
+    yield change
+    for name, value in before.items():
+        _set_variable(name, value)
+
+
+def _set_variable(name: str, value: str | None) -> None:
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
+
+
+@pytest.fixture
+def uninstalled() -> Iterator[Callable[[str], None]]:
+    """`uninstalled(name)`: a module can't be imported for the rest of a test."""
+    before = {}
+
+    def hide(name: str) -> None:
+        before[name] = sys.modules.pop(name, None)
+        sys.modules[name] = None  # type: ignore[assignment]
+
+    yield hide
+    for name, module in before.items():
+        del sys.modules[name]
+        if module is not None:
+            sys.modules[name] = module
+
+
+@pytest.fixture
+def in_tmp_path(tmp_path: Path) -> Iterator[Path]:
+    """Runs a test in its own folder."""
+    with contextlib.chdir(tmp_path):
+        yield tmp_path
 
 
 @pytest.fixture(autouse=True, scope="module")

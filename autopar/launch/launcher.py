@@ -225,7 +225,7 @@ def _check_hosts(cluster: HostFile) -> None:
             raise LaunchError(f"{host.where}: the host {host.address} isn't known: {error.strerror}") from error
 
 
-def _reachable(mpirun: Mpirun, cluster: HostFile) -> HostFile:
+def _reachable(mpirun: Mpirun, cluster: HostFile, reaching_s: float = REACHING_S) -> HostFile:
     """Returns the hosts on which mpirun can start this Python; names the others."""
     program = ["-n", "1", sys.executable, "-I", "-S", "-c", ""]
     tries = [
@@ -238,7 +238,7 @@ def _reachable(mpirun: Mpirun, cluster: HostFile) -> HostFile:
         )
         for host in cluster.hosts
     ]
-    end_s = time.monotonic() + REACHING_S
+    end_s = time.monotonic() + reaching_s
     found = []
     for host, started in zip(cluster.hosts, tries, strict=True):
         try:
@@ -348,18 +348,26 @@ _DIE_WITH_PARENT = (
 )
 
 
-def run_job(command: Sequence[str], restarts: int, plan_again: Callable[[], Sequence[str]]) -> int:
+def run_job(
+    command: Sequence[str],
+    restarts: int,
+    plan_again: Callable[[], Sequence[str]],
+    *,
+    ending_s: float = ENDING_S,
+    killing_s: float = KILLING_S,
+) -> int:
     """Runs mpirun until it ends well, was interrupted, or has failed once more often than `restarts`.
 
     Args:
       command: The line of the first run.
       restarts: How often the job is started again.
       plan_again: Gives the line of another run, for the hosts that are there by then.
+      ending_s, killing_s: How long ranks may take to end after a second signal, and mpirun after that.
 
     Returns:
       The exit code of the last run; 128 + the signal's number if mpirun was killed.
     """
-    with _Runner() as runner:
+    with _Runner(ending_s, killing_s) as runner:
         code = runner.run(command)
         for restart in range(1, restarts + 1):
             if code == 0 or runner.interrupted:
@@ -382,7 +390,9 @@ def say(text: str) -> None:
     print(f"autopar launch: {text}", file=sys.stderr, flush=True)
 
 
-def remove_topologies(since_s: float, folder: Path = Path("/tmp"), processes: Path = Path("/proc")) -> None:
+def remove_topologies(
+    since_s: float, folder: Path = Path("/tmp"), processes: Path = Path("/proc"), *, proxy_s: float = _PROXY_S
+) -> None:
     """Removes files with the machine's topology, which hydra leaves where its job fails.
 
     Nothing says whose they are: where another job of hydra's runs, all stay.
@@ -391,8 +401,9 @@ def remove_topologies(since_s: float, folder: Path = Path("/tmp"), processes: Pa
       since_s: When the job began, by `time.time()`.
       folder: Where hydra writes them.
       processes: Where the kernel lists processes.
+      proxy_s: How long hydra's process may live on behind mpirun.
     """
-    end_s = time.monotonic() + _PROXY_S
+    end_s = time.monotonic() + proxy_s
     while is_there := any(_text(process / "comm") == "hydra_pmi_proxy" for process in processes.glob("[0-9]*")):
         if time.monotonic() > end_s:
             break
@@ -423,8 +434,9 @@ class _Runner:
       interrupted: Whether there was a signal: the job isn't to be started again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ending_s: float, killing_s: float) -> None:
         self.interrupted = False
+        self._patience = ending_s, killing_s
         self._process: subprocess.Popen[bytes] | None = None
         self._early: list[int] = []
         self._ending = [signal.SIGTERM]
@@ -469,7 +481,7 @@ class _Runner:
         if number in _TOLD:
             return
         if self.interrupted:
-            signal.setitimer(signal.ITIMER_REAL, ENDING_S, KILLING_S)
+            signal.setitimer(signal.ITIMER_REAL, *self._patience)
         self.interrupted = True
 
     def _end(self, number: int, frame: FrameType | None) -> None:

@@ -87,9 +87,9 @@ def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> n
     return table
 
 
-def require_pages(wanted: int, path: str, what: str) -> None:
-    """Raises `HostMemoryError` where `wanted` bytes aren't to be had on this machine now."""
-    available = available_bytes() - RESERVE
+def require_pages(wanted: int, path: str, what: str, available: int | None = None) -> None:
+    """Raises `HostMemoryError` where `wanted` bytes aren't to be had now of the machine's `available` ones."""
+    available = (available_bytes() if available is None else available) - RESERVE
     if wanted > _PAGE and wanted > available:
         raise memory_refusal(path, what, wanted, max(available, 0))
 

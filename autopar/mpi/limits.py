@@ -7,7 +7,7 @@ the process's own up to the root (kernel documentation: admin-guide/cgroup-v2 an
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 #: What a cgroup without a limit says: "max", or a number near 2^63.
@@ -53,9 +53,15 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
     return levels
 
 
-def cores(root: Path = Path("/")) -> int:
-    """Counts the cores that the process can run on: those of its affinity, cut to its cgroups' quota of time."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def affinity() -> frozenset[int]:
+    """Returns the numbers of the cores that the process may run on."""
+    has_some = hasattr(os, "sched_getaffinity")
+    return frozenset(os.sched_getaffinity(0) if has_some else range(os.cpu_count() or 1))
+
+
+def cores(root: Path = Path("/"), own: Collection[int] | None = None) -> int:
+    """Counts the cores that the process can run on: its `own`, or those of its affinity, cut to its cgroups' quota."""
+    count = len(affinity() if own is None else own)
     for version, folder in _cgroups(root, "cpu"):
         if version == 2:
             words = _text(folder / "cpu.max").split()

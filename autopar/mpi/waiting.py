@@ -21,13 +21,13 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar.mpi.limits import cores, machine_name
+from autopar.mpi.limits import affinity, cores, machine_name
 from autopar.mpi.world import world
 
 #: How long a wait polls without sleeping, in seconds, and that of a rank which is bound to one core: longer than most.
@@ -50,6 +50,7 @@ class Waiting:
       longest_s: The longest sleep, in seconds.
       tests: Tests between two sleeps.
       yields: Whether to yield after each test.
+      sleep: Sleeps for so many seconds.
     """
 
     polling: bool
@@ -59,6 +60,7 @@ class Waiting:
     longest_s: float = 2e-3
     tests: int = 4
     yields: bool = True
+    sleep: Callable[[float], None] = time.sleep
 
     def finish(self, requests: Sequence[Any]) -> None:
         """Returns when all these requests of mpi4py are done."""
@@ -87,7 +89,7 @@ class Waiting:
                 return
         while True:
             waited = time.perf_counter() - start
-            time.sleep(min(max(self.pause_s, self.growth * waited), self.longest_s))
+            self.sleep(min(max(self.pause_s, self.growth * waited), self.longest_s))
             for _ in range(self.tests):
                 if kind.Testall(requests):
                     return
@@ -100,24 +102,27 @@ class Waiting:
 BESIDE = Waiting(polling=True, patience_s=0, pause_s=200e-6, growth=0, yields=False)
 
 
-def choose_waiting(comm: Any, polling: bool | None = None, *, shares_cores: bool = False) -> Waiting:
+def choose_waiting(
+    comm: Any, polling: bool | None = None, *, shares_cores: bool = False, own: Collection[int] | None = None
+) -> Waiting:
     """Chooses the way to wait that suits all ranks. Collective.
 
     Args:
       polling: What the user wants; one rank that polls makes all poll. None: where some machine has more ranks than
         cores for them, or `shares_cores`.
       shares_cores: Whether other threads of the program communicate too, as gloo's do.
+      own: The cores that this rank may run on, as the system says if left out.
     """
-    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(cores())
-    processes = comm.allgather((polling, shares_cores, machine_name(), frozenset(affinity), cores()))
+    own = affinity() if own is None else frozenset(own)
+    processes = comm.allgather((polling, shares_cores, machine_name(), own, cores()))
     shared = any(shares for _, shares, *_ in processes)
-    patience = BOUND_PATIENCE_S if len(affinity) == 1 and not shared else PATIENCE_S
+    patience = BOUND_PATIENCE_S if len(own) == 1 and not shared else PATIENCE_S
     options = [option for option, *_ in processes if option is not None]
     if options:
         return Waiting(any(options), patience)
     machines: dict[str, list[tuple[frozenset[int], int]]] = {}
-    for _, _, machine, affinity, quota in processes:
-        machines.setdefault(machine, []).append((affinity, quota))
+    for _, _, machine, allowed, quota in processes:
+        machines.setdefault(machine, []).append((allowed, quota))
     crowded = any(len(ranks) > _together(ranks) for ranks in machines.values())
     return Waiting(crowded or shared, patience)
 
@@ -126,8 +131,8 @@ def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
     """Counts the cores that ranks of one machine have together. Equal affinities mean the same cores, and the same
     quota."""
     quotas: dict[frozenset[int], int] = {}
-    for affinity, quota in ranks:
-        quotas[affinity] = min(quotas.get(affinity, quota), quota)
+    for allowed, quota in ranks:
+        quotas[allowed] = min(quotas.get(allowed, quota), quota)
     return min(sum(quotas.values()), len(frozenset().union(*quotas)))
 
 

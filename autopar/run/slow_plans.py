@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jaxlib.version
@@ -43,19 +43,26 @@ def warn_of_slow_plan(name: str, entry: Entry) -> None:
     for told in itertools.chain(*found):
         warn(f"{name}: {told}", SlowPlanWarning)
     if entry.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
-        scatters = (e for e in entry.compiled.analysed.block.walk() if e.op == "scatter-add")
-        first = next((e for e in scatters if e.outputs[0].dtype == np.float32), None)
-        if first is not None:
-            warn(f"{name}: {_SLOW_SCATTERS.format(jaxlib.version.__version__, first.where)}", SlowPlanWarning)
+        for told in slow_scatters(entry):
+            warn(f"{name}: {told}", SlowPlanWarning)
 
 
-def has_slow_scatters(device_kind: str) -> bool:
+def slow_scatters(entry: Entry) -> Iterator[str]:
+    """Says what adds updates of float32 to rows, where this jaxlib does that slowly."""
+    scatters = (e for e in entry.compiled.analysed.block.walk() if e.op == "scatter-add")
+    first = next((e for e in scatters if e.outputs[0].dtype == np.float32), None)
+    if first is not None:
+        yield _SLOW_SCATTERS.format(jaxlib.version.__version__, first.where)
+
+
+def has_slow_scatters(device_kind: str, version: Sequence[int] = jaxlib.version.__version_info__) -> bool:
     """Returns whether this jaxlib adds float32 updates to a device's memory in loops of compare-and-swap (jax#38806).
 
     Args:
       device_kind: As JAX names the device: "NVIDIA H100 80GB HBM3", say.
+      version: Of jaxlib.
     """
-    is_slow = (0, 10, 2) <= jaxlib.version.__version_info__[:3] < (0, 11, 1)
+    is_slow = (0, 10, 2) <= tuple(version[:3]) < (0, 11, 1)
     flags = os.environ.get("XLA_FLAGS", "")
     return is_slow and "NVIDIA" in device_kind and _ATOMICS not in flags and "--xla_gpu_ftz=true" not in flags
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_autopar_saves_tables_share_by_share(rows: int, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "s3://bucket/run"])
 def test_ordinary_arrays_are_restored_with_their_shardings(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, environment: Callable[..., None]
 ) -> None:
     mesh = mesh_of(4)
     axis = mesh.axis_names[0]
@@ -117,8 +118,7 @@ def test_ordinary_arrays_are_restored_with_their_shardings(
         "one": jnp.arange(3),
     }
     with object_store() as store:
-        for variable, value in store.environment.items():
-            monkeypatch.setenv(variable, value)
+        environment(**store.environment)
         autopar.save(place or tmp_path, state)
         restored = autopar.restore(place or tmp_path, state).state
     for name, leaf in state.items():

@@ -17,6 +17,8 @@ from autopar.passes.staging import search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support.explained import explained
+from tests.support.machines import on_machine
+from tests.support.meshes import mesh_of
 from tests.support.microbatched import EXAMPLES, batch, difference, language_model, numbers, stages_of
 
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
@@ -77,13 +79,12 @@ def test_all_that_autopar_chooses() -> None:
         autopar.Pipeline([["params/**"]], "auto")
 
 
-def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_a_state_that_fits_in_no_other_way(tmp_path: Any) -> None:
     """Whether a device has room for it decides, without an option. (No table can be elsewhere.)"""
     step, make = language_model(CLIPPED, tied=True)
     size = sum(x.nbytes for x in jax.tree.leaves(make()))
     memory = int(1.3 * size)
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: memory)
-    planned = autopar.parallelize(step)
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=memory)
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert max(pipeline_memory(plan)) < memory and len(plan.stages) > 1
@@ -93,12 +94,11 @@ def test_a_state_that_fits_in_no_other_way(monkeypatch: pytest.MonkeyPatch, tmp_
     again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
     for a, b in zip(jax.tree.leaves(again["params"]), jax.tree.leaves(state["params"]), strict=True):
         assert np.array_equal(a, b) and a.sharding == b.sharding
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size // 40)
-    planned = autopar.parallelize(step)
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=size // 40)
     shown = explained(planned, make(), batch(0))
     assert "in stages it doesn't run" in shown and "at least" in shown
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: 2 * size)
-    assert autopar.plan(autopar.parallelize(step), make(), batch(0)).pipeline is None
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=2 * size)
+    assert autopar.plan(planned, make(), batch(0)).pipeline is None
 
 
 def test_loads_of_other_numbers_of_microbatches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from autopar.cost.rates import StageRates
 from autopar.measure.collectives import read_collectives
 from autopar.planning import check as checking
 from tests.support.explained import explained
+from tests.support.machines import on_machine
 from tests.support.pairs import long
 
 DIM, HEADS, WORDS, LENGTH, EXAMPLES = 16, 4, 32, 6, 8
@@ -197,16 +198,15 @@ def test_microbatches_and_tables_beside_it() -> None:
     assert planned.plan.table("params/embedding").lifted
 
 
-def _rates(monkeypatch: pytest.MonkeyPatch, **figures: float) -> None:
-    rates = StageRates(**{"flop_s": 1e-9, "byte_s": 1e-9, "call_s": 0.0, "send_byte_s": 1e-9, **figures})
-    monkeypatch.setattr("autopar.api.stage_rates_of", lambda devices, processes: rates)
+def _rates(**figures: float) -> StageRates:
+    return StageRates(**{"flop_s": 1e-9, "byte_s": 1e-9, "call_s": 0.0, "send_byte_s": 1e-9, **figures})
 
 
-def test_auto_divides_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_divides_what_pays() -> None:
     step, make = transformer()
     for figures, taken in (({"send_byte_s": 1.0}, False), ({"flop_s": 1.0}, True)):
-        _rates(monkeypatch, **figures)
         planned = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor")
+        on_machine(planned, stages=_rates(**figures))
         plan = autopar.plan(planned, make(), words())
         assert {g.taken for g in plan.tensor.groups} == {taken}
         shown = explained(planned, make(), words())
@@ -215,16 +215,16 @@ def test_auto_divides_what_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(autopar.ArgumentsError, match="'tensor' is no method of tables"):
         autopar.why(plan, "params/embedding", "tensor")
     kept = autopar.parallelize(step, mesh=_mesh(2, 2), tensor_axis="tensor", strategy={"params/layers/**": "allreduce"})
+    on_machine(kept, stages=_rates(flop_s=1.0))
     plan = autopar.plan(kept, make(), words())
     assert [g.weights for g in plan.tensor.groups] == [("params/out",)]
 
 
-def test_a_state_that_does_not_fit_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_that_does_not_fit_is_divided() -> None:
     step, make = transformer()
-    _rates(monkeypatch, send_byte_s=1.0)
     size = sum(x.nbytes for x in jax.tree.leaves(make()))
-    monkeypatch.setattr("autopar.api.memory_of", lambda devices: size)
     planned = autopar.parallelize(step, mesh=_mesh(1, 4), tensor_axis="tensor")
+    on_machine(planned, stages=_rates(send_byte_s=1.0), memory=size)
     plan = autopar.plan(planned, make(), words())
     assert all(g.taken and "doesn't fit" in g.reason for g in plan.tensor.groups)
     assert plan.state_bytes < size / 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -44,15 +45,15 @@ def test_binding_whatever_else_there_is() -> None:
     assert choose_core(BOUND, 0, always=True) is None  # it is done
 
 
-def test_a_rank_may_be_left_unbound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_may_be_left_unbound(environment: Callable[..., None]) -> None:
     class Comm:
         def allgather(self, own: Bindable) -> list[Bindable]:
             return [own] * len(own.cores)
 
     before = os.sched_getaffinity(0)
-    monkeypatch.setenv("AUTOPAR_BIND", "none")
+    environment(AUTOPAR_BIND="none")
     bind(World(0, len(before), Comm()), computes_on_one=True)
     assert os.sched_getaffinity(0) == before
-    monkeypatch.setenv("AUTOPAR_BIND", "socket")
+    environment(AUTOPAR_BIND="socket")
     with pytest.raises(LaunchError, match="AUTOPAR_BIND='socket' is neither core nor none"):
         bind(World(0, len(before), Comm()), computes_on_one=True)

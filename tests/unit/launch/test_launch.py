@@ -162,11 +162,10 @@ def test_a_wrong_resource_file(tmp_path: Path, text: str, message: str) -> None:
     ],
 )
 def test_what_cannot_be_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, flags: list[str], message: str
+    in_tmp_path: Path, capsys: pytest.CaptureFixture, flags: list[str], message: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text("")
-    cluster_file(tmp_path, '[[host]]\nname = "nowhere.invalid"\n', "far.toml")
+    (in_tmp_path / "train.py").write_text("")
+    cluster_file(in_tmp_path, '[[host]]\nname = "nowhere.invalid"\n', "far.toml")
     assert launcher.main(flags) == 2
     assert message in capsys.readouterr().err
 
@@ -178,16 +177,13 @@ def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture) -> None:
     assert raised.value.code == 2 and "argument" in capsys.readouterr().err
 
 
-def test_a_dry_run_prints_the_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train me.py").write_text("raise SystemExit('it ran')")
+def test_a_dry_run_prints_the_line(in_tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (in_tmp_path / "train me.py").write_text("raise SystemExit('it ran')")
     assert launcher.main(["-n", "2", "--dry-run", "train me.py", "-n", "3"]) == 0
     printed = capsys.readouterr().out
     words = shlex.split(printed)
     assert words[0] == str(MPIEXEC) and words[words.index("-n") + 1] == "2" and printed.count("\n") == 1
-    assert shlex.split(printed)[-3:] == [str(tmp_path / "train me.py"), "-n", "3"]
+    assert shlex.split(printed)[-3:] == [str(in_tmp_path / "train me.py"), "-n", "3"]
     assert launcher.main(["-n", "2", "--dry-run", "-m", "autopar", "calibrate", "--again"]) == 0
     assert shlex.split(capsys.readouterr().out)[-4:] == ["-m", "autopar", "calibrate", "--again"]
 

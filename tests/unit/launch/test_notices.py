@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +50,22 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(notices, "AFTER_S", FOREVER)
 
 
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Called by the test itself: between a fixture and the test, pytest puts a stderr of its own in place."""
-    terminal = Terminal()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    return terminal
+@pytest.fixture
+def terminal(environment: Callable[..., None]) -> Terminal:
+    """One that `redirect_stderr` puts in place."""
+    environment(TERM="xterm", COLUMNS="60")
+    return Terminal()
+
+
+@contextlib.contextmanager
+def handling(logger: logging.Logger, *handlers: logging.Handler) -> Iterator[None]:
+    """Within it, the logger has these handlers."""
+    before = logger.handlers[:]
+    logger.handlers[:] = handlers
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
 
 
 def train_step(table: jax.Array, ids: jax.Array) -> Any:
@@ -120,14 +130,15 @@ def test_each_phase_is_a_line_of_a_log(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.messages == ["train_step: tracing", "train_step: compiling"] and none_is_left()
 
 
-def test_a_terminal_has_one_line_that_goes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch)
-    with noticing("train_step", "tracing with a rather long name") as notice:
+def test_a_terminal_has_one_line_that_goes(
+    caplog: pytest.LogCaptureFixture, terminal: Terminal, environment: Callable[..., None]
+) -> None:
+    with contextlib.redirect_stderr(terminal), noticing("train_step", "tracing with a rather long name") as notice:
         notice.show()
         assert re.fullmatch(r"autopar: train_step: tracing with a rather long name, \d+ s", terminal.shown)
         tell("compiling", parts=4, done=1)
         for columns, shown in (("80", r" \[#####\.{15}\] 1 of 4, \d+ s"), ("60", r" 1 of 4, \d+ s"), ("31", "")):
-            monkeypatch.setenv("COLUMNS", columns)
+            environment(COLUMNS=columns)
             notice.show()
             assert re.fullmatch("autopar: train_step: compiling" + shown, terminal.shown), terminal.shown
     assert terminal.shown == "" and "\n" not in terminal.getvalue() and caplog.messages == []
@@ -143,11 +154,11 @@ def test_only_the_innermost_block_is_shown(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_what_is_known_to_take_long_is_said_at_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    caplog: pytest.LogCaptureFixture, terminal: Terminal, environment: Callable[..., None]
 ) -> None:
-    terminal = on_terminal(monkeypatch)
-    monkeypatch.setenv("COLUMNS", "100")
-    with measuring("links", "for plans", 2, Path.home() / "a file") as advance:
+    environment(COLUMNS="100")
+    home = Path.home()
+    with contextlib.redirect_stderr(terminal), measuring("links", "for plans", 2, home / "a file") as advance:
         assert caplog.messages == ["measuring links, for plans; kept in ~/a file"]
         advance("between devices")
         notices._open[-1].show()
@@ -174,11 +185,12 @@ def test_of_several_processes_the_first_one_says_it(
 
 
 @pytest.mark.parametrize("live", [True, False])
-def test_logging_silences_it(live: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch)
-    monkeypatch.setenv("TERM", "xterm" if live else "dumb")
+def test_logging_silences_it(
+    live: bool, caplog: pytest.LogCaptureFixture, terminal: Terminal, environment: Callable[..., None]
+) -> None:
+    environment(TERM="xterm" if live else "dumb")
     caplog.set_level(logging.WARNING, logger="autopar")
-    with noticing("step", "compiling", at_once="at once") as notice:
+    with contextlib.redirect_stderr(terminal), noticing("step", "compiling", at_once="at once") as notice:
         notice.show()
     assert caplog.messages == [] and terminal.getvalue() == ""
 
@@ -199,24 +211,24 @@ CONSOLES: dict[str, Callable[[], list[logging.Handler]]] = {
 
 
 @pytest.mark.parametrize("name", CONSOLES)
-def test_stderr_has_it_once_whoever_configured_the_root_logger(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_stderr_has_it_once_whoever_configured_the_root_logger(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     log = io.StringIO()
-    monkeypatch.setattr(notices.LOG, "handlers", notices.LOG.handlers[:1])  # without pytest's
-    monkeypatch.setattr(logging.getLogger(), "handlers", [*CONSOLES[name](), logging.StreamHandler(log)])
-    with noticing("step", "compiling") as notice:
+    with (
+        handling(notices.LOG, *notices.LOG.handlers[:1]),  # without pytest's
+        handling(logging.getLogger(), *CONSOLES[name](), logging.StreamHandler(log)),
+        noticing("step", "compiling") as notice,
+    ):
         notice.show()
     assert capsys.readouterr() == ("", "autopar: step: compiling\n") and log.getvalue() == "step: compiling\n"
 
 
-def test_a_handler_of_the_users_has_it_in_place_of_stderr(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_handler_of_the_users_has_it_in_place_of_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     mine, root = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(notices.LOG, "handlers", [*notices.LOG.handlers, logging.StreamHandler(mine)])
-    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(root)])
-    with noticing("step", "compiling") as notice:
+    with (
+        handling(notices.LOG, *notices.LOG.handlers, logging.StreamHandler(mine)),
+        handling(logging.getLogger(), logging.StreamHandler(root)),
+        noticing("step", "compiling") as notice,
+    ):
         notice.show()
     assert capsys.readouterr() == ("", "") and mine.getvalue() == root.getvalue() == "step: compiling\n"
 
@@ -239,9 +251,8 @@ def test_a_process_that_can_start_no_thread_works_in_silence(monkeypatch: pytest
     assert done and not notices._open
 
 
-def test_a_closed_stderr_ends_it_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = on_terminal(monkeypatch)
-    with noticing("step", "compiling") as notice:
+def test_a_closed_stderr_ends_it_in_silence(terminal: Terminal) -> None:
+    with contextlib.redirect_stderr(terminal), noticing("step", "compiling") as notice:
         terminal.close()
         notice.wait(0.0)
     assert none_is_left()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,8 @@ except KeyboardInterrupt:
         ([signal.SIGTERM, signal.SIGTERM], 60, 128 + signal.SIGKILL),
     ],
 )
-def test_the_first_signal_leaves_time_to_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: list[int], seconds: float, code: int
-) -> None:
+def test_the_first_signal_leaves_time_to_save(tmp_path: Path, signals: list[int], seconds: float, code: int) -> None:
     """The job isn't started again."""
-    monkeypatch.setattr(launcher, "ENDING_S", 0.01)
-    monkeypatch.setattr(launcher, "KILLING_S", 0.01)
     script = tmp_path / "save.py"
     script.write_text(SAVING)
 
@@ -61,7 +58,7 @@ def test_the_first_signal_leaves_time_to_save(
     thread = threading.Thread(target=press)
     thread.start()
     command = [sys.executable, str(script), str(tmp_path), str(seconds)]
-    assert launcher.run_job(command, 3, lambda: command) == code
+    assert launcher.run_job(command, 3, lambda: command, ending_s=0.01, killing_s=0.01) == code
     thread.join()
 
 
@@ -80,10 +77,10 @@ time.sleep(60)
     ("sent", "received"), [(signal.SIGUSR1, signal.SIGUSR1), (signal.SIGHUP, signal.SIGTERM), (None, signal.SIGTERM)]
 )
 def test_signals_that_mpirun_hears_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sent: int | None, received: int
+    tmp_path: Path, environment: Callable[..., None], sent: int | None, received: int
 ) -> None:
     """A SIGHUP that is ignored, as under nohup, none. The job has nothing of one that the launcher is a rank of."""
-    monkeypatch.setenv("PMI_RANK", "0")
+    environment(PMI_RANK="0")
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if sent is None else signal.SIG_DFL)
 
     def press() -> None:
@@ -183,7 +180,7 @@ if os.environ["PMI_RANK"] == "0":
 
 
 def test_a_cluster_goes_on_with_the_hosts_that_are_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, environment: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in {"ssh": SSH, "train.py": LOSING}.items():
         (tmp_path / name).write_text(text)
@@ -191,8 +188,7 @@ def test_a_cluster_goes_on_with_the_hosts_that_are_left(
     hosts = {"127.0.0.2": 2, "127.0.0.3": 1, "127.0.0.4": 1}
     cluster = tmp_path / "cluster.toml"
     cluster.write_text("".join(f'[[host]]\nname = "{h}"\nprocesses = {n}\n' for h, n in hosts.items()))
-    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(tmp_path / "ssh"))
-    monkeypatch.setenv("HOSTS_GONE", str(tmp_path))
+    environment(HYDRA_LAUNCHER_EXEC=str(tmp_path / "ssh"), HOSTS_GONE=str(tmp_path))
     flags = ["-n", "4", "--cluster", str(cluster), "--max-restarts", "9"]
     assert launcher.main([*flags, str(tmp_path / "train.py"), str(tmp_path / "sizes")]) == 5
     assert (tmp_path / "sizes").read_text() == "413"
@@ -201,20 +197,18 @@ def test_a_cluster_goes_on_with_the_hosts_that_are_left(
     assert "it can't be started again: 127.0.0.2, 127.0.0.3, 127.0.0.4: no host can be reached" in err
 
 
-def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_does_not_answer_is_gone(tmp_path: Path, environment: Callable[..., None]) -> None:
     (tmp_path / "ssh").write_text("#!/bin/sh\nexec sleep 2\n")
     (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("HYDRA_LAUNCHER_EXEC", str(tmp_path / "ssh"))
-    monkeypatch.setattr(launcher, "REACHING_S", 0.3)
+    environment(HYDRA_LAUNCHER_EXEC=str(tmp_path / "ssh"))
     (tmp_path / "cluster.toml").write_text('[[host]]\nname = "127.0.0.2"\n[[host]]\nname = "localhost"\n')
     cluster = launcher.read_cluster(tmp_path / "cluster.toml")
-    left = launcher._reachable(launcher.find_mpirun(), cluster)
+    left = launcher._reachable(launcher.find_mpirun(), cluster, reaching_s=0.3)
     assert [host.name for host in left.hosts] == ["localhost"]
 
 
-def test_files_that_hydra_leaves_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_hydra_leaves_are_removed(tmp_path: Path) -> None:
     """Those of this job: not older ones, not others' names, and none where a job of another's may need its own."""
-    monkeypatch.setattr(launcher, "_PROXY_S", 0.1)
     files, processes = tmp_path / "files", tmp_path / "processes"
     old, new, other = (files / name for name in ("hydra_hwloc_xmlfile_a", "hydra_hwloc_xmlfile_b", "hydra.conf"))
     (processes / "17").mkdir(parents=True)
@@ -223,7 +217,7 @@ def test_files_that_hydra_leaves_are_removed(tmp_path: Path, monkeypatch: pytest
         file.touch()
         os.utime(file, (time_s, time_s))
     (processes / "17" / "comm").write_text("hydra_pmi_proxy\n")
-    launcher.remove_topologies(100, files, processes)
+    launcher.remove_topologies(100, files, processes, proxy_s=0.1)
     assert new.exists()
     (processes / "17" / "comm").write_text("python\n")
     launcher.remove_topologies(100, files, processes)

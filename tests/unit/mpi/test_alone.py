@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import pytest
@@ -15,26 +16,25 @@ _KUBEFLOW = {"JAX_COORDINATOR_ADDRESS": "job-0:1234", "JAX_NUM_PROCESSES": "3", 
 
 
 @pytest.mark.parametrize(
-    ("environment", "message"),
+    ("variables", "message"),
     [
         (_STEP, r"SLURM_STEP_NUM_TASKS is 4, .* number 2, .*`srun --mpi=pmi2 -n 4 .*AUTOPAR_MPI=off"),
         (_KUBEFLOW, r"JAX_NUM_PROCESSES is 3, .* number 1, .*`mpirun -n 3 .*process_id=int\(os.environ"),
     ],
 )
 def test_one_of_several_that_knows_of_none(
-    environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+    variables: dict[str, str], message: str, environment: Callable[..., None]
 ) -> None:
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    environment(**variables)
     step = autopar.parallelize(lambda w, x: (w - x.sum(), x.mean()))
     with pytest.raises(autopar.LaunchError, match=message):
         step(jnp.ones(3), jnp.ones(3))
-    monkeypatch.setenv("AUTOPAR_MPI", "off")
+    environment(AUTOPAR_MPI="off")
     step(jnp.ones(3), jnp.ones(3))
 
 
 @pytest.mark.parametrize(
-    "environment",
+    "variables",
     [
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # A batch script, or a shell of salloc.
         {**_STEP, "SLURM_STEP_NUM_TASKS": "1"},  # A shell that salloc starts by srun.
@@ -44,6 +44,6 @@ def test_one_of_several_that_knows_of_none(
         {**_KUBEFLOW, "JAX_NUM_PROCESSES": "1"},
     ],
 )
-def test_processes_that_are_no_fault(environment: dict[str, str]) -> None:
-    check_connected("step", environment)
+def test_processes_that_are_no_fault(variables: dict[str, str]) -> None:
+    check_connected("step", variables)
     assert "AUTOPAR_RANK_PID" not in os.environ, "nobody has claimed to be a rank"

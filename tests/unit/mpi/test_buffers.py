@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -66,24 +67,31 @@ def test_a_table_that_fits() -> None:
     assert allocate_table((0, 16), np.float32, "params/emb").shape == (0, 16)
 
 
-def test_a_table_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def _process_bytes(name: str) -> int:
+    """Returns what the kernel says of the process's memory."""
+    (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(f"{name}:")]
+    return 1024 * int(line.split()[1])
+
+
+def test_a_table_that_does_not_fit() -> None:
     """The error comes before any page is touched: the system would promise this much."""
-    monkeypatch.setattr(buffers, "aligned", lambda *_: pytest.fail("memory was taken"))
     with pytest.raises(HostMemoryError, match=r"params/emb: \(4000000000, 256\) of float32 takes 4096.00 GB") as caught:
         allocate_table((4_000_000_000, 256), np.float32, "params/emb")
     assert isinstance(caught.value, MemoryError) and isinstance(caught.value, AutoparError)
-    monkeypatch.setattr(buffers, "available_bytes", lambda: buffers.RESERVE + 10**9)
+    assert _process_bytes("VmPeak") < 4096 * 10**9, "memory was taken"
     with pytest.raises(HostMemoryError, match="takes 1.00 GB of host memory, and 1.00 GB are available"):
-        allocate_table((10**9 + 1,), np.int8, "opt/emb")
+        buffers.require_pages(10**9 + 1, "opt/emb", "(1000000001,) of int8", buffers.RESERVE + 10**9)
 
 
-def test_a_table_that_the_system_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> np.ndarray:
-        raise MemoryError
-
-    monkeypatch.setattr(buffers, "aligned", refuse)
-    with pytest.raises(HostMemoryError, match="params/emb"):
-        allocate_table((1000, 16), np.float32, "params/emb")
+def test_a_table_that_the_system_refuses() -> None:
+    """Though there is memory: the process may have no more addresses."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (_process_bytes("VmSize") + (32 << 20), before[1]))
+    try:
+        with pytest.raises(HostMemoryError, match="params/emb"):
+            allocate_table((1 << 27,), np.int8, "params/emb")
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def _files(root: Path, files: dict[str, str]) -> Path:
@@ -172,9 +180,8 @@ def test_total_memory(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_cores(files: dict[str, str], expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert limits.cores(_files(tmp_path, files)) == expected
+def test_cores(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert limits.cores(_files(tmp_path, files), own=range(8)) == expected
 
 
 def test_this_machine() -> None:
@@ -219,11 +226,10 @@ def test_how_waiting_is_chosen(told: list[tuple[bool | None, bool, str, set[int]
 )
 @pytest.mark.parametrize("option", [None, True])
 def test_a_bound_rank_yields_for_longer(
-    affinity: set[int], shared: bool, patience_s: float, option: bool | None, monkeypatch: pytest.MonkeyPatch
+    affinity: set[int], shared: bool, patience_s: float, option: bool | None
 ) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: affinity)
     told = [(option, False, "m", affinity, 1), (option, shared, "m", {1}, 1)]
-    assert waiting.choose_waiting(_Ranks(told)).patience_s == patience_s
+    assert waiting.choose_waiting(_Ranks(told), own=affinity).patience_s == patience_s
 
 
 class _Request:
@@ -242,10 +248,9 @@ class _Request:
 
 @pytest.mark.parametrize("at", [1, 2, 40])
 @pytest.mark.parametrize("patience_s", [0.0, 10.0])
-def test_polling_ends_when_the_message_is_there(at: int, patience_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_polling_ends_when_the_message_is_there(at: int, patience_s: float) -> None:
     slept: list[float] = []
-    monkeypatch.setattr("time.sleep", slept.append)
-    waiting.Waiting(True, patience_s).finish([_Request(at), _Request(at)])
+    waiting.Waiting(True, patience_s, sleep=slept.append).finish([_Request(at), _Request(at)])
     assert _Request.tests == at
     assert len(slept) == (0 if patience_s else -(-(at - 1) // waiting.Waiting(True).tests))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -82,9 +82,9 @@ EXPLAINED = {
 
 @pytest.mark.parametrize("width", [80, 100, 120, 200])
 @pytest.mark.parametrize("name", EXPLAINED)
-def test_lines_fit_and_nothing_is_cut(name: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_fit_and_nothing_is_cut(name: str, width: int, environment: Callable[..., None]) -> None:
     told = EXPLAINED[name]
-    monkeypatch.setenv("COLUMNS", str(width))
+    environment(COLUMNS=str(width))
     text = str(told)
     assert all(len(line) <= width for line in text.splitlines()), text
     assert "…" not in text
@@ -98,29 +98,28 @@ def test_lines_fit_and_nothing_is_cut(name: str, width: int, monkeypatch: pytest
     assert not [what for what in said if re.sub(r"\s", "", what) not in written]
 
 
-def test_as_wide_as_the_terminal_when_it_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_wide_as_the_terminal_when_it_is_printed(environment: Callable[..., None]) -> None:
     told = EXPLAINED["tables"]
     widths = []
     for columns in ("80", "120"):
-        monkeypatch.setenv("COLUMNS", columns)
+        environment(COLUMNS=columns)
         widths.append(max(map(len, str(told).splitlines())))
     assert 60 < widths[0] <= 80 < widths[1] <= 120
-    monkeypatch.delenv("COLUMNS")
-    monkeypatch.setattr("sys.__stdout__", None)  # nothing is known
+    environment(COLUMNS=None)  # nothing is known: pytest has taken the terminal
     assert max(map(len, str(told).splitlines())) == widths[0]
     assert "touched" in told._repr_html_()
 
 
-def test_what_a_wide_terminal_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_wide_terminal_has_room_for(environment: Callable[..., None]) -> None:
     told = EXPLAINED["many dense leaves"]
     for columns, shown in (("80", False), ("160", True)):
-        monkeypatch.setenv("COLUMNS", columns)
+        environment(COLUMNS=columns)
         assert ("shape" in str(told)) == shown == ("plain step" in str(told))
 
 
-def test_every_dense_parameter_is_in_one_line_with_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_dense_parameter_is_in_one_line_with_its_slots(environment: Callable[..., None]) -> None:
     told = EXPLAINED["many dense leaves"]
-    monkeypatch.setenv("COLUMNS", "100")
+    environment(COLUMNS="100")
     text = str(told)
     body = text.split("─\n")[1].split("\n\n")[0]
     assert "params/encoder/layer_{0..11}/mlp/up/kernel (12) " in body and "\nparams/out " in body
@@ -129,14 +128,14 @@ def test_every_dense_parameter_is_in_one_line_with_its_slots(monkeypatch: pytest
     lines = len(re.findall("^params/", body, re.MULTILINE))
     parameters = sum(row.path.startswith("params/") for row in told.rows)
     assert lines <= 8 and parameters == sum(counts) + lines - len(counts)
-    monkeypatch.setenv("COLUMNS", "160")
+    environment(COLUMNS="160")
     wide = str(told)
     assert re.search(r"mlp/up/kernel \(12\) .* 1  \[", wide), "the number of slots of each"
     assert format_bytes(sum(row.nbytes for row in told.rows if "mlp/up/kernel" in row.path)) in wide
 
 
-def test_many_tables_that_differ_in_their_sizes_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "120")
+def test_many_tables_that_differ_in_their_sizes_share_a_line(environment: Callable[..., None]) -> None:
+    environment(COLUMNS="120")
 
     def told(count: int) -> str:
         reasons = [f"at most 5 of {1000 * (k + 1)} rows; {k + 1:.1f} MiB for the log" for k in range(count)]

@@ -12,6 +12,7 @@ import re
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -359,11 +360,11 @@ def test_matplotlib_is_imported_when_it_is_needed() -> None:
     assert "reports need matplotlib" in told and "pip install 'autopar[report]'" in told
 
 
-def test_nothing_of_matplotlib_is_set(plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_matplotlib_is_set(plan: Plan, uninstalled: Callable[[str], None]) -> None:
     """Nor is pyplot needed, which keeps every figure."""
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    uninstalled("matplotlib.pyplot")
     autopar.report(plan, measured=MEASURED).figures["parts"].savefig(io.BytesIO())
     assert dict(matplotlib.rcParams) == before

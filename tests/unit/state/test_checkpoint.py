@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -279,7 +279,7 @@ def test_a_state_that_needs_a_template(tmp_path: Path) -> None:
     same(autopar.restore(tmp_path, jax.eval_shape(make_state, jax.random.key(0))).state, state)
 
 
-def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_saved(tmp_path: Path, uninstalled: Callable[[str], None]) -> None:
     with pytest.raises(autopar.CheckpointError, match="a/0 is of type str"):
         autopar.save(tmp_path, {"a": ["text"]})
     with pytest.raises(autopar.CheckpointError, match="a is of type array of object"):
@@ -292,12 +292,12 @@ def test_what_cannot_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(autopar.DonatedStateError, match="was given to a step"):
         autopar.save(tmp_path, old)
     autopar.save(tmp_path, new)
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    uninstalled("orbax.checkpoint")
     with pytest.raises(autopar.CheckpointError, match=r"need Orbax.*pip install 'autopar\[checkpoint\]'"):
         autopar.save(tmp_path, new)
     tables = {"emb": new["params"]["emb"], "n": 3}
     autopar.save(tmp_path, tables)  # needs none
-    monkeypatch.setitem(sys.modules, "tensorstore", None)
+    uninstalled("tensorstore")
     with pytest.raises(autopar.CheckpointError, match=r"need TensorStore.*pip install 'autopar\[checkpoint\]'"):
         autopar.save(tmp_path, tables)
 

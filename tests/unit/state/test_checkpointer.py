@@ -20,13 +20,16 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state import checkpointer, saving
-from tests.support.checkpoints import ROWS, batch_of, make_state, same, train
+from autopar.state import checkpointer
+from tests.support.checkpoints import ROWS, batch_of, limited_files, make_state, same, train
+from tests.support.object_store import ObjectStore
 
 KEY = jax.random.key(0)
+#: Where checkpoints are in the `store`.
+URL = "s3://bucket/run"
 
 
-def opened(folder: Path | None, step: Any, **options: Any) -> autopar.Checkpointer:
+def opened(folder: Path | str | None, step: Any, **options: Any) -> autopar.Checkpointer:
     return autopar.Checkpointer(folder, step=step, batch=batch_of(0), **options)
 
 
@@ -35,7 +38,7 @@ def batches_of(steps: int) -> Any:
     return autopar.shard(data, batch_size=8, mesh=jax.make_mesh((1,), ("data",), devices=jax.devices()[:1]))
 
 
-def trained(folder: Path, step: Any, steps: int, **options: Any) -> Any:
+def trained(folder: Path | str, step: Any, steps: int, **options: Any) -> Any:
     """A training to its end, resumed if there is something to go on from."""
     with opened(folder, step, **options) as checkpoints:
         state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(steps))
@@ -82,19 +85,17 @@ def test_a_training_goes_on_at_its_step_its_position_and_its_plan(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["plan.json", "step-00000008", "step-00000009"]
 
 
-def test_what_is_saved_beside_a_training_is_the_state_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_saved_beside_a_training_is_the_state_of_its_step(store: ObjectStore) -> None:
     """Steps go on in place while a file waits to be written."""
-    go, real = threading.Event(), saving.write_rows
+    go = threading.Event()
 
-    def slow(*args: Any) -> Any:
-        go.wait(60)
-        return real(*args)
+    def slow(method: str, name: str) -> None:
+        if method == "PUT" and "/rows/" in name:
+            go.wait(60)
 
-    monkeypatch.setattr(saving, "write_rows", slow)
+    store.watch = slow
     step = planned()
-    with opened(tmp_path, step, every=2) as checkpoints:
+    with opened(URL, step, every=2) as checkpoints:
         state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(3))
         for batch in batches:
             state, _ = step(state, batch)
@@ -103,25 +104,22 @@ def test_what_is_saved_beside_a_training_is_the_state_of_its_step(
         go.set()
         checkpoints.wait()
         assert checkpoints.all_steps() == [2]
-    found = autopar.restore(tmp_path / "step-00000002", jax.eval_shape(make_state, KEY))
+    found = autopar.restore(f"{URL}/step-00000002", jax.eval_shape(make_state, KEY))
     equal(found.state, undisturbed(2))
     assert found.position is not None and found.position["batch"] == 2
 
 
-def test_a_save_that_fails_in_its_thread_is_an_error_of_a_later_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_that_fails_in_its_thread_is_an_error_of_a_later_call(tmp_path: Path) -> None:
     step = planned()
     with opened(tmp_path, step, every=1) as checkpoints:
         state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(4))
         state, _ = step(state, next(batches))
         checkpoints.step(state)
         checkpoints.wait()
-        with monkeypatch.context() as patched:
-            patched.setattr(saving, "write_rows", lambda *_: 1 / 0)
+        with limited_files(100):
             state, _ = step(state, next(batches))
             checkpoints.step(state)
-            with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
+            with pytest.raises(autopar.CheckpointError, match="File too large"):
                 checkpoints.wait()
         assert checkpoints.all_steps() == [1]
         state, _ = step(state, next(batches))
@@ -287,8 +285,7 @@ def test_without_a_step_there_are_ordinary_arrays(tmp_path: Path) -> None:
     same(found, expected)
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_without_a_folder_nothing_is_kept(in_tmp_path: Path) -> None:
     step = planned()
     with opened(None, step, every=2, best=("loss", min)) as checkpoints:
         state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(5))
@@ -298,7 +295,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
             checkpoints.evaluated(state, {"loss": float(np.mean(loss))})
         checkpoints.save()
     equal(state, undisturbed(5))
-    assert checkpoints.steps == 5 and checkpoints.all_steps() == [] and not any(tmp_path.iterdir())
+    assert checkpoints.steps == 5 and checkpoints.all_steps() == [] and not any(in_tmp_path.iterdir())
     with pytest.raises(autopar.CheckpointError, match=r"Checkpointer\(None\) keeps none"):
         checkpoints.path(5)
 

@@ -20,8 +20,19 @@ from flax import nnx
 import autopar
 from autopar.batches.dealt import DealtBatches
 from autopar.integrations import nnx as anx
-from autopar.state import checkpointer, saving
-from tests.unit.state.test_checkpointer import KEY, batches_of, equal, make_state, opened, planned, trained, undisturbed
+from autopar.state import checkpointer
+from tests.support.object_store import ObjectStore
+from tests.unit.state.test_checkpointer import (
+    KEY,
+    URL,
+    batches_of,
+    equal,
+    make_state,
+    opened,
+    planned,
+    trained,
+    undisturbed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -50,15 +61,13 @@ def test_ctrl_c_in_a_loop_over_batches_waits_for_its_step_once(presses: int, tmp
     equal(trained(tmp_path, planned(), 6), undisturbed(6))
 
 
-def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, goes_on, written = saving.write_rows, threading.Event(), list[Path]()
+def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(store: ObjectStore) -> None:
+    goes_on, written = threading.Event(), list[str]()
 
-    def slowly(*arguments: Any) -> Any:
-        written.append(arguments[0])
-        goes_on.wait()
-        return real(*arguments)
+    def slowly(method: str, name: str) -> None:
+        if method == "PUT" and name.endswith("/zarr.json"):
+            written.append(name)
+            goes_on.wait()
 
     def press() -> None:
         for _ in range(2):
@@ -67,10 +76,10 @@ def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
         time.sleep(0.2)
         goes_on.set()
 
-    monkeypatch.setattr(saving, "write_rows", slowly)
+    store.watch = slowly
     step = planned()
     with pytest.raises(KeyboardInterrupt):
-        with opened(tmp_path, step) as checkpoints:
+        with opened(URL, step) as checkpoints:
             state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(9))
             state, _ = step(state, next(batches))
             checkpoints.step(state)
@@ -79,48 +88,44 @@ def test_ctrl_c_while_files_are_waited_for_keeps_what_is_written(
             checkpoints.wait()
             raise AssertionError("it was interrupted")
     assert checkpoints.all_steps() == [1] and goes_on.is_set()
-    assert len(written) == 2  # the table and its slots, once
-    equal(trained(tmp_path, planned(), 3), undisturbed(3))
+    assert written and len(set(written)) == len(written), "each array is written once"
+    equal(trained(URL, planned(), 3), undisturbed(3))
 
 
-def test_the_last_state_is_saved_though_the_save_before_it_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real = saving.write_rows
+def test_the_last_state_is_saved_though_the_save_before_it_failed(store: ObjectStore) -> None:
+    trained_all = threading.Event()
 
-    def full_once(version: Path, *arguments: Any) -> Any:
-        if "step-00000002" in str(version):
-            raise OSError("no space is left")
-        return real(version, *arguments)
+    def full_once(method: str, name: str) -> int | None:
+        if method != "PUT" or "step-00000002" not in name or "/rows/" not in name:
+            return None
+        trained_all.wait(60)  # the thread isn't done before the end
+        return 403
 
-    monkeypatch.setattr(saving, "write_rows", full_once)
-    monkeypatch.setattr(autopar.Checkpointer, "_look", lambda _: None)  # the thread isn't done before the end
-    with pytest.warns(autopar.StateWarning, match="an earlier save failed, the one of step 3 didn't: .*no space"):
-        trained(tmp_path, planned(), 3, every=2)
-    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
-    monkeypatch.setattr(saving, "write_rows", lambda *_: 1 / 0)
-    with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
-        trained(tmp_path, planned(), 5, every=4)
+    store.watch, step = full_once, planned()
+    with pytest.warns(autopar.StateWarning, match="an earlier save failed, the one of step 3 didn't: .*PERMISSION"):
+        with opened(URL, step, every=2) as checkpoints:
+            state, batches = checkpoints.resume(make_state, KEY, batches=batches_of(3))
+            for batch in batches:
+                state, _ = step(state, batch)
+                checkpoints.step(state)
+            trained_all.set()
+    assert checkpoints.all_steps() == [3] and not any("step-00000002" in name for name in store.objects)
+    store.watch = lambda method, name: 403 if method == "PUT" and "/rows/" in name else None
+    with pytest.raises(autopar.CheckpointError, match="PERMISSION_DENIED"):
+        trained(URL, planned(), 5, every=4)
 
 
-def test_a_best_state_that_could_not_be_saved_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_best_state_that_could_not_be_saved_is_none(store: ObjectStore) -> None:
     fails = False
-
-    def write(*arguments: Any) -> Any:
-        if fails:
-            raise OSError("no space is left")
-        return real(*arguments)
-
-    real = saving.write_dense
-    monkeypatch.setattr(saving, "write_dense", write)
-    with autopar.Checkpointer(tmp_path, best=("auc", max), async_save=False) as checkpoints:
+    store.watch = lambda method, name: 403 if fails and method == "PUT" and "/rows/" in name else None
+    with autopar.Checkpointer(URL, best=("auc", max), async_save=False) as checkpoints:
         state, _ = checkpoints.resume(lambda: {"w": jnp.zeros(3)})
         for auc in (0.5, 0.9, 0.8):
             state = {"w": state["w"] + 1}
             checkpoints.step(state)
             fails = auc == 0.9
             if fails:
-                with pytest.raises(autopar.CheckpointError, match="no space"):
+                with pytest.raises(autopar.CheckpointError, match="PERMISSION_DENIED"):
                     checkpoints.evaluated(state, {"auc": auc})
                 assert checkpoints.best_step() == 1
             else:

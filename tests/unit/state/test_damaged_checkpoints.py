@@ -14,8 +14,15 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state import saving
-from tests.support.checkpoints import deferred, everything, hosted, in_one_process, make_state, saved_value
+from tests.support.checkpoints import (
+    deferred,
+    everything,
+    hosted,
+    in_one_process,
+    limited_files,
+    make_state,
+    saved_value,
+)
 
 #: Where `hosted` has its table.
 ROWS = "rows/0000_t.00000-of-00001"
@@ -88,15 +95,13 @@ def test_every_damaged_byte_of_every_file_is_found(make: Any, tmp_path: Path) ->
 
 
 def test_a_save_over_a_damaged_pointer_removes_nothing_before_its_own_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     autopar.save(tmp_path, hosted(1.0), position={"value": 1.0})
     pointer = (tmp_path / "CURRENT").read_bytes()
     (tmp_path / "CURRENT").write_bytes(b"\xff" + pointer[1:])
-    with monkeypatch.context() as patched:
-        patched.setattr(saving, "write_rows", lambda *_: 1 / 0)
-        with pytest.raises(autopar.CheckpointError, match="ZeroDivisionError"):
-            autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
+    with limited_files(100), pytest.raises(autopar.CheckpointError, match="File too large"):
+        autopar.save(tmp_path, hosted(2.0), position={"value": 2.0})
     (tmp_path / "CURRENT").write_bytes(pointer)
     assert saved_value(tmp_path) == 1.0
 

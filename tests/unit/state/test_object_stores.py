@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,12 +49,11 @@ def server() -> Iterator[ObjectStore]:
 
 
 @pytest.fixture(params=["s3", "gs"])
-def bucket(request: Any, server: ObjectStore, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+def bucket(request: Any, server: ObjectStore, environment: Callable[..., None]) -> Bucket:
     """An empty one."""
     server.objects = {}
     server.watch = lambda method, name: None
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
+    environment(**server.environment)
     return Bucket(server, f"{request.param}://bucket/run")
 
 
@@ -245,17 +244,17 @@ def test_a_killed_process_leaves_whole_checkpoints(bucket: Bucket) -> None:
     assert bucket.steps() == ["plan.json", "step-00000009"]
 
 
-def test_names_of_places(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_names_of_places(environment: Callable[..., None]) -> None:
     for url in ("s3://bucket/a/b/", Path("s3://bucket/a/b"), ObjectPath("s3", "bucket", "a/b")):
         path = place_of(url)
         assert isinstance(path, ObjectPath) and str(path) == os.fspath(path) == "s3://bucket/a/b"
         assert path.name == "b" and path.parent / "b" == path and str(path.parent.parent) == "s3://bucket"
-    for name in ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID"):
-        monkeypatch.delenv(name, raising=False)
+    names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID")
+    environment(**dict.fromkeys(names))
     asked = place_of("s3://bucket/a").spec()
     assert not {"endpoint", "aws_region", "aws_credentials"} & set(asked)  # Amazon's own, which knows the region
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://other")
+    environment(AWS_ENDPOINT_URL="http://other")
     assert place_of("s3://bucket/a").spec() == asked | {"endpoint": "http://other", "aws_region": "us-east-1"}
-    monkeypatch.setenv("AWS_REGION", "here")
+    environment(AWS_REGION="here")
     assert place_of("s3://bucket/a").spec()["aws_region"] == "here"
     assert "endpoint" not in place_of("gs://bucket/a").spec()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,22 +120,22 @@ def test_a_training_goes_on_with_more_rows(tmp_path: Path, strategy: Any) -> Non
     assert again["step"] == 4 and last["step"] == 6
 
 
-def test_what_is_not_installed_is_told_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_is_told_before_the_first_step(
+    tmp_path: Path, uninstalled: Callable[[str], None]
+) -> None:
     for module, told in ("orbax.checkpoint", "Orbax"), ("tensorstore", "TensorStore"):
-        with monkeypatch.context() as patched:
-            patched.setitem(sys.modules, module, None)
-            with pytest.raises(autopar.CheckpointError, match=rf"need {told}.*pip install 'autopar\[checkpoint\]'"):
-                autopar.Checkpointer(tmp_path)
-            autopar.Checkpointer(None)
+        uninstalled(module)
+        with pytest.raises(autopar.CheckpointError, match=rf"need {told}.*pip install 'autopar\[checkpoint\]'"):
+            autopar.Checkpointer(tmp_path)
+        autopar.Checkpointer(None)
 
 
-def test_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_no_path(in_tmp_path: Path) -> None:
     for call in (autopar.Checkpointer, autopar.restore, lambda path: autopar.save(path, {})):
         for path in "", "file://":
             with pytest.raises(autopar.CheckpointError, match="is no path of a checkpoint"):
                 call(path)
-    assert not any(tmp_path.iterdir())
+    assert not any(in_tmp_path.iterdir())
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # Orbax's, of loops that it closed
