@@ -114,7 +114,6 @@ def _lines(rates: Rates) -> Iterator[str]:
 
 
 def _link_lines(cluster: Cluster) -> Iterator[str]:
-    """Yields the lines of each collective's links."""
     if cluster.measured:
         yield "links:"
     for collective, levels in cluster.measured.items():

@@ -357,7 +357,6 @@ def _spec(array: jax.Array) -> P:
 
 
 def _part(array: jax.Array, like: jax.Array) -> jax.Array:
-    """Returns this client's part of an array of all clients."""
     parts = [shard.data.reshape(own.data.shape) for shard, own in _paired(array, like)]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
 

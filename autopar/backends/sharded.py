@@ -140,7 +140,6 @@ class ShardedRows(RowBackend):
         return jax.lax.slice_in_dim(wider, 0, base.shape[axis], axis=axis)
 
     def _owned(self, rows: Array) -> Array:
-        """Returns the places of an owner's rows."""
         return jnp.where(rows < self._shard_rows, rows + self._first(), self._layout.stored)
 
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:

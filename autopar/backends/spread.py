@@ -42,7 +42,6 @@ def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[...
 
 
 def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
-    """Returns the axis along which each result is spread."""
     return tuple(state.axis if isinstance(state, Spread) else None for state in local.outputs)
 
 

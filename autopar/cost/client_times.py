@@ -269,7 +269,6 @@ class Training(abc.ABC):
         self._clock.after(seconds, functools.partial(then, worker))
 
     def _end(self, worker: int) -> None:
-        """Counts a minibatch."""
         self.clients[worker].ends.append(self._clock.now)
         self._done += 1
         wanted = self._load.count * self._load.steps

@@ -288,7 +288,6 @@ class Heartbeat:
 
 
 def _main_stack() -> str:
-    """Returns the main thread's stack, as Python shows tracebacks."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     return "".join(traceback.format_stack(frame)).rstrip() if frame is not None else "  (no Python frame)"
 

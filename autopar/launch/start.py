@@ -320,7 +320,6 @@ def _listening(word: bytes) -> Iterator[socket.socket]:
 
 
 def _answers(address: str, port: int, word: bytes) -> bool:
-    """Returns whether rank 0 answers at an address."""
     try:
         with socket.create_connection((address, port), timeout=TRIAL_S) as connection:
             return connection.recv(len(word), socket.MSG_WAITALL) == word

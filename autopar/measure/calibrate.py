@@ -286,7 +286,6 @@ def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
 
 
 def _perceptron(state: Any, batch: Any) -> tuple[Any, Array]:
-    """Trains one hidden layer, beside the table."""
 
     def loss_fn(dense: Any) -> Array:
         y = jax.nn.relu(batch["x"] @ dense[0]) @ dense[1]

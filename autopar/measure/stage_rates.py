@@ -70,7 +70,6 @@ def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: 
 
 
 def _example(var: Var) -> Any:
-    """Returns an array of a value's type."""
     if jax_compat.is_key(var.dtype):
         return jnp.zeros(var.shape, var.dtype)
     return jnp.full(var.shape, 0.01 if jax_compat.is_float(var.dtype) else 0, var.dtype)

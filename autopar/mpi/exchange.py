@@ -260,7 +260,6 @@ class Exchange:
         return slices, ends[-1]
 
     def _bounds(self, places: np.ndarray, shard_rows: int) -> tuple[int, ...]:
-        """Returns where each owner's places begin, and the end."""
         edges = np.arange(self.size + 1, dtype=places.dtype) * shard_rows
         bounds = tuple(np.searchsorted(places, edges).tolist())
         assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shards of {shard_rows} rows"

@@ -194,7 +194,6 @@ class _Split:
         return ProgramStage(side, level, Block(tuple(read), (*constants, *mine), kept))
 
     def _constants(self, equations: Collection[Equation]) -> list[Equation]:
-        """Returns the constants that equations read, in order."""
         wanted: set[Atom] = {a for e in equations for a in e.inputs}
         constants = []
         for equation in reversed(list(self.free)):

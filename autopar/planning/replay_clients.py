@@ -315,7 +315,6 @@ def _run(
     servers: Sequence[Center],
     timeline: Timeline,
 ) -> list[_Client]:
-    """Returns clients that have done what a timeline says."""
     runner, states, recorded = entry.own_runner, entry.compiled.analysed.new_states, Recorded(timeline)
     clients = [_Client(runner, states, start, own, end) for own, end in zip(calls, ends, strict=True)]
     run_clients([client.steps(c) for c, client in enumerate(clients)], servers, recorded)

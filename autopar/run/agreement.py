@@ -153,7 +153,6 @@ def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
 
 
 def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
-    """Returns a process that isn't like the first one."""
     return odd_one([one[key] for one in all_])
 
 

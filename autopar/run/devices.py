@@ -57,7 +57,6 @@ _BLOCKS = 8
 
 
 def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
-    """Returns the type of an input as it is stored."""
     if layout is None:
         return type_
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
@@ -69,7 +68,6 @@ def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
 
 
 def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
-    """Returns the layout of a family's rows over the devices."""
     family_plan = bound.family(family)
     return None if family_plan is None else family_plan.layout
 

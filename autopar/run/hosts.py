@@ -370,7 +370,6 @@ class HostRunner:
             return self._ranks.own(across.whole_everywhere(result))
 
     def _joined(self, part: Any, along: int) -> jax.Array:
-        """Makes a global array of the ranks' parts."""
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
         spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])

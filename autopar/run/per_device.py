@@ -272,7 +272,6 @@ class CallOfOne:
 
 
 def _share(shape: Any, axis: int | None, count: int) -> Any:
-    """Returns the shape of one device's part."""
     if axis is None:
         return shape
     sizes = (*shape.shape[:axis], shape.shape[axis] // count, *shape.shape[axis + 1 :])

@@ -159,7 +159,6 @@ def _data(value: Any) -> Any:
 
 
 def _slices(value: Any, axis: int, count: int) -> list[Any]:
-    """Cuts a batch's leaf into equal parts."""
     if isinstance(value, np.ndarray):
         return np.split(value, count, axis)
     return [_part(value, np.int32(k), axis, count) for k in range(count)]

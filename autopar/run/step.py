@@ -355,7 +355,6 @@ class ParallelStep(PickledByOptions):
         return self._of_all_clients(again)
 
     def _replace(self, entry: Entry, again: Entry) -> None:
-        """Puts another entry in the place of one."""
         if self.watch is not None:
             self.watch.forget(entry)
         self._entries.update({key: again for key, old in self._entries.items() if old is entry})

@@ -70,7 +70,6 @@ class InStages(Way):
         return tuple(made)
 
     def _updated_once(self, bound: BoundPlan) -> tuple[Pass, ...]:
-        """Returns what divides a step into microbatches and their update."""
         own = self.pipeline.statistics == "microbatch" or self.pipeline.is_asynchronous
         return *lifting(bound), ("split_update", rewriting(partial(in_microbatches, own_statistics=own)))
 

@@ -332,7 +332,6 @@ class StagedProgram:
         return self._ranks.buffers.take(name, shape, dtype)
 
     def _value(self, step: RunningStep, atom: Atom) -> Any:
-        """Returns a value outside of device programs."""
         if isinstance(atom, Literal):
             return atom.value
         value = step.values[atom]

@@ -146,7 +146,6 @@ def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
 
 
 def _lift_reduce(scope: Scope, equation: Equation) -> None:
-    """Writes a reduction over all rows, from the routed ones."""
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a reduction over rows reads rows"
     assert isinstance(row.off, Const), "off the touched rows it is a constant"
@@ -283,7 +282,6 @@ class OffScope(Scope):
         self.ran += reversed(kept)
 
     def _read(self, equation: Equation, family: int) -> Sequence[Atom]:
-        """Returns what the off-row form of an equation reads."""
         if self.lifting.facts.roles.get(equation) == "push":
             return equation.inputs[:1]
         if not equation.bodies:

@@ -153,7 +153,6 @@ def stage_loads(
 
 
 def _readers(parts: Parts, labels: Mapping[Equation, Label]) -> dict[Var, set[Label]]:
-    """Maps values to where they are read."""
     readers: dict[Var, set[Label]] = {}
     for equation in parts.body.equations:
         label = labels[equation]
