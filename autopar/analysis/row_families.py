@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import get_args
 
-from autopar.analysis.fates import Fates
+from autopar.analysis.nonfinite import NonfiniteOutcomes
 from autopar.analysis.row_flow import RowFlow
 from autopar.analysis.row_ids import index_atoms, known_ids
 from autopar.analysis.unfollowed import APART, LAZY, OF_ROWS, OWN_IDS
@@ -49,7 +49,7 @@ class Families:
             members.setdefault(self.flow.family_of(k), []).append(k)
         return members
 
-    def strangers(self) -> tuple[set[int], set[Equation]]:
+    def unrelated(self) -> tuple[set[int], set[Equation]]:
         """Returns what has as many rows as a table by chance, belongs to none, and stands in the way of something:
         state leaves, and equations that put something into zeros."""
         troubled = self.flow.troubled()
@@ -60,7 +60,7 @@ class Families:
         entries = {e for f, e in self.flow.entries.items() if self.flow.find(f) in troubled - tables}
         return leaves, entries
 
-    def suspects(self, spaces: Sequence[RowSpace]) -> list[RowSpace]:
+    def needed_whole(self, spaces: Sequence[RowSpace]) -> list[RowSpace]:
         """Returns the families of which all rows are needed whatever others do; if there are none, those of which all
         rows are needed where they meet others'."""
         meetings: dict[int, set[int]] = {}
@@ -158,14 +158,14 @@ class Families:
     def _carried(self, space: RowSpace) -> Refusal | None:
         """Returns a reduction over all rows of what a loop carries, where an untouched row may hide what a number that
         isn't finite does to others: nothing has all rows as they are at a turn."""
-        fates = None
+        outcomes = None
         for equation in self.flow.reduced_in_loops:
             rows = [(a, row.axis) for a in equation.inputs if (row := self._row(a, space)) is not None]
             if not rows or self.flow.roles.get(equation) not in ("reduce", "contract"):
                 continue
-            fates = fates or Fates(self.program.block, self.flow.values, self.flow.roles)
-            fate = fates.of(rows, equation if len(rows) > 1 else None)
-            if fate.may_differ and fate.turns:
+            outcomes = outcomes or NonfiniteOutcomes(self.program.block, self.flow.values, self.flow.roles)
+            outcome = outcomes.of(rows, equation if len(rows) > 1 else None)
+            if outcome.may_differ and outcome.turns:
                 reason = f"{equation.op} over all rows, in a loop, of what depends on the turns before"
                 return Refusal(reason, equation.source, "compute it after the loop", "sum")
         return None

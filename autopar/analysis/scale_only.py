@@ -65,8 +65,8 @@ ScaleValue = Zero | ScaledLeaf | Number | Sign | None
 
 
 @dataclass(eq=False)
-class Granted:
-    """Collects what rules take for granted. `xp`: NumPy or jax.numpy.
+class Assumptions:
+    """Collects what rules assume. `xp`: NumPy or jax.numpy.
 
     Attributes:
       assumed: Conditions on the step's numbers.
@@ -92,18 +92,18 @@ class Granted:
             self.assume(self.xp.isfinite(number.value))
 
 
-ScaleRule = Callable[[Granted, Equation, Sequence[ScaleValue]], ScaleValue]
+ScaleRule = Callable[[Assumptions, Equation, Sequence[ScaleValue]], ScaleValue]
 
 
 def is_scalar(number: Number) -> bool:
     return np.size(number.value) == 1
 
 
-def scalar_of(walk: Granted, number: Number) -> Any:
+def scalar_of(walk: Assumptions, number: Number) -> Any:
     return walk.xp.asarray(number.value).reshape(())
 
 
-def _add(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _add(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if equation.op == "sub":
         b = _neg(walk, equation, [b])
@@ -122,7 +122,7 @@ def _add(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
     return None
 
 
-def _plus_number(walk: Granted, value: ScaleValue, number: Number) -> ScaleValue:
+def _plus_number(walk: Assumptions, value: ScaleValue, number: Number) -> ScaleValue:
     if _is_positive(number):
         if isinstance(value, ScaledLeaf):
             value = _root(walk, value)
@@ -148,7 +148,7 @@ def _is_positive(number: Number) -> bool:
     return number.literal and bool(np.all(number.value >= _tiny(number)))
 
 
-def _neg(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _neg(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, ScaledLeaf):
         return ScaledLeaf(a.leaf, -a.unit, -a.rest)
@@ -157,7 +157,7 @@ def _neg(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
     return a if isinstance(a, Zero) else None
 
 
-def _mul(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _mul(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(a, Number) and isinstance(b, Number):
         return Number(a.value * b.value, a.literal and b.literal)
@@ -181,7 +181,7 @@ def _mul(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
     return None
 
 
-def _div(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _div(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(b, Number):
         if not (b.literal and np.all(b.value != 0)):
@@ -202,14 +202,14 @@ def _div(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
     return None
 
 
-def _square(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _square(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(a.value * a.value, a.literal)
     return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, (ScaledLeaf, Sign)) else None
 
 
-def _integer_pow(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _integer_pow(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,), y = values, equation.params["y"]
     if y == 1:
         return a
@@ -220,7 +220,7 @@ def _integer_pow(walk: Granted, equation: Equation, values: Sequence[ScaleValue]
     return a if isinstance(a, Zero) and y > 0 else None
 
 
-def _sqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _sqrt(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(walk.xp.sqrt(a.value), a.literal)
@@ -229,27 +229,27 @@ def _sqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sc
     return Sign(a.positive) if isinstance(a, Sign) else a if isinstance(a, Zero) else None
 
 
-def _root(walk: Granted, scaled: ScaledLeaf) -> Sign:
+def _root(walk: Assumptions, scaled: ScaledLeaf) -> Sign:
     walk.not_negative.add(scaled.leaf)
     walk.assume(scaled.unit + scaled.rest >= 0)
     return Sign(positive=False)
 
 
-def _rsqrt(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _rsqrt(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(1 / walk.xp.sqrt(a.value), a.literal)
     return Sign(positive=False, bounded=True) if isinstance(a, Sign) and a.positive else None
 
 
-def _abs(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _abs(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     if isinstance(a, Number):
         return Number(walk.xp.abs(a.value), a.literal)
     return a if isinstance(a, (Zero, Sign)) else Sign(positive=False) if isinstance(a, ScaledLeaf) else None
 
 
-def _max(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _max(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a, b = values
     if isinstance(a, Zero) and isinstance(b, Zero):
         return a
@@ -263,7 +263,7 @@ def _max(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> Sca
     return Sign(positive=False) if any(isinstance(v, (Sign, Zero)) for v in values) else None
 
 
-def _moved(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _moved(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a = values[0]
     if isinstance(a, Number):
         return _full(walk, equation, values) if is_scalar(a) else None
@@ -277,7 +277,7 @@ def keeps_order(equation: Equation) -> bool:
     return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
 
 
-def _convert(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _convert(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,), old, new = values, equation.inputs[0].dtype, equation.outputs[0].dtype
     if isinstance(a, Number) and not jax_compat.is_key(new):
         return Number(walk.xp.asarray(a.value).astype(new), a.literal)
@@ -287,12 +287,12 @@ def _convert(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) ->
     return a if widens else None
 
 
-def _sum(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _sum(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     a = values[0]
     return a if isinstance(a, Zero) else Sign(positive=False) if isinstance(a, Sign) else None
 
 
-def _select(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _select(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     which, *cases = values
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
@@ -305,7 +305,7 @@ def _select(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> 
     return one_of(walk, scalar_of(walk, which), cases)
 
 
-def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
+def one_of(walk: Assumptions, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
     """Returns one of several, which a number of the step chooses."""
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
@@ -321,14 +321,14 @@ def one_of(walk: Granted, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue
     return ScaledLeaf(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
 
 
-def _chosen(walk: Granted, index: Any, numbers: Sequence[Any]) -> Any:
+def _chosen(walk: Assumptions, index: Any, numbers: Sequence[Any]) -> Any:
     chosen = numbers[-1]
     for k in range(len(numbers) - 2, -1, -1):
         chosen = walk.xp.where(index == k, numbers[k], chosen)
     return chosen
 
 
-def _full(walk: Granted, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
+def _full(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) -> ScaleValue:
     (a,) = values
     zero = isinstance(a, Number) and a.literal and not np.any(a.value) and equation.outputs[0].shape != ()
     return Zero() if zero else a
@@ -361,7 +361,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
 
 
 @dataclass(eq=False)
-class ScaleOnlyWalk(Granted):
+class ScaleOnlyWalk(Assumptions):
     """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
 
     def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:

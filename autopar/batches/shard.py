@@ -11,8 +11,8 @@ from jax.sharding import Mesh
 
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
-from autopar.batches.dealt import DealtBatches
 from autopar.batches.iterator import Batches, Options
+from autopar.batches.on_demand import BatchesOnDemand
 from autopar.batches.parts import Held
 from autopar.batches.sources import Examples, Last, Stream, reader_of
 from autopar.errors import ArgumentsError
@@ -98,19 +98,19 @@ def shard(
     devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
     seed = -1 if shuffle is None else shuffle
     options = Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
-    dealt = step is not None and not step.takes_turns
+    on_demand = step is not None and not step.takes_turns
     added = [mask] if last == "pad" else []
     if batch_size is None:
         return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
-    examples = _examples(source, batch_size, shuffle, options, added, dealt=dealt)
-    return DealtBatches(examples, options, ahead) if dealt else Batches(examples, options, ahead)
+    examples = _examples(source, batch_size, shuffle, options, added, on_demand=on_demand)
+    return BatchesOnDemand(examples, options, ahead) if on_demand else Batches(examples, options, ahead)
 
 
 class Replicated(Protocol):
     """A step that knows its clients."""
 
     @property
-    def dealing(self) -> Clients | None:
+    def minibatch_clients(self) -> Clients | None:
         """Returns those that have minibatches of their own; None: all processes train one state by global batches."""
         ...
 
@@ -121,7 +121,7 @@ class Replicated(Protocol):
 
 
 def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, last: Last, mesh: Mesh | None) -> Clients:
-    clients = getattr(step, "dealing", None)
+    clients = getattr(step, "minibatch_clients", None)
     if clients is None:
         raise ArgumentsError(
             "shard(step=...) is for steps whose clients train replicas, parallelize(step, sync=...): leave it out"
@@ -135,7 +135,7 @@ def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, las
 
 
 def _examples(
-    source: Any, batch_size: int, shuffle: int | None, options: Options, added: list[str], *, dealt: bool
+    source: Any, batch_size: int, shuffle: int | None, options: Options, added: list[str], *, on_demand: bool
 ) -> Examples:
     size, rest = divmod(batch_size, options.sources)
     if rest:
@@ -156,5 +156,5 @@ def _examples(
     first = options.member * size
     counts = [n for n, *_ in all_] if options.per_process else [reader.count]
     held = Held(((0, size),)) if options.per_process else Held.by(options.devices, batch_size)
-    turns = (1, 0) if options.clients is None or dealt else (options.clients.count, options.clients.own)
+    turns = (1, 0) if options.clients is None or on_demand else (options.clients.count, options.clients.own)
     return Examples(reader, size, counts, shuffle, options.member, options.last, held, first, *turns)

@@ -1,4 +1,4 @@
-"""Growth: how many distinct rows n workers touch together, from what a few of them touch.
+"""Growth of rows: how many distinct rows n workers touch together, from what a few of them touch.
 
 Heaps' law (Heaps, "Information Retrieval", 1978, 7.5): m words of a text hold about k m^beta distinct ones. It has no
 end, but a table has V rows. So the law is taken of H, the distinct ones of an endless table, and of V rows they are
@@ -18,13 +18,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from autopar.ir.figures import Growth
+from autopar.ir.figures import RowGrowth
 
 #: Rows that a table has left at least, for the fit: fewer than this can't be told from none.
 _LEFT = 0.5
 
 
-def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -> Growth:
+def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -> RowGrowth:
     """Fits the growth through some points, by least squares in log space.
 
     Args:
@@ -42,11 +42,11 @@ def fit_growth(extent: int, ids: float, points: Sequence[tuple[float, float]]) -
     kept = tuple((n, float(rows)) for n, rows in points)
     touched = [(n, rows) for n, rows in kept if rows]  # of padding alone there is no logarithm
     if not touched:
-        return Growth(extent, ids, kept, 0.0, 1.0, 0.0)
+        return RowGrowth(extent, ids, kept, 0.0, 1.0, 0.0)
     drawn = [math.log(n * ids) for n, _ in touched]
     endless = [math.log(_endless(extent, rows)) for _, rows in touched]
     beta, log_k = np.polyfit(drawn, endless, 1) if len(touched) > 1 else (1.0, endless[0] - drawn[0])
-    growth = Growth(extent, ids, kept, math.exp(log_k), float(beta), 0.0)
+    growth = RowGrowth(extent, ids, kept, math.exp(log_k), float(beta), 0.0)
     return replace(growth, residual=max(abs(growth.rows(n) / rows - 1) for n, rows in touched))
 
 

@@ -34,7 +34,7 @@ class Alpha:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class RowGrowth:
     """Says how many distinct rows of a table n workers touch together in a step.
 
     Attributes:
@@ -57,7 +57,7 @@ class Growth:
         drawn = n * self.ids
         return min(drawn, distinct(self.extent, self.k * drawn**self.beta))
 
-    def with_ids(self, ids: float) -> Growth:
+    def with_ids(self, ids: float) -> RowGrowth:
         """Returns the same of workers that look up so many ids each."""
         scale = self.ids / ids
         return replace(self, ids=ids, points=tuple((n * scale, rows) for n, rows in self.points))

@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec, state_budget
-from autopar.ir.figures import Alpha, Growth, Term, Work
+from autopar.ir.figures import Alpha, RowGrowth, Term, Work
 from autopar.ir.plan_file import AGAIN, read_plan, write_plan
 from autopar.ir.sizes import Sizes
 from autopar.ir.stage_plan import PipelinePlan
@@ -74,7 +74,7 @@ class TablePlan:
     log_steps: int = 0
     pulled: bool = False
     alpha: Alpha | None = None
-    growth: Growth | None = None
+    growth: RowGrowth | None = None
     sizes: Sizes | None = None
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)

@@ -17,7 +17,7 @@ from autopar.analysis.primitives import those_that
 from autopar.backends.across import local
 from autopar.backends.emit import emit
 from autopar.cost.heaps import fit_growth
-from autopar.ir.figures import Alpha, Growth
+from autopar.ir.figures import Alpha, RowGrowth
 from autopar.ir.program import Block, Equation, Program
 from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
@@ -49,7 +49,7 @@ def alpha_of(requested: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
     return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in requested])))
 
 
-def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> Growth | None:
+def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> RowGrowth | None:
     """Fits how rows grow with the workers, from the distinct rows that each of several asks for; None for one worker.
 
     For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.

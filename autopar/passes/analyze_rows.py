@@ -95,7 +95,7 @@ class _Search:
             flow = RowFlow(self.program, self.axes, barred=self.barred, reading_whole=self.reading_whole)
             flow.start()
             families = Families(self.program, flow, self.lazy, self.defer, self.undeferred)
-            leaves, entries = families.strangers()
+            leaves, entries = families.unrelated()
             if leaves or entries:
                 self._part(leaves, entries)
                 continue
@@ -146,10 +146,10 @@ class _Search:
     def _spared(self, failed: Sequence[RowSpace], families: Families) -> list[RowSpace]:
         """Returns families that may fail because of others: they wait until those are gone. Where all can be lifted by
         themselves, but not together, the largest one waits."""
-        suspects = families.suspects(failed)
-        if not suspects or len(failed) == 1:
+        needed_whole = families.needed_whole(failed)
+        if not needed_whole or len(failed) == 1:
             return []
-        spared = [space for space in failed if space not in suspects or self._lifts_alone(space)]
+        spared = [space for space in failed if space not in needed_whole or self._lifts_alone(space)]
         if len(spared) == len(failed):
             return [max(spared, key=lambda s: sum(self.program.block.inputs[k].type.nbytes for k in s.leaves))]
         return spared

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.analysis.fates import Fates
+from autopar.analysis.nonfinite import NonfiniteOutcomes
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
 from autopar.ir.rowspace import Const, Row, RowFacts, RowIds, RowSpace
@@ -97,7 +97,7 @@ class _Lift:
             indices={e: index for of_family in ids.values() for e, index in of_family.indices.items()},
             untouched=Exact(
                 [input_.path for input_ in program.inputs],
-                functools.cache(lambda: Fates(block, facts.values, facts.roles)),
+                functools.cache(lambda: NonfiniteOutcomes(block, facts.values, facts.roles)),
             ),
         )
         scope = Scope(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import ArgumentsError, RecompileWarning
-from autopar.ir.figures import Growth
+from autopar.ir.figures import RowGrowth
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.measure.alpha import growth_of, id_reader, rows_together
@@ -38,7 +38,7 @@ class TableAlpha:
     """
 
     path: str
-    growth: Growth
+    growth: RowGrowth
     workers: int
     per_machine: int
     worker: float

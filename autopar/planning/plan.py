@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
-from autopar.cost import Growth, Rates, Term, step_terms
+from autopar.cost import Rates, RowGrowth, Term, step_terms
 from autopar.cost.exchange import DenseLoad, host_terms, step_parts, with_bounds
 from autopar.cost.rates import (
     NO_HOST_TIME,
@@ -211,11 +211,11 @@ class _Touched:
     """Says what rows a step looks up in a family."""
 
     alpha: Alpha | None
-    growth: Growth | None
+    growth: RowGrowth | None
 
 
 def _touched(
-    program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: Growth | None
+    program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: RowGrowth | None
 ) -> _Touched:
     """Returns the rows that a step looks up: those of the batch, where it is known, else those expected by what was
     seen of others, else as many as there can be."""

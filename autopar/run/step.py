@@ -30,7 +30,7 @@ from autopar.run.arguments import Call, call_difference, read_call, static_key
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated, noting_lost_state
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.entry import Entry
-from autopar.run.growth import Growth
+from autopar.run.larger_capacities import LargerCapacities
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
@@ -159,7 +159,7 @@ class ParallelStep(PickledByOptions):
         return self.planner.clients
 
     @property
-    def dealing(self) -> Clients | None:
+    def minibatch_clients(self) -> Clients | None:
         """Returns those that have minibatches of their own (`shard`); None: all processes train by global batches."""
         return self.clients
 
@@ -200,7 +200,7 @@ class ParallelStep(PickledByOptions):
             return self._traced(ready.entry, runner, leaves)
         loads = runner.loads()
         if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
-            grown, told = self._growth.after(ready.entry, loads)
+            grown, told = self._larger_capacities.after(ready.entry, loads)
             if grown is not ready.entry:
                 self._replace(ready.entry, grown)
                 warn(told, CapacityWarning)
@@ -336,8 +336,8 @@ class ParallelStep(PickledByOptions):
     # --- planning ---
 
     @functools.cached_property
-    def _growth(self) -> Growth:
-        return Growth(self.name, self.planner, self._another)
+    def _larger_capacities(self) -> LargerCapacities:
+        return LargerCapacities(self.name, self.planner, self._another)
 
     def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Warns where batches touch other numbers of rows than the one that the plan was made by."""

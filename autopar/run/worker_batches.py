@@ -33,7 +33,7 @@ class GlobalBatchStep(ParallelStep):
     _states: frozenset[int] | None = None
 
     @property
-    def dealing(self) -> Clients | None:
+    def minibatch_clients(self) -> Clients | None:
         return None if self.all_devices is None else Clients.of(self.all_devices, None)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -26,8 +26,8 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import jax
 
 from autopar import jax_compat
-from autopar.batches.dealt import DealtBatches
 from autopar.batches.loops import telling
+from autopar.batches.on_demand import BatchesOnDemand
 from autopar.errors import (
     ArgumentsError,
     CheckpointError,
@@ -323,7 +323,7 @@ class Checkpointer:
         Raises:
           CheckpointError: no checkpoint can be restored.
         """
-        if isinstance(batches, DealtBatches):
+        if isinstance(batches, BatchesOnDemand):
             raise ArgumentsError(
                 "resume: workers of sync=Async() and Elastic() do steps of their own, and a Checkpointer saves where "
                 "all have done as many: call autopar.save behind a loop that has ended, and autopar.restore"

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.analysis.fates import Fate, Fates
+from autopar.analysis.nonfinite import NonfiniteOutcome, NonfiniteOutcomes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.unfollowed import LAZY
@@ -84,9 +84,9 @@ class OffForm:
         finite, nonzero = list[Atom](), list[Atom]()
         for level in levels:
             assert level.primary is not None, "an off-row form is a second rewriting"
-            suspects = find_suspects(level.primary, level.ran, family)
-            for suspects_, those in zip((finite, nonzero), suspects, strict=True):
-                suspects_ += [scope.take(a, level.primary) for a in those]
+            needed = needed_numbers(level.primary, level.ran, family)
+            for found, those in zip((finite, nonzero), needed, strict=True):
+                found += [scope.take(a, level.primary) for a in those]
         frontier = tuple(scope.take(a, level.primary) for level, a, _ in imports if level.primary is not None)
         return OffForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
 
@@ -179,11 +179,11 @@ class Exact:
 
     Attributes:
       paths: Of the program's inputs.
-      fates: Whether untouched rows may differ.
+      outcomes: Whether untouched rows may differ.
     """
 
     paths: Sequence[str]
-    fates: Callable[[], Fates]
+    outcomes: Callable[[], NonfiniteOutcomes]
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns a densified value, swept if need be."""
@@ -220,7 +220,7 @@ class Exact:
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
-        return scope.lifting.moves_alone(family) or self.fates().keeps_zero(sources)
+        return scope.lifting.moves_alone(family) or self.outcomes().keeps_zero(sources)
 
     def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
         axes = scope.lifting.spaces[family].row_axes
@@ -245,25 +245,25 @@ class Exact:
             return None, None
         form = OffForm.of(scope, family, value.sources, product=value.product)
         if is_deferred and (form.leaves or planned.layout is not None):  # a round is of one row, of one device
-            if self._fate(value).may_differ:
+            if self._outcome(value).may_differ:
                 raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None
         if not (form.frontier or form.finite or form.nonzero or form.leaves):
             return None, None
         return form, changes(scope, form, family, (), [(value.rows, value.constant, value.axis)])
 
-    def _fate(self, value: RowValue) -> Fate:
-        return self.fates().of(value.sources, None if value.product is None else value.product[0])
+    def _outcome(self, value: RowValue) -> NonfiniteOutcome:
+        return self.outcomes().of(value.sources, None if value.product is None else value.product[0])
 
     def _is_told(self, scope: Scope, value: RowValue) -> bool:
         """Returns whether the padding row tells what all other rows are, or must be taken to: of what a loop carries,
         analysis has refused what may differ."""
-        fate = self._fate(value)
-        if not fate.own or fate.turns:
+        outcome = self._outcome(value)
+        if not outcome.own or outcome.turns:
             return True
         on_hosts = scope.lifting.families[value.family].on_hosts
         nowhere = on_hosts and (scope.parent is not None or not value.is_reduced)
-        if nowhere and fate.may_differ:
+        if nowhere and outcome.may_differ:
             raise self._refusal_on_hosts(scope, value)
         return nowhere
 
@@ -300,7 +300,7 @@ _KEEPS_ZERO = those_that(lambda p: p.keeps_zero)
 _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
 
-def find_suspects(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
+def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
     """Returns values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
 
     Args:

@@ -19,8 +19,8 @@ from autopar.launch.group import everyone
 from autopar.mpi.service import service
 from autopar.mpi.world import job, world
 from autopar.servers.center import Center
-from autopar.servers.dealer import Dealer
 from autopar.servers.keys import KeyServer
+from autopar.servers.minibatches import MinibatchServer
 from autopar.servers.server import Server
 from autopar.sync import Async, Average, Elastic
 from tests.support.mpi.replica_task import RANK, RANKS, alike, make_state, minibatch, same, step_of, trained
@@ -37,7 +37,7 @@ def nothing_kept_here() -> Iterator[None]:
         raise AssertionError(f"{type(self).__name__} in worker {RANK}")
 
     with pytest.MonkeyPatch.context() as patch:
-        for kind in (Server, Center, Dealer, KeyServer):
+        for kind in (Server, Center, MinibatchServer, KeyServer):
             patch.setattr(kind, "__init__", refused)
         yield
     assert not any(service()._handlers)

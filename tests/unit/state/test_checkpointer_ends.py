@@ -18,7 +18,7 @@ import pytest
 from flax import nnx
 
 import autopar
-from autopar.batches.dealt import DealtBatches
+from autopar.batches.on_demand import BatchesOnDemand
 from autopar.integrations import nnx as anx
 from autopar.state import checkpointer
 from tests.support.object_store import ObjectStore
@@ -196,7 +196,7 @@ def test_a_plan_that_cannot_be_read_is_made_again(tmp_path: Path) -> None:
 def test_what_there_is_not_to_save(tmp_path: Path) -> None:
     with opened(tmp_path, planned()) as checkpoints:
         with pytest.raises(autopar.ArgumentsError, match=r"workers of sync=Async\(\) and Elastic\(\) do steps"):
-            checkpoints.resume(make_state, KEY, batches=DealtBatches.__new__(DealtBatches))
+            checkpoints.resume(make_state, KEY, batches=BatchesOnDemand.__new__(BatchesOnDemand))
         checkpoints.resume(make_state, KEY)
         with pytest.raises(autopar.CheckpointError, match="there is no state to save yet"):
             checkpoints.save()

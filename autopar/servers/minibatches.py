@@ -1,4 +1,4 @@
-"""`Dealer`: gives minibatches of a source to whoever is free, and tells workers of each other's signals."""
+"""`MinibatchServer` gives minibatches of a source to whoever is free, and tells workers of each other's signals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autopar.servers.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A worker is free: answered by `Dealt`.
+    """A worker is free: answered by `NextMinibatch`.
 
     Attributes:
       worker: Which one.
@@ -32,7 +32,7 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True)
-class Dealt:
+class NextMinibatch:
     """A minibatch's number over all epochs; None: there is no more, or there are signals to be answered before."""
 
     number: int | None
@@ -40,21 +40,21 @@ class Dealt:
 
 
 @dataclass(frozen=True, slots=True)
-class DealerSpec(Spec):
-    """Says what a server begins with that deals minibatches.
+class MinibatchServerSpec(Spec):
+    """Says what a server begins with that gives minibatches to workers.
 
     Attributes:
-      count, workers: As of `Dealer`.
+      count, workers: The arguments of `MinibatchServer`.
     """
 
     count: int | None
     workers: int
 
     def handler(self) -> Handler:
-        return Dealer(self.count, self.workers).take
+        return MinibatchServer(self.count, self.workers).take
 
 
-class Dealer:
+class MinibatchServer:
     """Takes one message after the other. Each minibatch is one worker's.
 
     Args:
@@ -68,7 +68,7 @@ class Dealer:
         self._untold: dict[int, set[int]] = {}
         self._done: set[int] = set()
 
-    def take(self, message: Take | Position) -> list[tuple[int, Dealt | int]]:
+    def take(self, message: Take | Position) -> list[tuple[int, NextMinibatch | int]]:
         """Returns the answer, with the worker that it is for. A signal is told to all who still ask, each before its
         next minibatch."""
         worker = message.worker
@@ -86,9 +86,9 @@ class Dealer:
             if not self._untold[number]:
                 del self._untold[number]
         if signals:
-            return [(worker, Dealt(None, signals))]
+            return [(worker, NextMinibatch(None, signals))]
         if self._count is not None and self._next >= self._count:
             self._done.add(worker)
-            return [(worker, Dealt(None, ()))]
+            return [(worker, NextMinibatch(None, ()))]
         self._next += 1
-        return [(worker, Dealt(self._next - 1, ()))]
+        return [(worker, NextMinibatch(self._next - 1, ()))]

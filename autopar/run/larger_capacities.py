@@ -1,4 +1,4 @@
-"""`Growth`: larger capacities, after batches that came near those of a plan or exceeded them."""
+"""`LargerCapacities`: larger capacities, after batches that came near those of a plan or exceeded them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from autopar.run.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class LargerCapacities:
     """Plans a step with larger capacities.
 
     Attributes:

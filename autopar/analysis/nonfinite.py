@@ -29,8 +29,8 @@ _NOTHING: frozenset[Event] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
-    """The fate of a value at untouched rows.
+class NonfiniteOutcome:
+    """The outcome of a value at untouched rows.
 
     Attributes:
       own: Whether rows may differ from each other at all.
@@ -66,8 +66,8 @@ class Fate:
         return not self.own or event in self.alike or (self.constant and event not in self.events)
 
 
-class Fates(Interpreter[Fate]):
-    """The fates of all values of a block, and of those in it."""
+class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
+    """The outcomes of all values of a block, and of those in it."""
 
     def __init__(self, block: Block, rows: Mapping[Var, Value], roles: Mapping[Equation, str]) -> None:
         """Takes the `rows` and `roles` that analysis has found (`ir.rowspace.RowFacts`)."""
@@ -75,49 +75,49 @@ class Fates(Interpreter[Fate]):
         self._rows, self._roles = rows, roles
         self.run(block.equations)
 
-    def of(self, sources: Sequence[tuple[Atom, int]], product: Equation | None = None) -> Fate:
-        """Returns the fate of a row value, given where its rows lie, or of the product of two, row by row."""
-        fates = [self._operand(atom, axis) for atom, axis in sources]
-        return fates[0] if product is None else replace(_computed(product, fates), constant=True, zero=True)
+    def of(self, sources: Sequence[tuple[Atom, int]], product: Equation | None = None) -> NonfiniteOutcome:
+        """Returns the outcome of a row value, given where its rows lie, or of the product of two, row by row."""
+        outcomes = [self._operand(atom, axis) for atom, axis in sources]
+        return outcomes[0] if product is None else replace(_computed(product, outcomes), constant=True, zero=True)
 
     def keeps_zero(self, sources: Sequence[tuple[Atom, int]]) -> bool:
         """Returns whether a product of two row values, one of which is zero, is 0 or NaN in all rows whatever
         happens."""
-        fates = [self._operand(atom, axis) for atom, axis in sources]
-        pairs = ((one, other) for one, other in (fates, fates[::-1]) if one.zero)
+        outcomes = [self._operand(atom, axis) for atom, axis in sources]
+        pairs = ((one, other) for one, other in (outcomes, outcomes[::-1]) if one.zero)
         return any(one.events <= one.nan and other.events <= one.nan | other.even for one, other in pairs)
 
     # --- values ---
 
-    def unknown(self, atom: Atom) -> Fate:
-        """Returns the fate of a number of the step, or of a leaf's rows."""
+    def unknown(self, atom: Atom) -> NonfiniteOutcome:
+        """Returns the outcome of a number of the step, or of a leaf's rows."""
         own = atom.shape != ()
         if isinstance(atom, Literal) or isinstance(self._kind(atom), Row) or not jnp.issubdtype(atom.dtype, np.inexact):
-            return Fate(own)
-        return Fate(own, events=frozenset({(atom, _NOT_FINITE)}))
+            return NonfiniteOutcome(own)
+        return NonfiniteOutcome(own, events=frozenset({(atom, _NOT_FINITE)}))
 
     def _kind(self, atom: Atom) -> Value:
         return self._rows.get(atom) if isinstance(atom, Var) and atom.shape != () else None
 
-    def _operand(self, atom: Atom, axis: int | None) -> Fate:
-        fate, kind = self.value(atom), self._kind(atom)
+    def _operand(self, atom: Atom, axis: int | None) -> NonfiniteOutcome:
+        outcome, kind = self.value(atom), self._kind(atom)
         if isinstance(kind, Row):
-            return fate
+            return outcome
         if isinstance(kind, Free):
-            return replace(fate, own=axis is not None and axis not in kind.axes - {kind.index_axis})
-        return replace(fate, own=axis is not None and atom.shape != ())
+            return replace(outcome, own=axis is not None and axis not in kind.axes - {kind.index_axis})
+        return replace(outcome, own=axis is not None and atom.shape != ())
 
-    def _kept(self, var: Var, fate: Fate) -> Fate:
-        """Returns a fate, with what analysis knows of the variable that has it."""
+    def _kept(self, var: Var, outcome: NonfiniteOutcome) -> NonfiniteOutcome:
+        """Returns a outcome, with what analysis knows of the variable that has it."""
         kind = self._kind(var)
         if kind is None:
-            return fate if var.shape == () and not fate.events else self.unknown(var)
+            return outcome if var.shape == () and not outcome.events else self.unknown(var)
         off = kind.off if isinstance(kind.off, Const) else None
         zero = off is not None and off.is_zero
-        if zero and fate.events <= fate.zero_or_nan and not fate.events <= fate.nan:
+        if zero and outcome.events <= outcome.zero_or_nan and not outcome.events <= outcome.nan:
             event = frozenset({(var, _NAN)})
-            return Fate(fate.own, True, True, event, event, event, event, event, fate.turns)
-        return replace(fate, constant=off is not None, zero=zero)
+            return NonfiniteOutcome(outcome.own, True, True, event, event, event, event, event, outcome.turns)
+        return replace(outcome, constant=off is not None, zero=zero)
 
     # --- equations ---
 
@@ -127,23 +127,25 @@ class Fates(Interpreter[Fate]):
     def _is_followed(self, var: Var) -> bool:
         return var in self._rows and (var.shape == () or isinstance(self._rows[var], (Row, Free)))
 
-    def equation(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
+    def equation(self, equation: Equation, operands: Sequence[NonfiniteOutcome]) -> Sequence[NonfiniteOutcome]:
         results = super().equation(equation, operands)
-        return [self._kept(v, fate) for v, fate in zip(equation.outputs, results, strict=True)]
+        return [self._kept(v, outcome) for v, outcome in zip(equation.outputs, results, strict=True)]
 
-    def plain(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
+    def plain(self, equation: Equation, operands: Sequence[NonfiniteOutcome]) -> Sequence[NonfiniteOutcome]:
         return [self._result(equation, k, var) for k, var in enumerate(equation.outputs)]
 
-    def _result(self, equation: Equation, k: int, var: Var) -> Fate:
+    def _result(self, equation: Equation, k: int, var: Var) -> NonfiniteOutcome:
         kind = self._kind(var)
         if isinstance(kind, Row):
             return self._row(equation, k, kind.axis)
         if kind is None and (var.shape != () or equation.op not in ELEMENTWISE):
             return self.unknown(var)
         events = _all(self.value(a).events for a in equation.inputs)
-        return Fate(events=events if equation.op in MOVES or not events else frozenset({(var, _NOT_FINITE)}))
+        return NonfiniteOutcome(
+            events=events if equation.op in MOVES or not events else frozenset({(var, _NOT_FINITE)})
+        )
 
-    def _row(self, equation: Equation, k: int, axis: int) -> Fate:
+    def _row(self, equation: Equation, k: int, axis: int) -> NonfiniteOutcome:
         if self._roles.get(equation) == "push":
             base, at = (equation.inputs[1], None) if equation.op == "pad" else (equation.inputs[0], axis)
             return self._operand(base, at)
@@ -154,30 +156,30 @@ class Fates(Interpreter[Fate]):
 
     # --- loops and branches ---
 
-    def join(self, values: Sequence[Fate], atoms: Sequence[Atom]) -> Fate:
+    def join(self, values: Sequence[NonfiniteOutcome], atoms: Sequence[Atom]) -> NonfiniteOutcome:
         """Joins branches: which one is taken is the same for all rows."""
-        return _chosen(Fate(), values)
+        return _chosen(NonfiniteOutcome(), values)
 
-    def body(self, equation: Equation, block: Block, operands: Sequence[Fate]) -> list[Fate]:
+    def body(self, equation: Equation, block: Block, operands: Sequence[NonfiniteOutcome]) -> list[NonfiniteOutcome]:
         varies = equation.border.consts
         pairs = enumerate(zip(block.inputs, operands, strict=True))
-        return super().body(equation, block, [self._input(v, fate, k >= varies) for k, (v, fate) in pairs])
+        return super().body(equation, block, [self._input(v, outcome, k >= varies) for k, (v, outcome) in pairs])
 
-    def _input(self, var: Var, fate: Fate, varies: bool) -> Fate:
+    def _input(self, var: Var, outcome: NonfiniteOutcome, varies: bool) -> NonfiniteOutcome:
         if varies and isinstance(self._kind(var), Row):
-            return self._kept(var, replace(fate, turns=fate.turns | {var}))
-        return self._kept(var, self.unknown(var) if varies else fate)
+            return self._kept(var, replace(outcome, turns=outcome.turns | {var}))
+        return self._kept(var, self.unknown(var) if varies else outcome)
 
-    def loop(self, equation: Equation, operands: Sequence[Fate]) -> Sequence[Fate]:
+    def loop(self, equation: Equation, operands: Sequence[NonfiniteOutcome]) -> Sequence[NonfiniteOutcome]:
         """Carries are taken to be all NaN if anything has happened, or even, until a turn shows that they aren't."""
         inputs = equation.bodies[-1].inputs
         first, count = equation.border.consts, equation.border.carries
         carries = (_carried(v, 2, True, frozenset()) for v in inputs[first : first + count])
         results = super().loop(equation, [*operands[:first], *carries, *operands[first + count :]])
         pairs = enumerate(zip(equation.outputs, results, strict=True))
-        return [self._after(equation, k, out, fate) for k, (out, fate) in pairs]
+        return [self._after(equation, k, out, outcome) for k, (out, outcome) in pairs]
 
-    def widen(self, equation: Equation, k: int, carry: Fate, result: Fate) -> Fate:
+    def widen(self, equation: Equation, k: int, carry: NonfiniteOutcome, result: NonfiniteOutcome) -> NonfiniteOutcome:
         """Returns what can still be claimed of a carry, after a turn and before the first."""
         at = equation.border.consts + k
         var = equation.bodies[-1].inputs[at]
@@ -188,7 +190,7 @@ class Fates(Interpreter[Fate]):
         claim = min(_claim(carry), _claim(start), _claim(end))
         return _carried(var, claim, True, frozenset())
 
-    def _after(self, equation: Equation, k: int, out: Var, fate: Fate) -> Fate:
+    def _after(self, equation: Equation, k: int, out: Var, outcome: NonfiniteOutcome) -> NonfiniteOutcome:
         """Returns a result of a loop: a carry, or what was stacked, which is NaN at some turns at most."""
         body, kind = equation.bodies[-1], self._kind(out)
         if not isinstance(kind, Row):
@@ -197,22 +199,22 @@ class Fates(Interpreter[Fate]):
         ends = [self._operand(body.outputs[k], kind.axis - (k >= count))]
         if k < count:
             ends.append(self._operand(equation.inputs[first + k], kind.axis))
-        claim = _claim(fate) if k < count else min(_claim(ends[0]), 1)
+        claim = _claim(outcome) if k < count else min(_claim(ends[0]), 1)
         return _carried(out, claim, any(f.own for f in ends), _turns(ends) - set(body.inputs))
 
 
-def _claim(fate: Fate) -> int:
-    return 2 if fate.events <= fate.nan else int(fate.events <= fate.even)
+def _claim(outcome: NonfiniteOutcome) -> int:
+    return 2 if outcome.events <= outcome.nan else int(outcome.events <= outcome.even)
 
 
-def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Fate:
+def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> NonfiniteOutcome:
     event = frozenset({(var, _CARRIED)})
     nan, even = event if claim > 1 else _NOTHING, event if claim else _NOTHING
-    return Fate(own, events=event, nan=nan, even=even, alike=nan, turns=turns)
+    return NonfiniteOutcome(own, events=event, nan=nan, even=even, alike=nan, turns=turns)
 
 
-def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
-    """Returns the fate of a result that is computed row by row from operands."""
+def _computed(equation: Equation, operands: Sequence[NonfiniteOutcome]) -> NonfiniteOutcome:
+    """Returns the outcome of a result that is computed row by row from operands."""
     op, known = equation.op, PRIMITIVES.get(equation.op, Primitive())
     keeps_nan = known.keeps_nan and all(jax_compat.is_float(a.dtype) for a in (*equation.inputs, *equation.outputs))
     may_be_poles = operands[1:] if op == "div" else () if keeps_nan else operands
@@ -225,10 +227,10 @@ def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
         data = operands[:1] if op in ("dynamic_slice", "gather") else operands
         nan, zero_or_nan = (functools.reduce(frozenset.intersection, sets) for sets in _sets(data))
         even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
-        return Fate(own, False, False, events - zeros, nan, even, alike, zero_or_nan, turns)
+        return NonfiniteOutcome(own, False, False, events - zeros, nan, even, alike, zero_or_nan, turns)
     if not keeps_nan:
         decided = _all(o.nan for o in operands) if known.compares else _NOTHING
-        return Fate(own, events=events, alike=alike | decided, turns=turns)
+        return NonfiniteOutcome(own, events=events, alike=alike | decided, turns=turns)
     nan = _all(o.nan for o in operands)
     even = frozenset(e for e in events - zeros if all(o.is_even(e) for o in operands))
     touched = [o for o in operands if o.events]
@@ -239,14 +241,14 @@ def _computed(equation: Equation, operands: Sequence[Fate]) -> Fate:
                 made_nan, made_even = _times_zero(op, zero, other)
                 nan, even, alike = nan | made_nan, even | made_even, alike | made_even
                 zero_or_nan |= frozenset(e for e in made_even if op != "dot_general" and _is_of_all(e))
-    return Fate(own, False, False, events, nan, even | nan, alike | nan, zero_or_nan | nan, turns)
+    return NonfiniteOutcome(own, False, False, events, nan, even | nan, alike | nan, zero_or_nan | nan, turns)
 
 
-def _sets(fates: Sequence[Fate]) -> tuple[list[frozenset[Event]], list[frozenset[Event]]]:
-    return [f.nan for f in fates], [f.zero_or_nan if f.zero else f.nan for f in fates]
+def _sets(outcomes: Sequence[NonfiniteOutcome]) -> tuple[list[frozenset[Event]], list[frozenset[Event]]]:
+    return [f.nan for f in outcomes], [f.zero_or_nan if f.zero else f.nan for f in outcomes]
 
 
-def _times_zero(op: str, zero: Fate, other: Fate) -> tuple[frozenset[Event], frozenset[Event]]:
+def _times_zero(op: str, zero: NonfiniteOutcome, other: NonfiniteOutcome) -> tuple[frozenset[Event], frozenset[Event]]:
     """Returns events that make zero times (or by) something NaN, and those that make it 0 or NaN in all rows."""
     free = frozenset(e for e in other.events if e not in zero.events)
     if other.own:
@@ -262,7 +264,7 @@ def _is_of_all(event: Event) -> bool:
     return var.shape == () or what in (_NAN, _CARRIED)
 
 
-def _chosen(which: Fate, cases: Sequence[Fate]) -> Fate:
+def _chosen(which: NonfiniteOutcome, cases: Sequence[NonfiniteOutcome]) -> NonfiniteOutcome:
     """Returns one of some cases, for each row."""
     events = which.events | _all(c.events for c in cases)
     nan = frozenset(e for e in events if all(e in c.nan for c in cases))
@@ -273,11 +275,11 @@ def _chosen(which: Fate, cases: Sequence[Fate]) -> Fate:
     zeros = all(c.zero for c in cases)
     decided = frozenset(e for e in events if zeros and all(e not in c.events or e in c.zero_or_nan for c in cases))
     zero_or_nan, turns = nan | (decided & alike), _turns((which, *cases))
-    return Fate(own, False, False, events, nan, even | nan | untouched, alike | nan, zero_or_nan, turns)
+    return NonfiniteOutcome(own, False, False, events, nan, even | nan | untouched, alike | nan, zero_or_nan, turns)
 
 
-def _turns(fates: Iterable[Fate]) -> frozenset[Var]:
-    return frozenset[Var]().union(*(f.turns for f in fates))
+def _turns(outcomes: Iterable[NonfiniteOutcome]) -> frozenset[Var]:
+    return frozenset[Var]().union(*(f.turns for f in outcomes))
 
 
 def _all(sets: Iterable[frozenset[Event]]) -> frozenset[Event]:

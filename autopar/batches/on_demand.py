@@ -1,4 +1,4 @@
-"""`DealtBatches`: minibatches for workers that don't wait for each other (`autopar.sync.Async`, `Elastic`)."""
+"""`BatchesOnDemand`: minibatches for workers that don't wait for each other (`autopar.sync.Async`, `Elastic`)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from autopar.batches.iterator import Batches
 from autopar.batches.sources import Examples
 from autopar.interrupts import Loop
 from autopar.launch.group import everyone
-from autopar.servers.dealer import DealerSpec, Position, Take
 from autopar.servers.link import Link
+from autopar.servers.minibatches import MinibatchServerSpec, Position, Take
 from autopar.servers.session import leave_sessions
 
 
-class DealtBatches(Batches):
+class BatchesOnDemand(Batches):
     """An iterator over a worker's minibatches: each is whoever's is free, and nobody waits for another worker.
 
     All processes make it, and restore a position, together. Its position counts the minibatches that workers have been
@@ -27,8 +27,8 @@ class DealtBatches(Batches):
             count = None if epochs is None else epochs * source.batches
             clients = self._options.clients
             assert clients is not None, "workers have minibatches of their own"
-            self._link = Link([DealerSpec(count, clients.count)], clients)
-        self._dealt: int | None = None
+            self._link = Link([MinibatchServerSpec(count, clients.count)], clients)
+        self._next: int | None = None
         everyone().gather(b"", "nobody asks for minibatches")
         if self._link.number == 0:
             self._link.ask(0, Position(0, epoch * source.batches + batch))
@@ -38,12 +38,12 @@ class DealtBatches(Batches):
         return Loop(self, self._told)
 
     def __next__(self) -> Any:
-        while self._dealt is None and self._told(()):
+        while self._next is None and self._told(()):
             pass  # signals, which a `for` loop answers
-        if self._dealt is None:
+        if self._next is None:
             raise StopIteration
-        epoch, batch = divmod(self._dealt, self._examples.batches)
-        self._dealt = None
+        epoch, batch = divmod(self._next, self._examples.batches)
+        self._next = None
         return self._place(next(self._examples.read(epoch, batch)))
 
     def state(self) -> dict[str, Any]:
@@ -62,10 +62,10 @@ class DealtBatches(Batches):
         clients = self._options.clients
         assert clients is not None, "workers have minibatches of their own"
         numbers = sorted({number for each in clients.said(tuple(numbers)) for number in each})
-        if self._dealt is not None and not numbers:
+        if self._next is not None and not numbers:
             return ()
         answer = self._link.ask(0, Take(self._link.number, tuple(numbers)))
-        self._dealt = answer.number if self._dealt is None else self._dealt
+        self._next = answer.number if self._next is None else self._next
         if answer.number is None and not answer.signals:
             leave_sessions()  # others may have some left, and wait for nobody who has none
         return answer.signals

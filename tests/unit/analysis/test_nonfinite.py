@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.analysis.fates import Fates
+from autopar.analysis.nonfinite import NonfiniteOutcomes
 from autopar.compile import analyze_program
 from autopar.ir.options import Options
 from autopar.ir.program import Atom, Input, Output, Program
@@ -63,7 +63,7 @@ def claimed(update: Update) -> bool:
     program = analyze_program(program, way_of(Options(strategy="ps"))).program
     last = next(e for e in program.block.equations if program.block.outputs[0] in e.outputs)
     rows: Atom = last.inputs[1]
-    return Fates(program.block, program.rows.values, program.rows.roles).of([(rows, 0)]).may_differ
+    return NonfiniteOutcomes(program.block, program.rows.values, program.rows.roles).of([(rows, 0)]).may_differ
 
 
 @pytest.mark.parametrize("name", UPDATES)
