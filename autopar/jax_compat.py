@@ -85,6 +85,11 @@ def is_jaxpr(value: Any) -> bool:
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))  # pyright: ignore[reportPrivateImportUsage]
 
 
+def has_effect(eqn: Any) -> bool:
+    """Returns whether an equation does more than compute: that it names a mesh's axis counts as an effect for JAX."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+
+
 def in_backward_pass(info: Any) -> bool:
     """Returns whether an equation with this source info was made by differentiating in reverse."""
     parts = getattr(getattr(info, "name_stack", None), "stack", ())

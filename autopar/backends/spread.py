@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.backends.combined import combined
 from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
 from autopar.backends.gathered import GatheredRows
@@ -38,7 +39,10 @@ def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[...
     axes, tensors = (*bound.placements, *entries), None
     if program.local.tensor is not None:
         tensors = [bound.tensors.get(k) for k in range(len(axes))], _axes_of(program.local.tensor)
-    return devices.mapped(lambda *xs: tuple(run(*xs)), axes, _axes_of(program.local), tensors=tensors)
+    methods = [family.method for family in bound.families]
+    share = len(methods) > len(set(methods))  # families whose exchanges are of one kind
+    fun = combined(run) if share else lambda *xs: tuple(run(*xs))
+    return devices.mapped(fun, axes, _axes_of(program.local), tensors=tensors)
 
 
 def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
