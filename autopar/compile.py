@@ -20,8 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
 from autopar.ir.program import Block, Program
 from autopar.ir.verifier import verify_program
-from autopar.passes.choose import choose
-from autopar.passes.choosing.fit_decisions import check_facts, check_followed
+from autopar.passes.choose import check_facts, check_followed, choose
 
 #: A name, and what finds out about a program.
 Analysis = tuple[str, Callable[[Program], tuple[Program, str]]]

@@ -179,6 +179,8 @@ def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:
 
 
 ELEMENTWISE = those_that(lambda p: p.elementwise)
+#: Those that give the same value in the same place, whatever part of the operands they are run on.
+PLACED_ELEMENTWISE = ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
 #: What hands on its operand as it is, in the same shape and dtype.
 IDENTITIES = those_that(lambda p: p.elementwise and p.moves) - {"convert_element_type"}
 #: What hands on one operand's elements as they are, all of them, in whatever shape.

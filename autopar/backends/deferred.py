@@ -27,8 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.analysis.fading import fading_numbers
-from autopar.analysis.scale_only import factors
+from autopar.analysis.scale_only import factors, fading_numbers
 from autopar.backends.deferred_tables import NEVER, DeferredTables, row_elements
 from autopar.backends.segments import Entries, Suffixes, beside, close, multiplied, scales
 from autopar.ir.deferred import Replay

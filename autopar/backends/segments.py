@@ -150,7 +150,7 @@ class Suffixes:
         Args:
           now: Which step it is: what is there of it and of later ones is of no meaning.
           rates, holds: What scale-only rows are scaled by, and whether that may be used.
-          numbers: What `analysis.fading` finds: factors of leaves that fade, and each pair's reaches.
+          numbers: What `analysis.scale_only` finds: factors of leaves that fade, and each pair's reaches.
         """
         scale_only, fading = self.scale_only, self.fading
         new = jax.lax.iota(jnp.int32, self.holds.size) >= now

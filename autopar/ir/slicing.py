@@ -7,6 +7,7 @@ Effects are always live.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
@@ -105,11 +106,19 @@ def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
     return tuple(x for x, k in zip(items, keep, strict=True) if k)
 
 
-def needed_equations(block: Block, atoms: Iterable[Atom]) -> list[Equation]:
-    """Returns the block's own equations that the atoms depend on, in order, reduced to what they need and without
+def needed_equations(equations: Iterable[Equation], atoms: Iterable[Atom]) -> list[Equation]:
+    """Returns those of a block's equations that the atoms depend on, in order, reduced to what they need and without
     effects."""
-    reduced, _ = eliminate_dead(dataclasses.replace(block, outputs=tuple(atoms)), effects=False)
+    reduced, _ = eliminate_dead(Block((), tuple(equations), tuple(atoms)), effects=False)
     return list(reduced.equations)
+
+
+def free_values(equations: Iterable[Equation], outputs: Iterable[Atom] = ()) -> dict[Var, None]:
+    """Returns the variables, in order, that equations (and these outputs) read and that none of them makes."""
+    equations = list(equations)
+    made = {v for e in equations for v in e.outputs}
+    read = itertools.chain(*(e.inputs for e in equations), outputs)
+    return dict.fromkeys(a for a in read if isinstance(a, Var) and a not in made)
 
 
 def nearest_line(block: Block, atom: Atom) -> Equation | None:

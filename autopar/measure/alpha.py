@@ -96,7 +96,7 @@ def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[n
 def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
     """Returns a program from the step's inputs to the flat ids of a family, and which inputs it reads."""
     roots = [a for e in ids.equations for a in e.inputs]
-    equations = (*needed_equations(program.block, roots), *ids.equations)
+    equations = (*needed_equations(program.block.equations, roots), *ids.equations)
     return eliminate_dead(Block(program.block.inputs, equations, ids.results))
 
 

@@ -13,9 +13,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.row_families import Families, find_ties
-from autopar.analysis.row_flow import RowFlow
-from autopar.analysis.unfollowed import shards_remedy
+from autopar.analysis.row_families import Families, RowFlow, find_ties
+from autopar.analysis.rules import shards_remedy
 from autopar.ir.program import Equation, Program
 from autopar.ir.rowspace import Refusal, Row, RowFacts, RowSpace
 

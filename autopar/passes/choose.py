@@ -5,16 +5,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
-from autopar.cost.memory import Shardable, choose_sharded, state_bytes
+from autopar.cost.memory import Shardable, choose_sharded, is_open, leaf_bytes, state_bytes
 from autopar.cost.model import EXCHANGES_MARGIN
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.units import format_bytes
-from autopar.errors import StrategyError
+from autopar.errors import PlanError, StrategyError
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.cluster import STATE_SHARE, state_budget
 from autopar.ir.figures import wire_bytes
@@ -24,7 +24,7 @@ from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Atom, Program, Var
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method
+from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method, with_hosts, without_hosts
 from autopar.ir.tensor_plan import TensorGroupPlan, TensorPlan
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 
@@ -473,3 +473,155 @@ def _check_asked(program: Program, asked: Mapping[int, str], groups: Collection[
                 f"along an axis of theirs: it must be read by a matrix product, and {parts} must divide the axis. "
                 f"Leaves that can be divided: {shown}"
             )
+
+
+# --- whether the decisions of an earlier plan fit a step: before they are followed, and after ---
+#
+# What they say about a table holds for its shape, its slots and the number of devices. A step that isn't the one that
+# the plan was made for is refused with all that differs, rather than run by half of a plan.
+
+
+_REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...); or leave plan= away"
+
+
+def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
+    """Checks that the plan is of an analysed program's tables, on so many devices, of which so many divide products.
+
+    Raises:
+      PlanError: it isn't; all that differs is named.
+    """
+    if earlier.devices != devices:
+        hosted = any(table.where == "hosts" for table in earlier.tables)
+        what, remedy = ("ranks", "Start so many: mpirun -n") if hosted else ("devices", "Give a mesh of")
+        raise PlanError(
+            f"{earlier.name} is for {earlier.devices} {what}, and {program.name} runs on {devices}. {remedy} "
+            f"{earlier.devices}, or plan the step for {devices}: autopar.plan(step, state, batch).save(...)"
+        )
+    known = {t.path for t in earlier.tables}
+    leaves = {program.inputs[k].path: (space, k) for space in program.facts.spaces for k in space.tables}
+    states = {input_.path for input_ in program.inputs}
+    divided = 1 if earlier.tensor is None or not earlier.tensor.axes else earlier.tensor.devices
+    if divided != tensor:
+        raise PlanError(
+            f"{earlier.name} divides products over {divided} devices, and {program.name} over {tensor}. Give a mesh "
+            f"whose tensor axis has {divided}, or plan the step anew: autopar.plan(step, state, batch).save(...)"
+        )
+    wrong = [f"{t.path} is no table of the step" for t in earlier.tables if t.path not in leaves]
+    wrong += [f"{path} isn't in the step's state" for path in earlier.sharded if path not in states]
+    for path, (space, table) in leaves.items():
+        if path in known:
+            wrong += _differences(program, space, table, earlier.table(path))
+        else:
+            wrong.append(f"{path} is looked up by rows, and isn't in the plan")
+    _raise(program, earlier, wrong)
+
+
+def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan) -> list[str]:
+    """Returns what is other about a table than what was planned for."""
+    type_ = program.block.inputs[table].type
+    slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
+    pairs = [
+        ("shape", list(plan.shape), list(type_.shape)),
+        ("dtype", plan.dtype, str(type_.dtype)),
+        ("axis of rows", plan.axis, space.row_axes[table]),
+        ("slots", ", ".join(sorted(plan.slots)) or "none", ", ".join(sorted(slots)) or "none"),
+    ]
+    return [f"{plan.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
+
+
+def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
+    """Checks that what was decided now is what the earlier plan says.
+
+    Raises:
+      PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.
+    """
+    tables = {t.path: t for t in made.plan.tables}
+    wrong = []
+    divided, now = ({} if p.tensor is None else p.tensor.axes for p in (earlier, made.plan))
+    for path in sorted(divided.keys() | now.keys()):
+        if divided.get(path) != now.get(path):
+            axes = (f"divided along axis {x[path]}" if path in x else "whole" for x in (divided, now))
+            wrong.append(f"{path}: {next(axes)} in the plan, {next(axes)} in the step")
+    for space in program.facts.spaces:
+        family = made.family(space.family)
+        where, log_steps = ("devices", 0) if family is None else (family.table.where, family.table.log_steps)
+        for k in space.tables:
+            before, now = earlier.table(program.inputs[k].path), tables[program.inputs[k].path]
+            then, here = _words(before.lifted, before.method, before.where), _words(now.lifted, now.method, where)
+            if then != here:
+                line = f", {now.line}" if now.line else ""
+                wrong.append(f"{before.path}: {then} in the plan, {here} in the step ({now.reason}{line})")
+            elif before.log_steps != log_steps:
+                wrong.append(
+                    f"{before.path}: rows wait for {before.log_steps} steps in the plan, for {log_steps} in the step"
+                )
+    _raise(program, earlier, wrong)
+
+
+def _words(lifted: bool, method: str, where: str) -> str:
+    return f"{method} on {'touched' if lifted else 'all'} rows{' on hosts' if where == 'hosts' else ''}"
+
+
+def _raise(program: Program, earlier: Plan, wrong: Sequence[str]) -> None:
+    if wrong:
+        raise PlanError(f"{earlier.name} doesn't fit {program.name}: {'; '.join(wrong)}. {_REMEDY}")
+
+
+# --- devices or hosts: what a plan shows of where tables can be, and the options by which to plan again ---
+#
+# The decision changes what a step is analysed for (devices or ranks), so it is made of a whole plan: one that asks for
+# hosts though nothing can be there, or one whose state doesn't fit the devices.
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Options by which a step is planned again; the tables that are elsewhere then, and why."""
+
+    options: Options
+    paths: Collection[str] = ()
+    reason: str = ""
+
+
+def move_tables(
+    program: Program, bound: BoundPlan, options: Options, memory: int | None, *, devices: int, ranks: int
+) -> Move | None:
+    """Returns whether tables are to be elsewhere than a plan has them; None if they are where they can be.
+
+    Args:
+      program: An analysed program.
+      bound: A plan of it.
+      options: Those that it was made by.
+      memory: Bytes of each device, None if unknown.
+      devices: How many run the step if nothing is on hosts.
+      ranks: How many run it if something is.
+    """
+    if options.hosts and not bound.on_hosts:  # nothing can be there
+        strategy = without_hosts(options.strategy)
+        return Move(dataclasses.replace(options, hosts=False, devices=devices, strategy=strategy))
+    if memory is None or options.hosts or not options.may_leave:
+        return None
+    paths = leave_devices(program, bound, options.strategy, memory)
+    reason = f"the state takes too much of the {memory / 2**30:.1f} GiB of a device"
+    return Move(on_hosts(options, paths, ranks), paths, reason) if paths else None
+
+
+def on_hosts(options: Options, paths: Iterable[str], ranks: int) -> Options:
+    """Returns the options with some tables in the memory of the hosts."""
+    return dataclasses.replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
+
+
+def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:
+    """Returns the tables that don't fit devices of `memory` bytes each, and that the strategy leaves to autopar.
+
+    The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
+    """
+    excess = state_bytes(program, bound) - state_budget(memory)
+    paths: list[str] = []
+    free = [s for s in program.facts.spaces if host_refusal(program, s) is None and is_open(program, s, strategy)]
+    sizes = {id(s): sum(leaf_bytes(program, bound, k) for k in s.leaves) for s in free}
+    for space in sorted(free, key=lambda s: (-sizes[id(s)], program.inputs[s.tables[0]].path)):
+        if excess <= 0:
+            break
+        excess -= sizes[id(space)]
+        paths += [program.inputs[k].path for k in space.tables]
+    return tuple(paths)

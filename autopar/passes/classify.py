@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import PRIMITIVES, SHAPED
-from autopar.analysis.rules import ALIGNED, RULES
-from autopar.analysis.unfollowed import why_only_written, why_unfollowed
+from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
 from autopar.ir.strategy import ROW_METHODS, Strategy, asked_of
 

@@ -319,8 +319,7 @@ class Placing:
     def keep_read(self) -> None:
         """Takes pieces of what is had whole in any case, as a sum over it is computed, where it is."""
         read = [a for p in self.placed for k, a in enumerate(p.equation.inputs) if k not in p.along]
-        others = Block((), tuple(dict.fromkeys(self.others.values())), ())
-        needed = needed_equations(others, [*read, *self.whole])
+        needed = needed_equations(dict.fromkeys(self.others.values()), [*read, *self.whole])
         whole = {*read, *(a for equation in needed for a in equation.inputs)}
         self.whole += [v for v in self.given if v in whole]
         self.given = [v for v in self.given if v not in whole]

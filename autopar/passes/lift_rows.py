@@ -197,7 +197,7 @@ class _Lift:
         space = self.spaces[family]
         ids = self.ids[family]
         roots = [a for e in ids.equations for a in e.inputs]
-        self._ahead(needed_equations(self.program.block, roots))
+        self._ahead(needed_equations(self.program.block.equations, roots))
         for equation in ids.equations:
             self.scope.compute(equation)
         self.scope.indices |= {e: self.scope.get(index.atom) for e, index in ids.indices.items()}

@@ -79,34 +79,33 @@ class _Merge:
             pairs = zip(body.inputs[: border.consts], equation.inputs[border.head :], strict=False)
             bodies.append(self.run(body, frozenset(v for v, a in pairs if editor.is_zero(a))))
         equation = equation.with_bodies(bodies)
-        if equation.op == "scan":
-            self._deliver_after(editor, equation)
-        elif equation.op == "remat":
-            self._deliver_outside(editor, equation)
-        else:
+        if equation.op == "cond":
             editor.append(equation)
+        else:
+            self._deliver_behind(editor, equation)
 
-    def _deliver_after(self, editor: _Editor, equation: Equation) -> None:
-        """Writes a scan whose carries add up what is delivered: they add up aggregates, and are delivered once."""
-        (body,) = equation.bodies
-        consts, carry = equation.border.consts, equation.border.carries
-        inputs, outputs = list(equation.inputs), list(equation.outputs)
-        after = []
-        for k in range(carry):
-            accumulated = _accumulated(body, body.inputs[consts + k], body.outputs[k])
-            if accumulated is None:
+    def _deliver_behind(self, editor: _Editor, equation: Equation) -> None:
+        """Writes a scan or checkpoint that returns aggregates in place of delivered rows, and delivers them behind it.
+
+        Of a scan these are carries: what its turns add up.
+        """
+        (body,), consts, is_scan = equation.bodies, equation.border.consts, equation.op == "scan"
+        inputs, outputs, after = list(equation.inputs), list(equation.outputs), list[Equation]()
+        for k, result in enumerate(equation.outputs[: equation.border.carries if is_scan else None]):
+            made = _delivery(body, k, body.inputs[consts + k] if is_scan else None)
+            if made is None:
                 continue
-            sums, route, axis = accumulated
-            inner = _Editor.of(body)
-            carried = Var(sums.type)
-            total = inner.plus(carried, sums)
-            body = Block(_set(body.inputs, consts + k, carried), tuple(inner.equations), _set(body.outputs, k, total))
-            start, result = inputs[consts + k], outputs[k]
-            inputs[consts + k] = editor.zeros(sums.type)
+            sums, route = made.inputs[:2]
+            outer, on = equation.inputs[body.inputs.index(route)], ()
+            if is_scan:
+                inner, carried, start = _Editor.of(body), Var(sums.type), inputs[consts + k]
+                sums = inner.plus(carried, sums)
+                body = Block(_set(body.inputs, consts + k, carried), tuple(inner.equations), body.outputs)
+                inputs[consts + k] = editor.zeros(sums.type)
+                on = () if editor.is_zero(start) else (start,)
+            body = Block(body.inputs, body.equations, _set(body.outputs, k, sums))
             outputs[k] = Var(sums.type)
-            on = () if editor.is_zero(start) else (start,)
-            outer = equation.inputs[body.inputs.index(route)]
-            after.append(Equation("ap.deliver", (outputs[k], outer, *on), (result,), {"axis": axis}))
+            after.append(Equation("ap.deliver", (outputs[k], outer, *on), (result,), made.params))
         if after:
             body, _ = eliminate_dead(body)
             equation = dataclasses.replace(
@@ -114,40 +113,20 @@ class _Merge:
             )
         editor.extend([equation, *after])
 
-    def _deliver_outside(self, editor: _Editor, equation: Equation) -> None:
-        """Writes a remat whose results are delivered rows: it returns aggregates."""
-        (body,) = equation.bodies
-        block = _Editor.of(body)
-        returned, outputs, after = list(body.outputs), list(equation.outputs), []
-        for k, atom in enumerate(body.outputs):
-            made = block.producer(atom, "ap.deliver")
-            if made is None or len(made.inputs) != 2 or made.inputs[1] not in body.inputs:
-                continue
-            sums, route = made.inputs
-            assert isinstance(route, Var), "a route is no constant"
-            returned[k], result = sums, outputs[k]
-            outputs[k] = Var(sums.type)
-            outer = equation.inputs[body.inputs.index(route)]
-            after.append(Equation("ap.deliver", (outputs[k], outer), (result,), made.params))
-        if after:
-            body, _ = eliminate_dead(Block(body.inputs, body.equations, tuple(returned)))
-            equation = dataclasses.replace(equation, outputs=tuple(outputs), bodies=(body,), original=None)
-        editor.extend([equation, *after])
-
 
 def _set(items: Sequence, k: int, item: Atom) -> tuple:
     return (*items[:k], item, *items[k + 1 :])
 
 
-def _accumulated(body: Block, carry: Var, out: Atom) -> tuple[Var, Var, int] | None:
-    """Returns (sums, route, axis) if an iteration does no more with a carry than deliver sums on top of it."""
+def _delivery(body: Block, k: int, carry: Var | None) -> Equation | None:
+    """Returns what delivers result k of a body, by a route from outside: on top of nothing, or of a carry with which an
+    iteration does no more; None if there is no such delivery."""
+    out = body.outputs[k]
     made = _Editor.of(body).producer(out, "ap.deliver")
-    uses = _uses(body)
-    if made is None or len(made.inputs) < 3 or made.inputs[2] is not carry or uses[carry] > 1 or uses[out] > 1:
+    if made is None or made.inputs[1] not in body.inputs or made.inputs[2:] != (() if carry is None else (carry,)):
         return None
-    sums, route = made.inputs[:2]
-    assert isinstance(sums, Var) and isinstance(route, Var), "both are made by equations"
-    return (sums, route, made.params["axis"]) if route in body.inputs else None
+    uses = _uses(body)
+    return None if carry is not None and max(uses[carry], uses[out]) > 1 else made
 
 
 def _uses(block: Block) -> collections.Counter[Atom]:

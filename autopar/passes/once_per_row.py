@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,15 +31,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.primitives import Linear, those_that
+from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
 from autopar.analysis.work import flops, products
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import OncePerRow
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand
-from autopar.passes import row_places
-from autopar.passes.row_places import Place
 
 #: What an element that is gathered or scattered costs, in operations of a product.
 _MOVED = 64.0
@@ -108,6 +108,182 @@ def _adds_rows(push: Equation, ids: Ids) -> bool:
         and not numbers.operand_batching_dims
         and push.inputs[0].shape == (ids.fetched, *updates.shape[rank:])
     )
+
+
+# --- where the axes of ids are in a value, and what an equation becomes when one axis of entries takes their place ---
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`rank` neighbouring axes, from `at` on, which run over ids in their order."""
+
+    at: int
+    rank: int
+
+    @property
+    def axes(self) -> range:
+        """The axes themselves."""
+        return range(self.at, self.at + self.rank)
+
+    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the sizes of these axes."""
+        return tuple(shape[self.at : self.at + self.rank])
+
+    def by_entries(self, shape: Sequence[int], entries: int) -> tuple[int, ...]:
+        """Returns the shape of a value by entries."""
+        return (*shape[: self.at], entries, *shape[self.at + self.rank :])
+
+    def renumbered(self, axes: Iterable[int]) -> tuple[int, ...]:
+        """Returns the numbers that axes have in a value by entries."""
+        return tuple(dict.fromkeys(axis if axis < self.at else max(self.at, axis - self.rank + 1) for axis in axes))
+
+    def index(self, entries: Any) -> tuple[Any, ...]:
+        """Returns an index of a value by entries: these entries, and everything along the other axes."""
+        return (*[slice(None)] * self.at, entries)
+
+    def beside(self, rank: int) -> tuple[int, ...]:
+        """Returns the shape of one number for each entry, beside a value by entries of so many axes."""
+        return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
+
+
+def _of_axes(axes: Sequence[int | None]) -> Place | None:
+    if axes[0] is None or axes[0] == SUMMED:
+        return None
+    place = Place(axes[0], len(axes))
+    return place if list(axes) == list(place.axes) else None
+
+
+def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
+    """Returns where a value of this shape may have the axes of so many ids."""
+    pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
+    return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
+
+
+# --- equations of one operand ---
+
+_FOLLOWED = SHAPED | CUMULATIVE | REDUCTION_PRIMITIVES.keys() | {"slice", "argmax", "argmin"}
+#: Those that are linear.
+_LINEAR_MOVES = frozenset(op for op in _FOLLOWED if PRIMITIVES[op].linear is Linear.FIRST)
+
+
+def place_after(equation: Equation, place: Place) -> Place | None:
+    """Returns where an equation of one operand puts its ids; None of any other one."""
+    if equation.op not in _FOLLOWED or len(equation.inputs) != 1:
+        return None
+    old, shape = equation.inputs[0].shape, equation.outputs[0].shape
+    if equation.op == "reshape":
+        ahead = _size(old[: place.at])
+        places = lookup_places(_size(place.of(old)), shape)
+        return next((one for one in places if _size(shape[: one.at]) == ahead), None)
+    new = _of_axes([place_axes(equation, 0, axis) for axis in place.axes])
+    return None if new is None or new.of(shape) != place.of(old) else new
+
+
+def place_before(equation: Equation, place: Place) -> Place | None:
+    """Returns where the operand has the ids that the result has at `place`: undoes `place_after`."""
+    places = lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape)
+    return next((inner for inner in places if place_after(equation, inner) == place), None)
+
+
+def params_by_entries(equation: Equation, places: Mapping[int, Place], place: Place, entries: int) -> Mapping[str, Any]:
+    """Returns the parameters of an equation by entries.
+
+    Args:
+      equation: The equation.
+      places: Operand -> the place of the ids, of one by entries.
+      place: Theirs in the result.
+      entries: How many.
+    """
+    params = dict(equation.params)
+    if equation.op == "dot_general":
+        params["dimension_numbers"] = tuple(
+            tuple(places[k].renumbered(dims[k]) if k in places else tuple(dims[k]) for k in (0, 1))
+            for dims in params["dimension_numbers"]
+        )
+    elif equation.op in _FOLLOWED:
+        primitive, rank = PRIMITIVES[equation.op], len(equation.inputs[0].shape)
+        for name, value in equation.params.items():
+            if name == primitive.sizes:
+                params[name] = place.by_entries(value, entries)
+            elif name in ("start_indices", "strides"):
+                params[name] = None if value is None else place.by_entries(value, 0 if name == "start_indices" else 1)
+            elif name == "broadcast_dimensions":
+                params[name] = place.renumbered(value)
+            elif name == "permutation" or name == primitive.along:
+                axes = places[0].renumbered(d % rank for d in (value if isinstance(value, tuple) else (value,)))
+                params[name] = axes if isinstance(value, tuple) else axes[0]
+    return params
+
+
+def _size(shape: Sequence[int]) -> int:
+    return int(np.prod(shape, dtype=np.int64))
+
+
+def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
+    """Returns the axes along which the result of an equation is constant, as bits. `known`: of what it reads.
+
+    Unlike `analysis.batch`, which says what fits a guess, this holds: random bits and closed-over arrays are
+    constant along no axis.
+    """
+    if len(equation.outputs) != 1:
+        return 0
+    out, op = equation.outputs[0], equation.op
+    every = (1 << len(out.shape)) - 1
+    if op == "ap.full":
+        return every
+    if op == "iota":
+        return every & ~(1 << equation.params["dimension"])
+    if op == "broadcast_in_dim":
+        operand, dims = equation.inputs[0], equation.params["broadcast_dimensions"]
+        sizes = enumerate(zip(dims, operand.shape, strict=True))
+        varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
+        return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
+    if op in PLACED_ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
+        bits = (place_along(a, known) for a in equation.inputs if a.shape)
+        return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
+    return 0
+
+
+def place_along(atom: Atom, known: Mapping[Atom, int]) -> int:
+    """Returns the axes along which a value is constant, those of size 1 among them."""
+    return functools.reduce(
+        lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
+    )
+
+
+def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
+    """Returns whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be
+    1)."""
+    same = len(shape) == len(result)
+    return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
+
+
+# --- products ---
+
+
+def in_product(equation: Equation, k: int, place: Place) -> Place | None:
+    """Returns where ids of operand k are in a product; None if it adds up over them, or pairs them with the other's."""
+    contract, batch = equation.params["dimension_numbers"]
+    if not {*contract[k], *batch[k]}.isdisjoint(place.axes):
+        return None
+    return _of_axes([place_axes(equation, k, axis) for axis in place.axes])
+
+
+def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None:
+    """Returns the operand of a product that the ids come from, and where they are in it: undoes `in_product`."""
+    for k in (0, 1):
+        for at in range(len(equation.inputs[k].shape) - place.rank + 1):
+            inner = Place(at, place.rank)
+            if in_product(equation, k, inner) == place:
+                return k, inner
+    return None
+
+
+def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
+    """Returns where the other operand of a product has the ids that it adds up over; None where it doesn't."""
+    contract, _ = equation.params["dimension_numbers"]
+    pairs = dict(zip(contract[k], contract[1 - k], strict=True))
+    return _of_axes([pairs.get(axis) for axis in place.axes])
 
 
 # --- values of a block whose lookups are written as entries, one for each distinct row ---
@@ -217,7 +393,7 @@ class _Rewrite(Writer):
         self.producers = {v: e for e in self.block.equations for v in e.outputs}
         self.defined.update(self.block.inputs)
         for equation in self.block.equations:
-            bits = row_places.constant_axes(equation, self.constant)
+            bits = constant_axes(equation, self.constant)
             if bits:
                 self.constant[equation.outputs[0]] = bits
 
@@ -247,44 +423,41 @@ class _Rewrite(Writer):
             return True
         if not forms or len(equation.outputs) != 1 or equation.effects or equation.bodies:
             return False
-        if equation.op in row_places.PLACED_ELEMENTWISE:
+        if equation.op in PLACED_ELEMENTWISE:
             return self._elementwise(equation, next(iter(forms.values())))
         if equation.op == "dot_general":
             return any(self._product(equation, k, f) or self._contracted(equation, k, f) for k, f in forms.items())
-        (form, *others) = forms.values()
-        moved = None if others or len(equation.inputs) > 1 else row_places.moved(equation, form.place, form.ids.entries)
-        if moved is None:
+        form = forms.get(0)
+        place = None if form is None else place_after(equation, form.place)
+        if form is None or place is None:
             return False
-        place, params = moved
-        self.define(equation, form.ids, place, (form.atom,), params)
+        self.define(equation, form.ids, place, (form.atom,), {0: form.place})
         return True
 
     def _elementwise(self, equation: Equation, form: Form) -> bool:
         shape = equation.outputs[0].shape
         if form.ids.lookups != math.prod(form.place.of(shape)):  # the ids' axes are 1 here, and are spread
             return False
-        if not all(
-            row_places.fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs
-        ):
+        if not all(fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs):
             return False
         atoms = [self.by_entries(a, form) if a.shape else a for a in equation.inputs]
-        self.define(equation, form.ids, form.place, atoms, equation.params)
+        self.define(equation, form.ids, form.place, atoms, {})
         return True
 
     def _product(self, equation: Equation, k: int, form: Form) -> bool:
         """Returns a product by entries with what isn't."""
-        place = row_places.in_product(equation, k, form.place)
+        place = in_product(equation, k, form.place)
         if place is None:
             return False
         other = equation.inputs[1 - k]
         self.need(other)
         atoms = (form.atom, other) if k == 0 else (other, form.atom)
-        self.define(equation, form.ids, place, atoms, row_places.product_params(equation, {k: form.place}))
+        self.define(equation, form.ids, place, atoms, {k: form.place})
         return True
 
     def _contracted(self, equation: Equation, k: int, form: Form) -> bool:
         """Returns a product that adds up over the ids: one over the entries, each times its count."""
-        beside = row_places.contracted_with(equation, k, form.place)
+        beside = contracted_with(equation, k, form.place)
         a, b = equation.inputs[k], equation.inputs[1 - k]
         if beside is None or a.dtype not in WIDE or b.dtype not in WIDE:
             return False
@@ -299,7 +472,7 @@ class _Rewrite(Writer):
         else:
             return False
         atoms = (mine, theirs) if k == 0 else (theirs, mine)
-        params = row_places.product_params(equation, {k: form.place, 1 - k: beside})
+        params = params_by_entries(equation, {k: form.place, 1 - k: beside}, form.place, form.ids.entries)
         self.append(dataclasses.replace(equation, inputs=atoms, params=params))
         return True
 
@@ -310,21 +483,21 @@ class _Rewrite(Writer):
         if atom.dtype not in WIDE:
             return False
         if form is not None:
-            sums = self.weighted(form, by_count=True) if form.place.within(axes) else None
+            sums = self.weighted(form, by_count=True) if {*form.place.axes} <= {*axes} else None
         else:
             form = self._leading_back(atom, axes) if self.backward else None
             sums = form and self.weighted(Form(form.ids, form.place, self.summed(form)), by_count=False)
         if form is None or sums is None:
             return False
-        params = {**equation.params, "axes": tuple(dict.fromkeys(form.place.moved(d) for d in axes))}
+        params = params_by_entries(equation, {0: form.place}, form.place, form.ids.entries)
         self.append(dataclasses.replace(equation, inputs=(sums,), params=params))
         return True
 
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
         for ids in self.every.values():
-            for place in row_places.lookup_places(ids.lookups, atom.shape):
+            for place in lookup_places(ids.lookups, atom.shape):
                 form = Form(ids, place, atom)
-                if place.within(axes) and self.has_product(form):
+                if {*place.axes} <= {*axes} and self.has_product(form):
                     return form
         return None
 
@@ -431,17 +604,16 @@ class _Rewrite(Writer):
         return self.once(("weighted", form, by_count), make)
 
     def define(
-        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
+        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
     ) -> None:
-        """Defines an equation's result by entries, from here on: `atoms` and `params` are its own there."""
-        old = equation.outputs[0]
-        self.forms[old] = Form(ids, place, self.written(equation, ids, place, atoms, params))
+        """Defines an equation's result by entries, from here on; arguments as of `written`."""
+        self.forms[equation.outputs[0]] = Form(ids, place, self.written(equation, ids, place, atoms, places))
 
     def written(
-        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], params: Mapping[str, Any]
+        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
     ) -> Var:
-        """Adds the equation on values by entries."""
-        old = equation.outputs[0]
+        """Adds the equation, of `atoms`; `place`: of the ids in its result, `places`: in operands by entries."""
+        (old,), params = equation.outputs, params_by_entries(equation, places, place, ids.entries)
         out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
         self.append(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
@@ -469,7 +641,7 @@ class _Rewrite(Writer):
         form = self.forms.get(atom)
         if form is not None:
             return form.fits(like)
-        bits = row_places.place_along(atom, self.constant)
+        bits = place_along(atom, self.constant)
         return all(bits >> d & 1 for d in like.place.axes)
 
     def by_entries(self, atom: Atom, like: Form) -> Atom:
@@ -544,13 +716,7 @@ class _Rewrite(Writer):
                 atoms.append(a)
             else:
                 atoms.append(self.by_entries(a, like))
-        return self.written(equation, ids, place, atoms, self._params(equation, like, behind))
-
-    def _params(self, equation: Equation, like: Form, behind: Mapping[int, Form]) -> Mapping[str, Any]:
-        if equation.op == "dot_general":
-            return row_places.product_params(equation, {k: one.place for k, one in behind.items()})
-        moved = row_places.before(equation, like.place, like.ids.entries) if equation.op in row_places.LINEAR else None
-        return equation.params if moved is None else moved[1]
+        return self.written(equation, ids, place, atoms, {k: one.place for k, one in behind.items()})
 
     def _through(self, like: Form) -> Mapping[int, Form]:
         equation = self.producers.get(like.atom)
@@ -563,11 +729,11 @@ class _Rewrite(Writer):
     def _places(self, equation: Equation, like: Form) -> Mapping[int, Place]:
         op, inputs = equation.op, equation.inputs
         if op == "dot_general":
-            product = row_places.before_product(equation, like.place)
+            product = before_product(equation, like.place)
             return {} if product is None else dict([product])
-        if op in row_places.LINEAR:
-            moved = row_places.before(equation, like.place, like.ids.entries)
-            return {} if moved is None else {0: moved[0]}
+        if op in _LINEAR_MOVES:
+            place = place_before(equation, like.place)
+            return {} if place is None else {0: place}
         known = [a.shape == () or self.is_known(a, like) for a in inputs]
         if op in _LINEAR:
             linear = range(len(inputs))
@@ -607,7 +773,7 @@ def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
 def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
 
     def first(x: Any) -> Any:
-        starts = tuple(slice(0, 1) if d == place.at else 0 if place.has(d) else slice(None) for d in range(x.ndim))
+        starts = tuple(slice(0, 1) if d == place.at else 0 if d in place.axes else slice(None) for d in range(x.ndim))
         return jnp.broadcast_to(x[starts], shape)
 
     return first

@@ -7,10 +7,15 @@ results, `body` says what a nested block knows of its inputs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Set
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
+import jax.numpy as jnp
+
+from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.writer import expand
 
 #: Of ids: others don't hold a table's numbers of rows, or wrap around.
 INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
@@ -103,3 +108,19 @@ class LookupRewriter(Rewriter):
             operands = zip(body.inputs[: border.fixed], equation.inputs[border.head :], strict=False)
             self.pure.update(v for v, a in operands if a in self.pure)
         return super().body(equation, body)
+
+    def is_known(self, equation: Equation, forms: Mapping[Atom, Any]) -> bool:
+        """Returns whether each operand is the same everywhere, or has a form of another shape."""
+        return all(a.shape == () or a in forms or a in self.uniform for a in equation.inputs)
+
+    def again(self, equation: Equation, forms: Mapping[Atom, Atom], shape: Sequence[int]) -> list[Equation]:
+        """Returns an elementwise equation once more, in another shape, of such operands."""
+        atoms = [forms.get(a, self.uniform.get(a, a)) for a in equation.inputs]
+        params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
+
+        def compute(*operands: Any) -> Any:
+            pairs = zip(operands, equation.inputs, strict=True)
+            operands = tuple(jnp.broadcast_to(x, shape) if a.shape else x for x, a in pairs)
+            return jax_compat.bind(equation.primitive, operands, params)[0]
+
+        return expand(compute, equation, atoms)

@@ -15,12 +15,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import jax_compat
+from autopar.analysis.flow import dependent
+from autopar.analysis.interpreter import union
+from autopar.analysis.rules import ALIGNED
 from autopar.errors import StrategyError
 from autopar.ir.balance import balanced_pieces
+from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.served import Piece, ServedStep, ServerPart
-from autopar.ir.slicing import nearest_line, needed_equations
+from autopar.ir.slicing import free_values, nearest_line, needed_equations
+from autopar.ir.sync_plan import ServedPlan, ServerPlan
 from autopar.passes.cut_leaves import CutLeaves, cut_leaves, joined
+from autopar.sync import Async
 
 
 def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
@@ -90,19 +96,19 @@ class _Cutter:
                 "there is nothing to train. Say with state_argnums= what the state is, or leave sync= out"
             )
         new = [self._new[k] for k in self._served]
-        update = needed_equations(Block((), tuple(self._on_state), ()), new)
+        update = needed_equations(self._on_state, new)
         states = {self._inputs[k] for k in self._new}
-        pushed, moved = self._sent(v for v in _free(update, new) if v not in states)
+        pushed, moved = self._sent(v for v in free_values(update, new) if v not in states)
         of_update = self._in_order([*self._on_state, *moved])
         self._check_effects(of_update)
         whole, pulls = self._pulled(pushed)
-        ids, routes = self._sent(v for e in pulls for v in _free([], e.inputs[1:]))
+        ids, routes = self._sent(v for e in pulls for v in free_values([], e.inputs[1:]))
         counted = [k for k in self._clocks if self._counts_by_itself(k, of_update)]
         shares = self._shares(of_update, pushed, whole, pulls)
         of_update += self._of_pieces
         of_pulls = [*self._in_order([*pulls, *routes]), *self._lookups]
         new = [self._new[k] for share in shares for k in share]
-        read = _free(needed_equations(Block((), tuple(of_update), ()), new), new)
+        read = free_values(needed_equations(of_update, new), new)
         pushed = [v for v in (*pushed, *(v for e in self._slices for v in e.outputs)) if v in read]
         cut = _Cut(of_update, pushed, of_pulls, ids, whole, [*pulls, *self._lookups])
         parts = [self._part(leaves, cut, () if n else counted) for n, leaves in enumerate(shares)]
@@ -111,11 +117,11 @@ class _Cutter:
         outputs = (*pushed, *(self._program.block.outputs[k] for k in self._results))
         outputs = (*outputs, *(self._new[k] for k in self._clocks))
         rest = [*self._joins, *(e for e in self._equations if e not in pulls), *self._slices]
-        worker = needed_equations(Block((), tuple(rest), ()), outputs)
+        worker = needed_equations(rest, outputs)
         inputs = (*pulled, *(self._inputs[k] for k in own))
         self._check_results(worker, outputs, inputs)
-        of_ids = needed_equations(self._program.block, ids)
-        read = _free(of_ids, ids)
+        of_ids = needed_equations(self._equations, ids)
+        read = free_values(of_ids, ids)
         id_inputs = tuple(k for k, v in enumerate(self._inputs) if v in read)
         return ServedStep(
             ids=Block(tuple(self._inputs[k] for k in id_inputs), tuple(of_ids), tuple(ids)),
@@ -151,7 +157,7 @@ class _Cutter:
         moved: list[Equation] = []
         for equation in reversed(self._stateless):
             outputs = [v for v in equation.outputs if v in sent]
-            inputs = [v for v in _free([equation], ()) if v not in sent]
+            inputs = [v for v in free_values([equation]) if v not in sent]
             must = not all(map(_travels, outputs))
             if outputs and (must or _bytes(inputs) <= _bytes(outputs)) and not equation.effects:
                 for var in outputs:
@@ -167,10 +173,10 @@ class _Cutter:
         return list(sent), moved
 
     def _pulled(self, pushed: Sequence[Var]) -> tuple[list[int], list[Equation]]:
-        needed = needed_equations(self._program.block, pushed)
+        needed = needed_equations(self._equations, pushed)
         leaves = {self._inputs[k]: k for k in self._served}
         pulls = [e for e in needed if e.op == "ap.pull" and e.inputs[0] in leaves and e.inputs[1] not in self._of_state]
-        others = _free([e for e in needed if e not in pulls], ())
+        others = free_values([e for e in needed if e not in pulls])
         return [k for v, k in leaves.items() if v in others], pulls
 
     def _shares(
@@ -189,7 +195,7 @@ class _Cutter:
         def cut(group: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
             new, lookups = [self._new[k] for k in group], {k: self._lookups_of(k, pulls) for k in group}
             row_axes = {e.params["axis"] for k in group for e in lookups[k]}
-            equations = needed_equations(Block((), tuple(of_update), ()), new)
+            equations = needed_equations(of_update, new)
             leaves = [self._kept[k] for k in group]
             found = cut_leaves(leaves, new, equations, pushed, self._count, uncut=row_axes)
             if found is None:
@@ -239,7 +245,7 @@ class _Cutter:
         for k in self._served:
             bits = reached.get(self._new[k], 0) | 1 << k
             tied = [g for g in groups if g & bits]
-            groups = [g for g in groups if not g & bits] + [bits | _union(tied)]
+            groups = [g for g in groups if not g & bits] + [bits | union(tied)]
         groups.sort(key=lambda g: g & -g)
         return [tuple(k for k in self._served if bits >> k & 1) for bits in groups]
 
@@ -251,7 +257,7 @@ class _Cutter:
             return False
         new = [self._new[clock]]
         clocks = {self._inputs[k] for k in self._clocks}
-        return all(a in clocks for a in _free(needed_equations(Block((), tuple(of_update), ()), new), new))
+        return all(a in clocks for a in free_values(needed_equations(of_update, new), new))
 
     def _part(self, leaves: Sequence[int], cut: _Cut, counted: Sequence[int]) -> ServerPart:
         """Makes a server's programs.
@@ -264,8 +270,8 @@ class _Cutter:
         clocks = list(counted)
         while True:  # a clock may need another one
             new = [self._new[k] for k in (*leaves, *clocks)]
-            equations = needed_equations(Block((), tuple(cut.of_update), ()), new)
-            read = _free(equations, new)
+            equations = needed_equations(cut.of_update, new)
+            read = free_values(equations, new)
             more = [k for k in self._clocks if self._inputs[k] in read or k in counted]
             if more == clocks:
                 break
@@ -275,8 +281,8 @@ class _Cutter:
         rows = [e for e in cut.pulls if e.inputs[0] in states]
         pulled = [k for k in leaves if (self._pieces[k].leaf if k in self._pieces else k) in cut.whole]
         given = [*(self._kept[k] for k in pulled), *(e.outputs[0] for e in rows)]
-        of_given = needed_equations(Block((), tuple(cut.of_pulls), ()), given)
-        asked = [n for n, v in enumerate(cut.ids) if v in _free(of_given, ())]
+        of_given = needed_equations(cut.of_pulls, given)
+        asked = [n for n, v in enumerate(cut.ids) if v in free_values(of_given)]
         inputs = (*states, *(self._inputs[k] for k in clocks), *(cut.pushed[n] for n in used))
         return ServerPart(
             leaves=tuple(leaves),
@@ -308,13 +314,13 @@ class _Cutter:
         Raises:
           StrategyError: it hasn't.
         """
-        lost = next((v for v in _free(worker, outputs) if v not in given), None)
+        lost = next((v for v in free_values(worker, outputs) if v not in given), None)
         if lost is None:
             return
         k = self._inputs.index(lost)
         for n in self._results:
             out = self._program.block.outputs[n]
-            if lost in _free(needed_equations(Block((), tuple(worker), ()), [out]), [out]):
+            if lost in free_values(needed_equations(worker, [out]), [out]):
                 line = nearest_line(self._program.block, out)
                 where = "" if line is None else f" ({line.where})"
                 result = self._program.outputs[n].path or f"of {self._program.name}"
@@ -329,24 +335,10 @@ class _Cutter:
 def _reached(equations: Iterable[Equation], starts: Mapping[Var, int]) -> dict[Atom, int]:
     reached: dict[Atom, int] = {**starts}
     for equation in equations:
-        bits = _union(reached.get(a, 0) for a in equation.inputs)
+        bits = union(reached.get(a, 0) for a in equation.inputs)
         if bits:
             reached.update(dict.fromkeys(equation.outputs, bits))
     return reached
-
-
-def _free(equations: Iterable[Equation], outputs: Iterable[Atom]) -> dict[Var, None]:
-    equations = list(equations)
-    made = {v for e in equations for v in e.outputs}
-    read = (a for atoms in (*(e.inputs for e in equations), outputs) for a in atoms)
-    return dict.fromkeys(a for a in read if isinstance(a, Var) and a not in made)
-
-
-def _union(bits: Iterable[int]) -> int:
-    total = 0
-    for each in bits:
-        total |= each
-    return total
 
 
 def _travels(var: Var) -> bool:
@@ -355,3 +347,93 @@ def _travels(var: Var) -> bool:
 
 def _bytes(some: Iterable[Var]) -> int:
     return sum(v.type.nbytes if isinstance(v.type, ArrayType) else 0 for v in some)
+
+
+# --- the gradient program of a step whose examples can't be divided into microbatches ---
+#
+# In a contrastive loss, say, examples meet others, and no sum over them ends the gradient program. Whoever has a
+# minibatch whole needs none: the update is then what follows from leaves that no result needs (slots), and what is done
+# element by element to the leaves themselves; the rest of what follows from the batch is the gradient program.
+
+
+#: How rows are found and read, which is done for the examples and for the update.
+_OF_ROWS = frozenset({"ap.row_ids", "ap.route", "ap.pull"})
+#: What is done to leaves, or to their rows, one by one.
+_ELEMENTWISE = ALIGNED | {"ap.commit", "optimization_barrier"}
+
+
+def gradient_equations(program: Program) -> set[Equation]:
+    """Returns the equations between a minibatch and the update: the update reads what they make, and they don't read
+    what it makes. None if no result of the step shows which leaves its examples meet."""
+    block, equations = program.block, program.block.equations
+    states = {block.inputs[k] for k in program.new_states}
+    results = [block.outputs[n] for n, output in enumerate(program.outputs) if output.state is None]
+    met = states & _read_by(equations, results)
+    if not met:
+        return set()
+    of_batch = dependent(equations, (v for v in block.inputs if v not in states))
+    of_slots = dependent(equations, states - met)
+    chains = _chains(equations, states, [block.outputs[out] for out in program.new_states.values()])
+    works = [e for e in equations if e.op not in _OF_ROWS and not of_batch.isdisjoint(e.outputs)]
+    update = [e for e in works if e in chains or not of_slots.isdisjoint(e.outputs)]
+    behind = dependent(equations, (v for e in update for v in e.outputs))
+    return {e for e in works if behind.isdisjoint(e.outputs)}
+
+
+def _read_by(equations: Sequence[Equation], results: Iterable[Atom]) -> set[Atom]:
+    read = set(results)
+    for equation in reversed(equations):
+        if not read.isdisjoint(equation.outputs):
+            read.update(equation.inputs)
+    return read
+
+
+def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]) -> set[Equation]:
+    elementwise = [e for e in equations if e.op in _ELEMENTWISE and not e.bodies]
+    read = _read_by(elementwise, new)
+    rows = {v for e in equations if e.op == "ap.pull" and e.inputs[0] in states for v in e.outputs}
+    reached = dependent(elementwise, states | rows)
+    return {e for e in elementwise if not reached.isdisjoint(e.outputs) and not read.isdisjoint(e.outputs)}
+
+
+# --- what servers keep, and what workers exchange with them, as the plan has it ---
+
+
+def served_plan(
+    program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int] = ()
+) -> ServedPlan:
+    """Returns what is decided of a step that `split_servers` has cut, as the plan has it. `ranks`: of the servers that
+    are processes of their own."""
+    paths = [input_.path for input_ in program.inputs]
+    lifted = {k for space in program.facts.spaces if bound.family(space.family) is not None for k in space.leaves}
+    kept = [pair for part in served.servers for pair in zip(part.leaves, part.pull.inputs, strict=False)]
+    pulled = {v: served.leaf_of(k) for k, v in kept}
+    lookups = (e for part in served.servers for e in part.pull.equations if e.op == "ap.pull")
+    looked_up = {pulled[e.inputs[0]] for e in lookups if e.inputs[0] in pulled}
+    along = [axis for k, axis in enumerate(bound.placements) if axis is not None and program.inputs[k].role == "batch"]
+    sizes = [v.shape[a] for v, a in zip(program.block.inputs, bound.placements, strict=False) if a is not None]
+    return ServedPlan(
+        name=sync.name,
+        clients=clients,
+        staleness=sync.staleness,
+        servers=tuple(_server_plan(program, served, part) for part in served.servers),
+        by_rows=tuple(paths[k] for k in sorted(lifted & looked_up - served.whole)),
+        clocks=tuple(paths[k] for k in served.clocks),
+        examples=max(sizes, default=0) if along else 0,
+        ranks=tuple(ranks[: len(served.servers)]),
+    )
+
+
+def _server_plan(program: Program, served: ServedStep, part: ServerPart) -> ServerPlan:
+    pieces: dict[str, float] = {}
+    for piece in (served.pieces[k] for k in part.leaves if k in served.pieces):
+        path = program.inputs[piece.leaf].path
+        share = (piece.stop - piece.start) / program.block.inputs[piece.leaf].shape[piece.axis]
+        pieces[path] = pieces.get(path, 0.0) + share
+    return ServerPlan(
+        leaves=tuple(f"{program.inputs[served.leaf_of(k)].path}{served.pieces.get(k, '')}" for k in part.leaves),
+        leaf_bytes=part.leaf_bytes,
+        pull_bytes=part.pull_bytes,
+        push_bytes=part.push_bytes,
+        pieces=pieces,
+    )

@@ -111,7 +111,7 @@ def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool)
         params["statistics"] = tuple(map(str, statistics))
     step = Equation("ap.microbatches", (*(parts[v] for v in used), *whole), tuple(results), params, (microbatch,))
     ends = dict(zip(stacked, results[len(joined) :], strict=True))
-    first = [_with_own_bodies(e) for e in needed_equations(program.block, walk.whole_values)]
+    first = [_with_own_bodies(e) for e in needed_equations(program.block.equations, walk.whole_values)]
     equations = (*first, *before, step, *after)
     block = Block(program.block.inputs, equations, tuple(ends.get(a, a) for a in outputs))
     return dataclasses.replace(program, block=eliminate_dead(block)[0]), (
@@ -205,7 +205,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
     own = [e for e in local.equations if e.op == _REDUCE or _is_own(e, varying)]
     read = {a for e in own for a in e.inputs if isinstance(a, Var) and a in after}
     made = {v for e in own if e.op != _REDUCE for v in e.outputs}
-    copied = {id(e) for e in needed_equations(local, read - made)}
+    copied = {id(e) for e in needed_equations(local.equations, read - made)}
     new: dict[Atom, Atom] = {}
     equations: list[Equation] = []
     lines: dict[Source | None, None] = {}

@@ -38,9 +38,8 @@ from autopar.servers.job import Client, Job, Recorded, run_clients
 from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
 from autopar.sync import Async, Elastic, Replicated
-from autopar.tables.averaging import average
 from autopar.tables.kinds import copied, materialize
-from autopar.tables.replica import Replica, Replicas, replicas_of
+from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
 
 Array = Any

@@ -107,7 +107,7 @@ class AsynchronousRunner:
             flight = AsynchronousFlight(self, with_own_buffers(read, set(self.moving)) if self.donate else read)
             for leaf in leaves if self.donate else ():
                 if isinstance(leaf, PendingArray):
-                    leaf.flight.hand_on()
+                    leaf.pending.hand_on()
         self.kept.look(leaves)
         arguments = self._arguments(leaves)
         clocks = self._clock(*(arguments[v] for v in self.asynchronous.clock.inputs))
@@ -119,8 +119,7 @@ class AsynchronousRunner:
         new_clocks = dict(zip(self.asynchronous.clocks, clocks, strict=True))
         results: dict[int, Any] = {}
         for place, k in enumerate(self.moving):
-            array = flight.types[place]
-            results[self.new_states[k]] = PendingArray(flight, place, array.shape, array.dtype)
+            results[self.new_states[k]] = PendingArray(flight, place, flight.types[place])
         for k, out in self.new_states.items():
             if out not in results:
                 results[out] = new_clocks.get(self.inputs[k][0], leaves[k])
@@ -135,7 +134,7 @@ class AsynchronousRunner:
 
     def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
         """Returns what minibatches returned that ended when these new states were read."""
-        flight = next((leaf.flight for leaf in states.values() if isinstance(leaf, PendingArray)), None)
+        flight = next((leaf.pending for leaf in states.values() if isinstance(leaf, PendingArray)), None)
         return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
     def structured(self, others: Mapping[int, Any]) -> Any:
@@ -152,11 +151,11 @@ class AsynchronousRunner:
     def _flight(self, leaves: Sequence[Any]) -> AsynchronousFlight | None:
         """Returns the flight that goes on: all moving leaves are of its last call."""
         first = leaves[self.moving[0]] if self.moving else None
-        if not isinstance(first, PendingArray) or not isinstance(first.flight, AsynchronousFlight):
+        if not isinstance(first, PendingArray) or not isinstance(first.pending, AsynchronousFlight):
             return None
-        flight = first.flight
+        flight = first.pending
         mine = (
-            isinstance(leaf, PendingArray) and leaf.flight is flight and leaf.place == place and not leaf.is_deleted()
+            isinstance(leaf, PendingArray) and leaf.pending is flight and leaf.place == place and not leaf.is_deleted()
             for place, leaf in enumerate(leaves[k] for k in self.moving)
         )
         return flight if all(mine) and flight.goes_on(self, leaves) else None

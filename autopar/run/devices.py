@@ -280,7 +280,7 @@ class DevicesRunner:
         going = {id(log) for log in logs if log is not None}
         members = {k for j in self._log_specs for k in j.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
-            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.log) in going:
+            if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
         for spec, log in zip(self._log_specs, logs, strict=True):
             if log is not None:
@@ -301,7 +301,7 @@ class DevicesRunner:
             log = DeviceUpdateLog.after(before, spec, [results[out] for out in outs], entries)
             # Those that are only read as well: nobody is to change them before the update was replayed.
             for n, out in enumerate(outs):
-                results[out] = DeferredTable(log, n, *spec.stored_as(n))
+                results[out] = DeferredTable(log, n)
 
     def loads(self) -> Sequence[int] | None:
         """Returns what earlier calls are known to have needed of each capacity, in rows; None if none came near.
@@ -436,7 +436,7 @@ class ReadRows:
         by_log: dict[int, tuple[DeviceUpdateLog, list[int]]] = {}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, DeferredTable):
-                by_log.setdefault(id(leaf.log), (leaf.log, []))[1].append(k)
+                by_log.setdefault(id(leaf.pending), (leaf.pending, []))[1].append(k)
         made = list(leaves)
         for log, places in by_log.values():
             if log.is_up_to_date or log.is_deleted():

@@ -34,7 +34,7 @@ from autopar.measure.figures import assumed_note
 from autopar.measure.machine import Machine
 from autopar.mpi.alone import check_connected, check_ranks
 from autopar.passes.analyze_batch import parameters_of
-from autopar.passes.choosing.place_of_tables import move_tables, on_hosts
+from autopar.passes.choose import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, States, check_positions, describe_leaves

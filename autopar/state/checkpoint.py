@@ -7,28 +7,38 @@ have them, each process its own files, at the same time. Nobody sees the checkpo
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
-from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError
+from autopar import jax_compat
+from autopar.backends.clients import mean_of
+from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointError, StateWarning, warn
+from autopar.ir.layout import RowLayout
+from autopar.ir.paths import path_name
 from autopar.ir.typed_json import from_json
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
+from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
-from autopar.state.files.checksums import check_files
+from autopar.state.files.dense import read_dense
 from autopar.state.files.folder import Folder
-from autopar.state.files.manifest import Manifest, rebuild
-from autopar.state.files.places import Place, named
-from autopar.state.init import unbound
-from autopar.state.resize import home_before
+from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest, check_files, rebuild
+from autopar.state.files.places import Place, mapped, named
+from autopar.state.files.rows import RowFiles
+from autopar.state.init import entry_of, unbound
+from autopar.state.resize import home_before, resized_axis
 from autopar.state.resize import resize as with_rows_of
-from autopar.state.restoring import Keeper, home_as_saved, homes_of_step, matched, read_leaves, shapes_of, warn_of_means
 from autopar.state.saving import PendingSave
-from autopar.tables.home import Home, NumpyHome
+from autopar.tables.leaf import ArrayHome, Home, NumpyHome, Source, Whole
+from autopar.tables.replica import Replica
 
 
 class Restored(NamedTuple):
@@ -204,3 +214,219 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
 
     version, crc32, data = group.led(CheckpointError, read, "the manifest", told)
     return version, Manifest.parse(data, version, crc32)
+
+
+# --- where the leaves of a checkpoint go: as a template's are, as a step's plan has them, or as they were ---
+
+
+#: Which dtypes are of a Python number's kind.
+_KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
+
+
+@dataclass(frozen=True)
+class Keeper:
+    """Makes replicas of what each client reads, where there are as many clients as saved them.
+
+    Attributes:
+      runner: The step's.
+      inputs: Which input of the step each leaf is; None: none, or it is no state.
+    """
+
+    runner: ReplicaRunner
+    inputs: Sequence[int | None]
+
+    @property
+    def client(self) -> int:
+        """This process's."""
+        return self.runner.clients.own
+
+    def kept(self, leaves: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
+        """Returns the leaves as replicas. `beside`: path -> what they share."""
+        replicas = self.runner.resumed({path.removeprefix("replicas/"): value for path, value in beside.items()})
+        return [x if k is None else Replica(x, replicas, k) for k, x in zip(self.inputs, leaves, strict=True)]
+
+
+def homes_of_step(
+    step: ParallelStep, state: Any, homes: Sequence[Home], batch: Any, call: Any, manifest: Manifest
+) -> tuple[list[Home], Keeper | None]:
+    """Returns homes by a step's plan, and, where that doesn't say, of `homes`; what makes replicas of the leaves, if
+    they were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
+    no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
+    entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
+    planned = entry.way.homes(entry)
+    found = [home if k is None else planned.get(k, home) for k, home in zip(inputs, homes, strict=True)]
+    runner, states = entry.runner, entry.compiled.analysed.new_states
+    if not isinstance(runner, ReplicaRunner) or clients_of(manifest) != runner.clients.count:
+        return found, None
+    return found, Keeper(runner, [k if k in states else None for k in inputs])
+
+
+def clients_of(manifest: Manifest) -> int:
+    """Returns how many clients had a replica each; 0 if there were none."""
+    return max((record.replicas for record in manifest.leaves), default=0)
+
+
+def warn_of_means(manifest: Manifest) -> None:
+    """Says that training goes on from the mean of the replicas, if there were any."""
+    count = clients_of(manifest)
+    if count:
+        warn(
+            f"the checkpoint has the replicas of {count} clients, which are kept by a step with sync= and as many: "
+            "their mean is restored, of whole numbers and random keys the first client's",
+            StateWarning,
+        )
+
+
+def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
+    """Returns for each leaf of a template the number of the saved leaf that has its path.
+
+    Raises a CheckpointError if the structures differ, or a shape or dtype does. `resize`: shapes may differ along one
+    axis.
+    """
+    pairs = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
+    saved = {record.path: number for number, record in enumerate(manifest.leaves)}
+    paths = [path for path, _ in pairs]
+    in_order = paths == [record.path for record in manifest.leaves]
+    missing = [path for path in paths if path not in saved]
+    extra = [path for path in saved if path not in set(paths)]
+    if not in_order and (missing or extra or len(saved) != len(manifest.leaves) or len(paths) != len(saved)):
+        reasons = [f"the template has {missing[0] or 'a leaf alone'}, which wasn't saved"] if missing else []
+        reasons += [f"{extra[0] or 'a leaf alone'} was saved, which the template hasn't"] if extra else []
+        raise CheckpointError(
+            f"the state has another structure than the checkpoint: {'; '.join(reasons) or 'leaves have equal paths'} "
+            f"({len(paths)} leaves in the template, {len(manifest.leaves)} saved)"
+        )
+    numbers = list(range(len(paths))) if in_order else [saved[path] for path in paths]
+    for number, (path, leaf) in zip(numbers, pairs, strict=True):
+        _check_type(manifest.leaves[number], path, leaf, resize)
+    return numbers
+
+
+def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
+    if type(leaf) in NUMBERS.values():
+        number = type(leaf).__name__
+        if record.type != number and (record.kind == "value" or not _is_number(number, _shape_of(record))):
+            raise CheckpointError(f"{path} is a Python {number} in the template; saved was {_told(record)}")
+        return
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise CheckpointError(f"{path} of the template is a {type(leaf).__name__}: neither an array nor a shape")
+    if record.kind == "value":
+        if not _is_number(record.type, leaf):
+            shape = f"{leaf.dtype}{list(leaf.shape)}"
+            raise CheckpointError(f"{path} was saved as a Python {record.type}, and is {shape} in the template")
+        return
+    key = str(leaf.dtype) if jax_compat.is_key(leaf.dtype) else None
+    if (key is None) != (record.key is None) or (key and key != str(_key_dtype(record))):
+        raise CheckpointError(f"{path} was saved as {_told(record)}, and is {leaf.dtype} in the template")
+    axis = resized_axis(record.shape, leaf.shape)
+    if tuple(leaf.shape) != record.shape and (axis is None or not resize):
+        remedy = "" if axis is None else ". Where it is to get another number of rows: restore(..., resize=True)"
+        raise CheckpointError(
+            f"{path} was saved with shape {list(record.shape)}, and has {list(leaf.shape)} in the template{remedy}"
+        )
+    if key is None and np.dtype(leaf.dtype) != record.numpy_dtype:
+        raise CheckpointError(
+            f"{path} was saved as {record.dtype}, and is {leaf.dtype} in the template. Restore it as it was, and "
+            "convert it then"
+        )
+
+
+def _is_number(kind: str, array: Any) -> bool:
+    """Returns whether an array is a number of a kind ("int"): what a Python number becomes in a step."""
+    return array.shape == () and jnp.issubdtype(array.dtype, _KINDS[kind])
+
+
+def _key_dtype(record: LeafRecord) -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0, impl=record.key)).dtype
+
+
+def _told(record: LeafRecord) -> str:
+    if record.kind == "value":
+        return f"a Python {record.type}"
+    return f"keys of {record.key}" if record.key else f"{record.dtype}{list(record.shape)}"
+
+
+def shapes_of(manifest: Manifest) -> list[Any]:
+    """Returns the saved leaves as shapes."""
+    return [NUMBERS[r.type](0) if r.kind == "value" else _shape_of(r) for r in manifest.leaves]
+
+
+def _shape_of(record: LeafRecord) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        record.shape, _key_dtype(record) if record.key else record.numpy_dtype, weak_type=record.weak
+    )
+
+
+def home_as_saved(record: LeafRecord) -> Home:
+    """Returns where a leaf goes of which nothing else is said: an ordinary array, of the kind that it was."""
+    return ArrayHome() if record.type == "jax" else NumpyHome()
+
+
+def read_leaves(
+    version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
+) -> list[Any]:
+    """Reads all leaves, each to its home, from files that were checked. Exchanges nothing.
+
+    Of tables on hosts it reads this rank's rows, of replicas this client's, or their mean if it is None.
+    """
+    dense = {}
+    for record, home in zip(records, homes, strict=True):
+        if record.kind == "dense" and not record.files:
+            shape = record.shape if record.key is None else _key_data(record).shape
+            own = jax.process_count() == 1 and record.key is None
+            dense[record.name] = (shape, record.numpy_dtype, home.reads_itself if own else None)
+    arrays = read_dense(version, dense)
+
+    def read(leaf: tuple[LeafRecord, Home]) -> Any:
+        return _read(version, *leaf, arrays.get(leaf[0].name), client)
+
+    return mapped(version, read, zip(records, homes, strict=True), "restoring a checkpoint")
+
+
+def _key_data(record: LeafRecord) -> Any:
+    return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
+
+
+def _read(version: Place, record: LeafRecord, home: Home, array: Any, client: int | None) -> Any:
+    if record.kind == "value":
+        return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
+    if record.kind == "rows" and record.replicas:
+        return home.made(Whole(_replica(version, record, client)), record)
+    if record.kind == "rows":
+        return home.made(RowFiles(version, record), record)
+    if record.kind == "dense" and record.files:
+        return home.made(_array(version, record), record)
+    if record.kind == "empty":
+        array = np.empty(record.shape if record.key is None else _key_data(record).shape, record.numpy_dtype)
+    if isinstance(array, jax.Array):
+        return jax_compat.weak(array) if record.weak else array
+    return home.made(Whole(np.asarray(array)), record)
+
+
+def _array(version: Place, record: LeafRecord) -> Source:
+    shape = record.shape if record.key is None else _key_data(record).shape
+    rows = shape or (1,)
+    layout = RowLayout(rows[0], 1, cyclic=False)
+    files = RowFiles(version, dataclasses.replace(record, shape=rows, layout=layout))
+    return files if rows == record.shape else Whole(files.whole().reshape(shape))
+
+
+def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarray:
+    """Reads a client's replica; the mean of all if it is None, or the first one of what has none."""
+    shape = record.shape if record.key is None else _key_data(record).shape
+    files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))
+    if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):
+        return np.asarray(mean_of([files.read(np.array([c]))[0] for c in range(record.replicas)]))
+    return files.read(np.array([client or 0]))[0]
+
+
+def template_of(make_state: Callable[..., Any], *args: Any) -> Any:
+    """Returns what a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
+    made: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        made.append(make_state(*args))
+        return made[0]
+
+    shapes = jax.eval_shape(noted, *args)
+    return jax.tree.map(lambda leaf, shape: shape if isinstance(leaf, jax.Array) else leaf, made[0], shapes)

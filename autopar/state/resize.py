@@ -26,10 +26,9 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.run.buffers import with_own_buffers
 from autopar.state.files.manifest import LeafRecord
-from autopar.tables.home import ArrayHome, Home, NumpyHome, Whole
 from autopar.tables.host import HostHome, HostTable
 from autopar.tables.kinds import current, home_of, is_table
-from autopar.tables.leaf import TableLeaf
+from autopar.tables.leaf import ArrayHome, Home, NumpyHome, TableLeaf, Whole
 from autopar.tables.pending import drain
 from autopar.tables.replica import Replica
 from autopar.tables.served import ServedLeaf

@@ -32,10 +32,9 @@ from autopar.state.files.folder import Folder, await_visible
 from autopar.state.files.manifest import NUMBERS, FileRecord, LeafRecord, Manifest, Node, describe_tree
 from autopar.state.files.places import Place, mapped, require_tensorstore
 from autopar.state.files.rows import array_name, write_rows
-from autopar.tables.averaging import average
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
-from autopar.tables.replica import Replica, replicas_of, settled
+from autopar.tables.replica import Replica, average, replicas_of, settled
 from autopar.tables.served import session_of
 from autopar.tables.sharded import shards_of
 
@@ -167,7 +166,7 @@ def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
 
 
 def _replica(path: str, name: str, leaf: Replica) -> SavedLeaf:
-    return _of_each(leaf.replicas.clients, _jax_leaf(path, name, jnp.asarray(materialize(settled(leaf)))))
+    return _of_each(leaf.pending.clients, _jax_leaf(path, name, jnp.asarray(materialize(settled(leaf)))))
 
 
 def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:

@@ -285,8 +285,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         return self.leaves[0].is_deleted()
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class DeferredTable(StandingLeaf):
+class DeferredTable(StandingLeaf[DeviceUpdateLog]):
     """Rows that move in every step, of which those that no batch touched are moved when they are read.
 
     A leaf of the state like an array: `jax.tree` maps over it, and a step made by `parallelize` takes and returns it.
@@ -294,57 +293,48 @@ class DeferredTable(StandingLeaf):
     ordinary arrays.
 
     Attributes:
-      log: Shared by the table and its slots.
-      place: Which of the update log's leaves it is.
       layout: How rows are stored, None where as they are.
       axis: The row axis.
     """
 
-    log: DeviceUpdateLog
-    place: int
-    layout: RowLayout | None
-    axis: int
+    def __init__(self, log: DeviceUpdateLog, place: int) -> None:
+        """Takes the log that the table and its slots share; `place`: the number of the leaf there."""
+        self.layout, self.axis = log.spec.stored_as(place)
+        stored = log.leaves[place]
+        shape = stored.shape if self.layout is None else resized(stored.shape, self.axis, self.layout.extent)
+        super().__init__(log, place, jax.ShapeDtypeStruct(shape, stored.dtype))
 
     @property
     def table(self) -> int:
         """The number, among the log's tables, of the one it belongs to."""
-        return self.place // len(self.log.spec.replay.leaves)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        stored = self.log.leaves[self.place].shape
-        return stored if self.layout is None else resized(stored, self.axis, self.layout.extent)
-
-    @property
-    def dtype(self) -> Any:
-        return self.log.leaves[self.place].dtype
+        return self.place // len(self.pending.spec.replay.leaves)
 
     @property
     def is_whole_here(self) -> bool:
-        return not is_global(self.log.leaves[self.place])
+        return not is_global(self.pending.leaves[self.place])
 
     def is_deleted(self) -> bool:
-        return self.log.is_deleted()
+        return self.pending.is_deleted()
 
     def block_until_ready(self) -> DeferredTable:
         """Waits for the step that returned it; rows that lag behind stay so."""
-        jax.block_until_ready((self.log.leaves, self.log.entries))
+        jax.block_until_ready((self.pending.leaves, self.pending.entries))
         return self
 
     def current(self) -> jax.Array | Table:
         """Returns the table with all rows up to date: the log's own array, or a `Table` of it. The next step takes
         it."""
-        self.log.bring_up_to_date()
+        self.pending.bring_up_to_date()
         return self.lagging()
 
     def lagging(self) -> jax.Array | Table:
         """Returns the table as it is, some rows lagging behind."""
-        stored = self.log.leaves[self.place]
+        stored = self.pending.leaves[self.place]
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:
-        layout = self.log.spec.layouts[self.table]
+        layout = self.pending.spec.layouts[self.table]
         return None if layout is None else (layout, self.axis)
 
     @property
@@ -355,8 +345,8 @@ class DeferredTable(StandingLeaf):
 def common_log(leaves: Sequence[Any], spec: DeviceUpdateLogSpec) -> DeviceUpdateLog | None:
     """Returns the update log that a step can go on with: its leaves are these, and it is kept in the same way."""
     first = leaves[0]
-    if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.log.spec):
+    if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.pending.spec):
         return None
-    log = first.log
-    mine = (isinstance(x, DeferredTable) and x.log is log and x.place == k for k, x in enumerate(leaves))
+    log = first.pending
+    mine = (isinstance(x, DeferredTable) and x.pending is log and x.place == k for k, x in enumerate(leaves))
     return log if all(mine) else None

@@ -14,8 +14,7 @@ from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.mpi.machines import exchange
-from autopar.tables.home import Described, Home, Source
-from autopar.tables.leaf import PlacedLeaf, Shards
+from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
 
 #: Rows that are read at a time, so that reading a table needs little memory beside the result.
 _BLOCK_ROWS = 1 << 16

@@ -12,8 +12,7 @@ from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.tables.home import ArrayHome, Home, NumpyHome
-from autopar.tables.leaf import PlacedLeaf, TableLeaf, copied, current
+from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
 
 

@@ -8,17 +8,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopar import explicit_meshes, jax_compat
+from autopar.backends import across
 from autopar.cost.units import format_bytes
 from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
-from autopar.tables.home import Home
 
 #: From so many bytes on, and so many reads of whole leaves of a kind and shape by JAX and NumPy, a warning.
 _LARGE_BYTES, _READS = 64 << 20, 10
@@ -237,8 +237,28 @@ class PlacedLeaf(TableLeaf):
         """Returns a copy, in the same place. Nothing is exchanged."""
 
 
-class StandingLeaf(TableLeaf):
-    """A leaf that stands for another one, or for an array, to which something is still to be done."""
+P = TypeVar("P")
+
+
+class StandingLeaf(TableLeaf, Generic[P]):
+    """A leaf that stands for another one, or for an array, to which something is still to be done.
+
+    Attributes:
+      pending: What is still to be done: to all leaves of a state that share it.
+      place: Which of these it is.
+    """
+
+    def __init__(self, pending: P, place: int, aval: Any) -> None:
+        """Takes, besides the attributes, what has its shape and dtype (`aval`)."""
+        self.pending, self.place, self._aval = pending, place, aval
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._aval.shape
+
+    @property
+    def dtype(self) -> Any:
+        return self._aval.dtype
 
     @abc.abstractmethod
     def current(self) -> Any: ...
@@ -305,3 +325,111 @@ _BINARY = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift 
 _OTHERS = "eq ne lt le gt ge neg pos abs invert".split()
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_OTHERS):
     setattr(TableLeaf, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+# --- `Home`: where a leaf is, and how it is brought there from what has all of it, a file or an array ---
+
+
+class Source(Protocol):
+    """All of a leaf, read part by part. Nothing is exchanged."""
+
+    def whole(self) -> np.ndarray:
+        """Returns the leaf."""
+        ...
+
+    def part(self, index: Any) -> np.ndarray:
+        """Returns `leaf[index]`; `index`: a slice for each axis."""
+        ...
+
+    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
+        """Returns [n, ...]: a copy of what has these numbers along an axis, that axis first."""
+        ...
+
+
+class Described(Protocol):
+    """Describes a leaf before it is read."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def numpy_dtype(self) -> np.dtype[Any]: ...
+    @property
+    def weak(self) -> bool: ...
+    @property
+    def key(self) -> str | None: ...
+
+
+class Home(abc.ABC):
+    """A place of leaves. A kind of leaf has its own, beside it."""
+
+    @abc.abstractmethod
+    def made(self, source: Source, leaf: Described) -> Any:
+        """Makes the leaf at this home; of what several processes have, this one's part."""
+
+    @property
+    def reads_itself(self) -> Any:
+        """The sharding by which Orbax may read an ordinary array straight to its devices; None: it may not."""
+        return None
+
+
+@dataclass(frozen=True)
+class ArrayHome(Home):
+    """An ordinary array of JAX, or of random keys. `sharding`: None: where JAX puts arrays by itself."""
+
+    sharding: Any = None
+
+    @property
+    def reads_itself(self) -> Any:
+        return self.sharding if self.sharding is not None and len(self.sharding.device_set) > 1 else None
+
+    def made(self, source: Source, leaf: Described) -> jax.Array:
+        require_dtype(leaf)
+        if leaf.key is not None:
+            keys = jax.random.wrap_key_data(jnp.asarray(source.whole()), impl=leaf.key)
+            return keys if self.sharding is None else across.place_array(keys, self.sharding)
+        if self.sharding is None:
+            array = jnp.asarray(source.whole())
+        else:
+            array = jax.make_array_from_callback(leaf.shape, self.sharding, source.part)
+        return jax_compat.weak(array) if leaf.weak else array
+
+
+class NumpyHome(Home):
+    """An array of NumPy."""
+
+    def made(self, source: Source, leaf: Described) -> np.ndarray:
+        return np.array(source.whole())
+
+
+def require_dtype(leaf: Described) -> None:
+    """Checks that JAX has the leaf's dtype.
+
+    Raises:
+      CheckpointError: it hasn't, as without 64 bits.
+    """
+    if jax.dtypes.canonicalize_dtype(leaf.numpy_dtype) != leaf.numpy_dtype:
+        raise CheckpointError(
+            f"{leaf.path} was saved as {leaf.numpy_dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"
+        )
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A source that this process has all of.
+
+    Attributes:
+      array: The leaf.
+    """
+
+    array: np.ndarray
+
+    def whole(self) -> np.ndarray:
+        return self.array
+
+    def part(self, index: Any) -> np.ndarray:
+        return self.array[index]
+
+    def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
+        return np.moveaxis(np.take(self.array, numbers, axis), axis, 0)

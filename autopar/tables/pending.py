@@ -1,7 +1,10 @@
-"""`PendingArray`: a leaf of the state whose last updates are still on their way through an asynchronous pipeline."""
+"""`PendingArray`: a leaf of the state whose last updates are still on their way through an asynchronous pipeline; and
+whose results come with which call."""
 
 from __future__ import annotations
 
+import collections
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 import jax
@@ -43,7 +46,7 @@ class Flight(Protocol):
         ...
 
 
-class PendingArray(StandingLeaf):
+class PendingArray(StandingLeaf[Flight]):
     """A weight or slot that minibatches are still to update.
 
     A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
@@ -52,35 +55,17 @@ class PendingArray(StandingLeaf):
     must read.
     """
 
-    def __init__(self, flight: Flight, place: int, shape: tuple[int, ...], dtype: Any) -> None:
-        """Takes the number, among the flight's leaves, of its `place`."""
-        self._flight, self._place, self._shape, self._dtype = flight, place, shape, dtype
+    def __init__(self, flight: Flight, place: int, aval: Any) -> None:
+        """Takes the minibatches that are on their way, which all leaves share; the others as of `StandingLeaf`."""
+        super().__init__(flight, place, aval)
         self._call = flight.call
 
     @property
-    def flight(self) -> Flight:
-        """The minibatches that are on their way, shared by all leaves."""
-        return self._flight
-
-    @property
-    def place(self) -> int:
-        """Says which of their leaves it is."""
-        return self._place
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._dtype
-
-    @property
     def is_whole_here(self) -> bool:
-        return not self._flight.is_of_several
+        return not self.pending.is_of_several
 
     def is_deleted(self) -> bool:
-        return self._call != self._flight.call
+        return self._call != self.pending.call
 
     def current(self) -> Any:
         """Returns the leaf behind all minibatches: an array, or a `StageArray`."""
@@ -89,7 +74,7 @@ class PendingArray(StandingLeaf):
                 "this leaf was given to a later step, which goes on with it: read the state that this returned. A "
                 "state that is to stay is a copy, autopar.materialize(state)"
             )
-        return self._flight.drained()[self._place]
+        return self.pending.drained()[self.place]
 
     @property
     def _where(self) -> str:
@@ -110,3 +95,60 @@ def drain(state: T) -> T:
       DonatedStateError: a later call has taken the state.
     """
     return jax.tree.map(lambda leaf: leaf.current() if isinstance(leaf, PendingArray) else leaf, state)
+
+
+# --- whose results come with which call ---
+
+
+#: Behind the last batch.
+_END: Any = object()
+
+
+def ended(state: Any) -> int | None:
+    """Returns which minibatch the results are of that came with a state: its number since the pipeline was empty.
+
+    None if they are of none yet, or of the call itself.
+    """
+    flight = _flight(state)
+    return None if flight is None else flight.ended
+
+
+def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[Any]) -> Iterator[tuple[T, Any, Any]]:
+    """Trains, and yields each batch with what its minibatch returned.
+
+    An asynchronous step returns that some calls later, or, for the last ones, when the state is drained or read. Of any
+    other step it is what the call returns.
+
+    Args:
+      step: Takes a state and a batch, and returns the new state and something else.
+      state: The first state, which is given away.
+      batches: Of each call.
+
+    Yields:
+      The state as far as it is, a batch, and what the step returned for it, in the order of the batches. With the last
+      ones the state is drained.
+    """
+    waiting: collections.deque[Any] = collections.deque()
+    coming = iter(batches)
+    batch = next(coming, _END)
+    while batch is not _END:
+        flight = _flight(state)
+        state, results = step(state, batch)
+        waiting.append(batch)
+        batch = next(coming, _END)
+        rest = _rest(flight) if _flight(state) is not flight else []  # the state was read
+        if batch is _END:
+            flight, state = _flight(state), drain(state)
+            later = _rest(flight)
+        else:
+            later = []
+        for each in (*rest, *([] if results is None else [results]), *later):
+            yield state, waiting.popleft(), each
+
+
+def _flight(state: Any) -> Flight | None:
+    return next((leaf.pending for leaf in jax.tree.leaves(state) if isinstance(leaf, PendingArray)), None)
+
+
+def _rest(flight: Flight | None) -> list[Any]:
+    return [] if flight is None else flight.rest()

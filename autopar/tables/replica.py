@@ -5,17 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.across import is_global
+from autopar.backends.across import is_global, place_array
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
 from autopar.servers.exchanges import CenterSession, RingSession
+from autopar.servers.session import Session
+from autopar.tables.kinds import materialize
 from autopar.tables.leaf import StandingLeaf, TableLeaf
+from autopar.tables.served import ServedLeaf, session_of
 
 Array = Any
 #: Calls whose rows are kept by themselves; beyond that they are brought together.
@@ -121,7 +124,7 @@ class Replicas:
         return arrays
 
 
-class Replica(StandingLeaf):
+class Replica(StandingLeaf[Replicas]):
     """This client's own copy of a leaf, which differs from those of the others between two means.
 
     A leaf of the state like an array: `jax.tree` maps over it, and the step that returned it takes it and goes on.
@@ -132,18 +135,9 @@ class Replica(StandingLeaf):
     """
 
     def __init__(self, leaf: Any, replicas: Replicas, place: int) -> None:
-        """Takes a client's own leaf; `place`: the input of the step that it is."""
-        self._leaf, self._replicas, self._place = leaf, replicas, place
-
-    @property
-    def replicas(self) -> Replicas:
-        """Has what all leaves of the state share."""
-        return self._replicas
-
-    @property
-    def place(self) -> int:
-        """The number of the step's input that it is."""
-        return self._place
+        """Takes a client's own leaf, what all leaves of the state share, and the step's input that it is."""
+        super().__init__(replicas, place, leaf)
+        self._leaf = leaf
 
     @property
     def own(self) -> Any:
@@ -157,18 +151,10 @@ class Replica(StandingLeaf):
         return self._leaf
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self._leaf.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._leaf.dtype
-
-    @property
     def is_whole_here(self) -> bool:
         leaf = self._leaf
         is_here = leaf.is_whole_here if isinstance(leaf, TableLeaf) else not is_global(leaf)
-        return is_here and self._replicas.clients.count == 1
+        return is_here and self.pending.clients.count == 1
 
     def is_deleted(self) -> bool:
         return isinstance(self._leaf, (jax.Array, TableLeaf)) and self._leaf.is_deleted()
@@ -184,7 +170,7 @@ class Replica(StandingLeaf):
 
     @property
     def _where(self) -> str:
-        clients = self._replicas.clients
+        clients = self.pending.clients
         return f", the replica of client {clients.own} of {clients.count}"
 
 
@@ -194,7 +180,7 @@ def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
     Raises:
       DonatedStateError: some are of one call, some of another.
     """
-    found = {leaf.replicas for leaf in leaves if isinstance(leaf, Replica)}
+    found = {leaf.pending for leaf in leaves if isinstance(leaf, Replica)}
     if len(found) > 1:
         raise DonatedStateError("some replicas of the state are of another step than others: give a state as returned")
     return next(iter(found), None)
@@ -220,5 +206,56 @@ def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int
 
 def settled(leaf: Replica) -> Any:
     """Returns this client's leaf once its mean, if that is on its way, is merged."""
-    way = next((way for way in leaf.replicas.pending.values() if leaf.place in way.new), None)
+    way = next((way for way in leaf.pending.pending.values() if leaf.place in way.new), None)
     return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])
+
+
+# --- `average`: ordinary arrays of a state of which each client has a replica ---
+
+
+T = TypeVar("T")
+
+
+def average(state: T) -> T:
+    """Averages all clients' replicas, into ordinary arrays, the same on every process: to evaluate, or to go on with.
+
+    Floating-point leaves are averaged, weights and optimizer slots alike; of others, such as counts and random keys, it
+    is the first client's. A mean that is on its way counts as merged. With a centre (`sync.Elastic`) weights are that.
+    Of a state that servers keep (`sync.Async`) it is that state, once all pushes of all workers are applied. The
+    replicas stay as they are, and servers go on. Collective: all processes call it, those with replicas at the same
+    step (with a centre at any).
+
+    Args:
+      state: A state that a step with `sync=` returned, or a part of one; of any other it is `autopar.materialize`.
+
+    Raises:
+      DonatedStateError: it was given to a step.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    if (session := session_of(leaves)) is not None:
+        return jax.tree.unflatten(tree, _settled(leaves, session))
+    replicas = replicas_of(leaves)
+    if replicas is None:
+        return materialize(state)
+    # Before any mean: while a client's devices wait in one, a server in its process couldn't compute an exchange.
+    center = {} if replicas.center is None else replicas.center.settled()
+    own = {} if replicas.ring is None else replicas.ring.settled()
+    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
+    mine = {k: own.get(leaves[k].place, None) for k in places}
+    mine = {k: materialize(settled(leaves[k])) if x is None else x for k, x in mine.items()}
+    if replicas.ring is not None:  # a passive client has its weights from its server, where an active one has shards
+        whole = replicas.clients.devices.sharding(None)
+        mine = {k: place_array(x, whole) for k, x in mine.items()}
+    floats = [k for k in places if jnp.issubdtype(mine[k].dtype, jnp.floating)]
+    others = [k for k in places if k not in floats]
+    made = dict(zip(floats, replicas.clients.mean([jnp.asarray(mine[k]) for k in floats]), strict=True))
+    made |= dict(zip(others, replicas.clients.first([mine[k] for k in others]), strict=True))
+    made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
+    return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
+
+
+def _settled(leaves: Sequence[Any], session: Session) -> list[Any]:
+    """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
+    worker's."""
+    whole = session.settled()
+    return [leaf.typed(whole[leaf.place]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]

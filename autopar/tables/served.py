@@ -13,7 +13,7 @@ from autopar.servers.session import Session
 from autopar.tables.leaf import StandingLeaf
 
 
-class ServedLeaf(StandingLeaf):
+class ServedLeaf(StandingLeaf[Session]):
     """A leaf of the state behind a worker's step.
 
     A leaf like an array: `jax.tree` maps over it, and the step takes and returns it. Reading it (`np.asarray`,
@@ -24,25 +24,8 @@ class ServedLeaf(StandingLeaf):
 
     def __init__(self, session: Session, place: int, aval: Any) -> None:
         """Takes the input of the step that it is (`place`), and its shape and dtype (`aval`)."""
-        self._session, self._place, self._aval, self._step = session, place, aval, session.steps
-
-    @property
-    def session(self) -> Session:
-        """Returns what the worker does."""
-        return self._session
-
-    @property
-    def place(self) -> int:
-        """The number of the step's input that it is."""
-        return self._place
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._aval.shape
-
-    @property
-    def dtype(self) -> Any:
-        return self._aval.dtype
+        super().__init__(session, place, aval)
+        self._step = session.steps
 
     @property
     def is_weak(self) -> bool:
@@ -54,7 +37,7 @@ class ServedLeaf(StandingLeaf):
         return True  # servers answer one worker by itself
 
     def is_deleted(self) -> bool:
-        return self._step != self._session.steps
+        return self._step != self.pending.steps
 
     def current(self) -> Any:
         """Returns the array as it is now.
@@ -64,7 +47,7 @@ class ServedLeaf(StandingLeaf):
         """
         if self.is_deleted():
             raise donated("this leaf")
-        return self.typed(self._session.read(self._place))
+        return self.typed(self.pending.read(self.place))
 
     def typed(self, value: Any) -> Any:
         """Returns a value of this leaf as an array of its type."""
@@ -75,8 +58,8 @@ class ServedLeaf(StandingLeaf):
 
     @property
     def _where(self) -> str:
-        session = self._session
-        homes = session.served.get(self._place, ())
+        session = self.pending
+        homes = session.served.get(self.place, ())
         where = f" on server{'s' * (len(homes) > 1)} {', '.join(map(str, homes))}"
         return where if homes else f", worker {session.link.number}'s"
 
@@ -90,6 +73,6 @@ def session_of(leaves: Sequence[Any]) -> Session | None:
     served = [leaf for leaf in leaves if isinstance(leaf, ServedLeaf)]
     if any(leaf.is_deleted() for leaf in served):
         raise donated("the state")
-    if any(leaf.session is not served[0].session for leaf in served):
+    if any(leaf.pending is not served[0].pending for leaf in served):
         raise DonatedStateError("some leaves are of another state that servers keep than others: give one as returned")
-    return served[0].session if served else None
+    return served[0].pending if served else None

@@ -16,8 +16,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.tables.home import Described, Home, Source
-from autopar.tables.leaf import PlacedLeaf, Shards, copied
+from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.launch.group import everyone
-from autopar.tables.home import Described, Home, Source, require_dtype
-from autopar.tables.leaf import PlacedLeaf, Shards, copied
+from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied, require_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from autopar.run.devices import DevicesRunner
 from autopar.run.entry import Entry
 from autopar.run.one_device import OneDeviceRunner
 from autopar.run.runner import Runner
-from autopar.tables.home import ArrayHome, Home
+from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_own_program
 

@@ -27,8 +27,8 @@ from autopar.passes.split_stages import split_stages
 from autopar.run.entry import Entry
 from autopar.run.planner import ON_DEVICES, Planner
 from autopar.run.runner import Runner
-from autopar.tables.home import Home
 from autopar.tables.host import HostHome
+from autopar.tables.leaf import Home
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:

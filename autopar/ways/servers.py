@@ -14,16 +14,14 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program, known
-from autopar.passes.gradient_program import gradient_equations
 from autopar.passes.localizing.rank import localize_worker
-from autopar.passes.plan_servers import served_plan
 from autopar.passes.replicate import check_replicas
-from autopar.passes.split_servers import split_servers
+from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
 from autopar.run.entry import Entry
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.sync import Async
-from autopar.tables.averaging import average
+from autopar.tables.replica import average
 from autopar.tables.served import ServedLeaf
 from autopar.ways.way import SERVERS, Way, in_microbatches, lifting, rewriting
 

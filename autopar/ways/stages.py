@@ -22,13 +22,13 @@ from autopar.ir.stage_timeline import stage_timeline
 from autopar.measure.stage_rates import first_rates, profiled_rates
 from autopar.passes.localizing.tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline
-from autopar.passes.staging.divided import DividedLeaves
-from autopar.passes.staging.search import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
+from autopar.passes.staging.loads import DividedLeaves
+from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
 from autopar.run.entry import Entry
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
-from autopar.tables.home import ArrayHome, Home
+from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.staged import StageHome, StagePlace, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 

@@ -27,7 +27,7 @@ from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
 from autopar.passes.share_logs import share_logs
 from autopar.passes.split_update import split_update
-from autopar.tables.home import Home
+from autopar.tables.leaf import Home
 
 if TYPE_CHECKING:  # names of those who ask
     from autopar.planning.check import Check

@@ -105,7 +105,7 @@ def test_scale_only_rows_wait_for_some_parts_only(devices: int, monkeypatch: pyt
         for k in range(60):
             batch = ids_of(k) if k < 3 else {"ids": ids_of(k)["ids"] % 16}
             mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
-        log = mine["t"].log
+        log = mine["t"].pending
         waiting = np.asarray(log.entries[0])
         assert (waiting < 0).sum() > ROWS / 2 and int(log.entries[2]) == 2
         assert (~waiting[waiting < 0] >= 1).all(), "rows wait for a segment that is no more"
@@ -121,7 +121,7 @@ def test_a_batch_that_exceeds_capacities() -> None:
         if k % 13 == 7:
             batch = {"ids": (4 * batch["ids"] + k % 4).astype(np.int32)}  # all of one device
         mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
-        now = mine["t"].log.entries[1]
+        now = mine["t"].pending.entries[1]
         assert int(now) == 25 + 1 + k % 25  # of the newer part
     assert planned.plan is not None and not planned.latest.compiled.bound.families[0].bounds.tight
     agree(mine, theirs)

@@ -32,7 +32,7 @@ def test_evaluations_see_what_plain_ones_do(evaluate: Callable[..., Any], flushe
         if k % 3 == 2:
             seen = random.integers(0, ROWS + 9, 6).astype(np.int32)
             assert_same(planned(mine, seen), evaluate(theirs, seen))
-            log = mine["params"]["emb"].log
+            log = mine["params"]["emb"].pending
             assert log.is_up_to_date == flushes and (flushes or int(log.entries[1]) > 0)
     assert_same(autopar.materialize(mine), theirs)
 

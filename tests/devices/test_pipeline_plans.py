@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.cost.stage_time import pipeline_memory
-from autopar.passes.staging import search
+from autopar.passes.staging import stages as search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
 from tests.support.explained import explained

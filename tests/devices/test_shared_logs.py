@@ -140,10 +140,10 @@ def test_between_steps(devices: int) -> None:
         if k % 5 == 4:
             expected = np.asarray(jnp.asarray(copied(state)["t"]["short"]))[batch_of(k)["ids"] % 23] * 2
             before = state["t"]["long"]
-            stamps = np.asarray(before.log.entries[0]) if isinstance(before, autopar.DeferredTable) else None
+            stamps = np.asarray(before.pending.entries[0]) if isinstance(before, autopar.DeferredTable) else None
             np.testing.assert_allclose(reads(state, batch_of(k)["ids"]), expected, rtol=1e-9)
             if stamps is not None:
-                np.testing.assert_array_equal(before.log.entries[0], stamps)
+                np.testing.assert_array_equal(before.pending.entries[0], stamps)
         return state
 
     assert differ(deferring_on(devices), between) == []
@@ -156,7 +156,7 @@ def copied(state: Any) -> Any:
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, autopar.DeferredTable):
             return leaf
-        log = leaf.log
+        log = leaf.pending
         if id(log) not in logs:
             lists = {"leaves": [x.copy() for x in log.leaves], "entries": [x.copy() for x in log.entries]}
             logs[id(log)] = dataclasses.replace(log, **lists)

@@ -16,10 +16,9 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.fading import find_fading
 from autopar.analysis.primitives import ELEMENTWISE
-from autopar.analysis.scale_only import find_scale_only
-from autopar.analysis.unfollowed import LAZY
+from autopar.analysis.rules import LAZY
+from autopar.analysis.scale_only import find_fading, find_scale_only
 from autopar.cost.model import replay_pays
 from autopar.ir.deferred import Replay, flushes
 from autopar.ir.layout import RowLayout

@@ -17,8 +17,7 @@ import numpy as np
 
 from autopar.analysis.nonfinite import NonfiniteOutcome, NonfiniteOutcomes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
-from autopar.analysis.rules import ALIGNED
-from autopar.analysis.unfollowed import LAZY
+from autopar.analysis.rules import ALIGNED, LAZY
 from autopar.ir.local import NotLocal
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Off, Refusal, Row

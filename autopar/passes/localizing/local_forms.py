@@ -11,12 +11,12 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.writer import ZeroWriter
-from autopar.passes.row_places import PLACED_ELEMENTWISE
 
 
 def joined(states: Iterable[State]) -> State:

@@ -130,23 +130,15 @@ class _Walk(LookupRewriter):
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
         """Returns the equation once more for each of the parts that it takes."""
-        layouts = {self.joined[a][0] for a in equation.inputs if a in self.joined}
-        known = (a.shape == () or a in self.joined or a in self.uniform for a in equation.inputs)
-        if len(layouts) != 1 or not all(known):
+        joined = {a: self.joined[a] for a in equation.inputs if a in self.joined}
+        layouts = {layout for layout, _ in joined.values()}
+        if len(layouts) != 1 or not self.is_known(equation, joined):
             return []
         (layout,) = layouts
-        params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
         made, parts = list[Equation](), list[Atom]()
         for k in range(len(layout.sizes)):
-            atoms = [self.joined[a][1][k] if a in self.joined else self.uniform.get(a, a) for a in equation.inputs]
-            shape = next(a.shape for a, whole in zip(atoms, equation.inputs, strict=True) if whole in self.joined)
-
-            def again(*operands: Any, shape: Any = shape) -> Any:
-                pairs = zip(operands, equation.inputs, strict=True)
-                operands = tuple(jnp.broadcast_to(x, shape) if a.shape else x for x, a in pairs)
-                return jax_compat.bind(equation.primitive, operands, params)[0]
-
-            made += expand(again, equation, atoms)
+            forms = {a: own[k] for a, (_, own) in joined.items()}
+            made += self.again(equation, forms, next(iter(forms.values())).shape)
             parts.append(made[-1].outputs[0])
         self.joined[equation.outputs[0]] = layout, tuple(parts)
         return made

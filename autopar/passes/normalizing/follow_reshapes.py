@@ -153,20 +153,9 @@ class _Walk(LookupRewriter):
     def _elementwise(self, equation: Equation) -> list[Equation]:
         """Returns the equation once more, in the shape of the table whose reshaped values it takes."""
         shapes = {self.views[a].shape for a in equation.inputs if a in self.views}
-        known = (a.shape == () or a in self.views or a in self.uniform for a in equation.inputs)
-        if len(shapes) != 1 or not all(known):
+        if len(shapes) != 1 or not self.is_known(equation, self.views):
             return []
-        (shape,) = shapes
-        atoms = [self.views.get(a, self.uniform.get(a, a)) for a in equation.inputs]
-        params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
-
-        def again(*operands: Any) -> Any:
-            operands = tuple(
-                jnp.broadcast_to(x, shape) if a.shape else x for x, a in zip(operands, equation.inputs, strict=True)
-            )
-            return jax_compat.bind(equation.primitive, operands, params)[0]
-
-        return self._viewed(equation, expand(again, equation, atoms))
+        return self._viewed(equation, self.again(equation, self.views, shapes.pop()))
 
     def _viewed(self, equation: Equation, made: list[Equation]) -> list[Equation]:
         self.views[equation.outputs[0]] = made[-1].outputs[0]

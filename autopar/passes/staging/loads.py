@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.analysis.stages import NOWHERE, Label
-from autopar.analysis.tensor import Division
+from autopar.analysis.tensor import Divider, Division
 from autopar.analysis.work import equation_work
 from autopar.cost.partition import Layer
 from autopar.cost.rates import StageRates
 from autopar.ir.program import Equation, Var
 from autopar.ir.schedule import Places
+from autopar.passes.staging.layers import CutProgram
 from autopar.passes.staging.parts import Parts, homes_before, read_by
 
 
@@ -119,7 +120,7 @@ def stage_loads(
       labels: Its equations' (`label_parts`).
       homes: The stage of each leaf of the state.
       places: The devices of each stage: between stages of one device nothing is sent.
-      division: How its values are divided (`passes.staging.divided`).
+      division: How its values are divided (`DividedLeaves`).
     """
     loads = [StageLoad() for _ in places]
     made: dict[Var, Label] = {}
@@ -204,3 +205,39 @@ def held_bytes(var: Var, division: Division) -> int:
 
 def _bytes(var: Var) -> int:
     return int(getattr(var.type, "nbytes", 0))
+
+
+# --- products that are divided within the stages of a pipeline, over the devices of a tensor axis ---
+#
+# Which leaves are divided is decided for the step as a whole (`passes.choose`); here they are followed through the
+# programs that stages are cut from.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DividedLeaves:
+    """The leaves of a program that are divided.
+
+    Attributes:
+      devices: T.
+      axes: Leaf -> the axis along which it is.
+    """
+
+    devices: int = 1
+    axes: Mapping[Var, int] = field(default_factory=dict)
+
+    def within(self, cut: CutProgram) -> DividedLeaves:
+        """Returns the divided leaves of the program whose stacked leaves are in parts; layers aren't divided."""
+        return DividedLeaves(self.devices, {part: axis for v, axis in self.axes.items() for part in cut.parts(v)})
+
+    def follow(self, parts: Parts) -> Division:
+        """Returns how all values of a step are divided."""
+        divider = Divider(self.axes, self.devices)
+        if self.axes:
+            divider.run(parts.before)
+            for inner, outer in read_by(parts).items():
+                divider.same(inner, outer)
+            divider.run(parts.body.equations)
+            for inner, outer in zip(parts.body.outputs, parts.step.outputs, strict=True):
+                divider.same(outer, inner)
+            divider.run(parts.after)
+        return divider.division

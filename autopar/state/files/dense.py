@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from autopar.errors import CheckpointError
-from autopar.state.files.checksums import flushed
-from autopar.state.files.manifest import FileRecord
+from autopar.state.files.manifest import FileRecord, flushed
 from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
 
 DENSE_FOLDER = "dense"

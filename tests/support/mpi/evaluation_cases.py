@@ -35,7 +35,7 @@ def check_rows_that_are_read() -> None:
             for evaluate, planned, flushes in evaluations:
                 for given in (seen, jnp.asarray(seen), spread):
                     assert_same(planned(mine, given), evaluate(theirs, seen))
-                    assert mine["params"]["emb"].log.is_up_to_date == flushes
+                    assert mine["params"]["emb"].pending.is_up_to_date == flushes
                     mine, theirs = step(mine, ids)[0], plain(theirs, ids)[0]
     assert_same(autopar.materialize(mine), theirs)
 

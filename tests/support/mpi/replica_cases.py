@@ -317,7 +317,7 @@ def check_checkpoints() -> None:
     found, _ = autopar.restore(folder, half, step=late, batch=minibatch(RANK, 0))
     near(autopar.average(found["params"]), autopar.average(half["params"]), 1e-4)
     assert np.abs(np.asarray(found["params"]["w"]) - np.asarray(half["params"]["w"])).max() > 1e-4
-    assert found["params"]["w"].replicas.steps == 5
+    assert found["params"]["w"].pending.steps == 5
 
 
 def check_minibatches() -> None:

@@ -138,7 +138,7 @@ def check_checkpoints() -> None:
     assert isinstance(again["params"]["w"], autopar.Replica)
     same(autopar.average(again), mean)
     again, _ = trained(step, again, 2)
-    assert again["params"]["w"].replicas.steps == 7 + RANK
+    assert again["params"]["w"].pending.steps == 7 + RANK
     if RANK == 0:  # whose folder it is
         own_steps = next((FOLDER / "ring").glob("version-*/rows/own_steps*/c*"))
         data = own_steps.read_bytes()

@@ -14,8 +14,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.analysis.fading import fading_numbers
-from autopar.analysis.scale_only import factors
+from autopar.analysis.scale_only import factors, fading_numbers
 from autopar.backends import segments
 from autopar.backends.deferred import Deferred
 from autopar.backends.emit import deferred_of
@@ -201,7 +200,7 @@ def _deferred(tx: optax.GradientTransformation) -> Deferred:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_nothing_reaches_farther_than_the_bound(name: str) -> None:
-    """The untouched update on random rows and random numbers of a step, beside what `analysis.fading` says of them."""
+    """The untouched update on random rows and random numbers of a step, beside what analysis says of them."""
     deferred = _deferred(OPTIMIZERS[name]())
     p, body = deferred.replay, deferred.body
     assert p.scale_only is not None and p.fading is not None and p.fading.pairs

@@ -200,12 +200,12 @@ def test_needed_equations_reduce_loops_to_what_is_needed() -> None:
         return h, k * 10
 
     block = traced(step, START, jnp.int32(1))
-    needed = needed_equations(block, [block.outputs[1]])
+    needed = needed_equations(block.equations, [block.outputs[1]])
     assert [e.op for e in needed] == ["scan", "mul"]
     slim = Block(block.inputs, tuple(needed), (block.outputs[1],))
     assert "tanh" not in ops(slim)
     close(run(slim, START, jnp.int32(1)), [70])
-    assert needed_equations(block, [block.inputs[0], Literal(1.0, block.inputs[0].type)]) == []
+    assert needed_equations(block.equations, [block.inputs[0], Literal(1.0, block.inputs[0].type)]) == []
 
 
 # --- out of loops ---

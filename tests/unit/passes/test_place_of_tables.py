@@ -9,8 +9,7 @@ import pytest
 from autopar.compile import analyze_program
 from autopar.ir.options import Options
 from autopar.ir.program import Program
-from autopar.passes.choose import choose
-from autopar.passes.choosing.place_of_tables import Move, move_tables
+from autopar.passes.choose import Move, choose, move_tables
 from autopar.ways.table import way_of
 from tests.support.programs import projected, tied
 

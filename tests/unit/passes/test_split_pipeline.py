@@ -21,7 +21,7 @@ from autopar.ir.program import Program, Var
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
-from autopar.passes.staging import search
+from autopar.passes.staging import stages as search
 from autopar.planning.notes import stage_notes
 from autopar.planning.replay import replay
 from autopar.ways.stages import InStages
