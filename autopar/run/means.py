@@ -40,9 +40,9 @@ class MeansRunner(ReplicaRunner):
           Of tables that are sent the bits of touched rows, to be given what any client has set; the arrays that are
           sent, to be given their means; and what replicas share from now on, with the weights that became others.
         """
-        due = {n: way for n, way in replicas.pending.items() if way.due <= replicas.steps}
+        due = {n: way for n, way in replicas.on_way.items() if way.due <= replicas.steps}
         new = {k: moved(weights[k], way.sent[k], way.new[k]) for n, way in due.items() for k in self._fragments[n]}
-        replicas = dataclasses.replace(replicas, pending={n: x for n, x in replicas.pending.items() if n not in due})
+        replicas = dataclasses.replace(replicas, on_way={n: x for n, x in replicas.on_way.items() if n not in due})
         weights = weights.but(new)
         sent = self._sent(replicas, weights)
         tables = [k for k in sent if k in self.touched]
@@ -125,7 +125,7 @@ class MeansRunner(ReplicaRunner):
         means: Mapping[int, Array | Rows],
     ) -> tuple[Replicas, dict[int, Array]]:
         """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
-        anchors, outer, pending = dict(replicas.anchors), dict(replicas.outer), dict(replicas.pending)
+        anchors, outer, on_way = dict(replicas.anchors), dict(replicas.outer), dict(replicas.on_way)
         new: dict[int, Array] = {}
         for n in self._plan.due(replicas.steps):
             some = self._fragments[n]
@@ -135,10 +135,10 @@ class MeansRunner(ReplicaRunner):
                 anchors |= made
             if self._plan.delay:
                 began = _picked(sent, some) if self._outer is None else _picked(weights, some, copied)
-                pending[n] = OnItsWay(replicas.steps + self._plan.delay, began, made)
+                on_way[n] = OnItsWay(replicas.steps + self._plan.delay, began, made)
             else:
                 new |= _picked(made, some, copied) if self._outer is not None else made
-        return dataclasses.replace(replicas, anchors=anchors, outer=outer, pending=pending), new
+        return dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way=on_way), new
 
     @functools.cached_property
     def _outer(self) -> Callable[..., Any] | None:

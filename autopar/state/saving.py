@@ -123,7 +123,7 @@ def on_one_process(state: Any) -> Any:
         return state
     anchors = {k: local(x) for k, x in replicas.anchors.items()}
     outer = {n: jax.tree.map(local, slots) for n, slots in replicas.outer.items()}
-    shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, pending={})
+    shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way={})
 
     def whole(leaf: Any) -> Any:
         return Replica(local(materialize(settled(leaf))), shared, leaf.place) if isinstance(leaf, Replica) else leaf

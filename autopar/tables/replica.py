@@ -98,7 +98,7 @@ class Replicas:
       steps: How many steps each client has done.
       anchors: With an outer optimizer, input -> the weight as it was made last for all clients.
       outer: Fragment -> the state of the outer optimizer.
-      pending: Fragment -> its mean, while it is on its way.
+      on_way: Fragment -> its mean, while it is on its way.
       touched: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
       center: By elastic averaging, what this process does for it.
       ring: By averaging with neighbours at any time, what this process does for it.
@@ -109,7 +109,7 @@ class Replicas:
     steps: int = 0
     anchors: Mapping[int, Array] = field(default_factory=dict)
     outer: Mapping[int, Any] = field(default_factory=dict)
-    pending: Mapping[int, OnItsWay] = field(default_factory=dict)
+    on_way: Mapping[int, OnItsWay] = field(default_factory=dict)
     touched: Mapping[int, Touched] = field(default_factory=dict)
     center: CenterSession | None = None
     ring: RingSession | None = None
@@ -206,7 +206,7 @@ def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int
 
 def settled(leaf: Replica) -> Any:
     """Returns this client's leaf once its mean, if that is on its way, is merged."""
-    way = next((way for way in leaf.pending.pending.values() if leaf.place in way.new), None)
+    way = next((way for way in leaf.pending.on_way.values() if leaf.place in way.new), None)
     return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])
 
 
