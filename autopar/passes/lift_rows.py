@@ -7,27 +7,42 @@ Order matters: pull, compute, commit last. With it a donated table is updated in
 Lifting rests on 0 * x = 0, which holds for finite x. A route always has a padding row: a real row of the table that
 gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip
 factor does this in plain JAX, too), and `sweep` runs the off-row equations over all rows, in place, block by block.
-Otherwise it does nothing (see `lifting.sweeping`).
+Otherwise it does nothing.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from autopar.analysis.nonfinite import NonfiniteOutcomes
+from autopar.analysis.nonfinite import NonfiniteOutcome, NonfiniteOutcomes
+from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
+from autopar.analysis.rules import ALIGNED, LAZY
 from autopar.ir.bound_plan import BoundPlan, FamilyPlan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Output, Program, RouteType, Var, count_equations
-from autopar.ir.rowspace import Const, Row, RowFacts, RowIds, RowSpace
+from autopar.ir.local import NotLocal
+from autopar.ir.program import (
+    ArrayType,
+    Atom,
+    Block,
+    Equation,
+    Literal,
+    Output,
+    Program,
+    RouteType,
+    Var,
+    count_equations,
+)
+from autopar.ir.rowspace import Const, Free, Off, Refusal, Row, RowFacts, RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
-from autopar.passes.lifting.deferral import StepUpdateLog, read_untouched_update
-from autopar.passes.lifting.equations import off_scope, rewrite
-from autopar.passes.lifting.scope import Lifting, Scope
-from autopar.passes.lifting.sweeping import Exact, sweep
+from autopar.passes.lifting.deferral import NotDeferrable, StepUpdateLog, read_untouched_update
+from autopar.passes.lifting.equations import OffScope, off_scope, rewrite
+from autopar.passes.lifting.scope import Lifting, RowValue, Scope, UntouchedRows
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
@@ -329,3 +344,364 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     if family.layout is None:
         return min(space.extent, _BLOCK_ROWS)
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
+
+
+# --- what the step does to rows that it doesn't touch, where that isn't nothing ---
+#
+# changes -> whether it isn't
+# sweep   -> if so, the off-row form of all rows, in place, block by block
+# fill    -> if not, all rows of a leaf that is constant off the touched ones
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OffForm:
+    """The function that makes new rows of those that the step doesn't touch.
+
+    Attributes:
+      body: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
+      leaves: Which leaves it takes.
+      frontier: Dense values of the step that it reads, as the block has them that the form is of.
+      finite, nonzero: What else must be finite, and must not be zero, for untouched rows to stay as they are.
+    """
+
+    body: Block
+    leaves: tuple[int, ...]
+    frontier: tuple[Atom, ...]
+    finite: tuple[Atom, ...]
+    nonzero: tuple[Atom, ...]
+
+    @staticmethod
+    def of(
+        scope: Scope,
+        family: int,
+        targets: Sequence[tuple[Atom, int]],
+        first: Sequence[int] = (),
+        product: tuple[Equation, int] | None = None,
+    ) -> OffForm:
+        """Returns the off-row form of some values.
+
+        Args:
+          scope: The block that has them.
+          family: Theirs.
+          targets: The values, each with its row axis.
+          first: Leaves that it takes in any case.
+          product: What is made of these rows, if it is not they that are asked for; where its rows lie.
+        """
+        off, inner = off_scope(scope, family)
+        chunk = off.routes[family]
+        assert isinstance(chunk, Var), "the rows of a round are an input"
+        off.run([a for a, _ in targets if isinstance(a, Var)], family)
+        rows = tuple(off.at_rows(atom, axis, family) for atom, axis in targets)
+        if product is not None:
+            equation, axis = product
+            made = Var(off.at(equation.outputs[0].type, axis, family))
+            off.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            rows = (made,)
+        levels = _levels(off)
+        imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]
+        assert all(key[0] == "new" for level in levels for key in level.imports), "it reads the first rewriting only"
+        names = [var for *_, var in imports]
+        equations = tuple(e for level in levels for e in level.equations)
+        body, _ = eliminate_dead(Block((chunk, *inner.values(), *names), equations, rows))
+        used = {a for e in body.equations for a in e.inputs}
+        leaves = (*first, *(k for k, v in inner.items() if k not in first and v in used))
+        body = Block((chunk, *(inner[k] for k in leaves), *names), body.equations, body.outputs)
+        finite, nonzero = list[Atom](), list[Atom]()
+        for level in levels:
+            assert level.primary is not None, "an off-row form is a second rewriting"
+            needed = needed_numbers(level.primary, level.ran, family)
+            for found, those in zip((finite, nonzero), needed, strict=True):
+                found += [scope.take(a, level.primary) for a in those]
+        frontier = tuple(scope.take(a, level.primary) for level, a, _ in imports if level.primary is not None)
+        return OffForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
+
+
+def _levels(off: OffScope) -> list[OffScope]:
+    return [off] if off.outer is None else [*_levels(off.outer), off]
+
+
+def changes(
+    scope: Scope,
+    form: OffForm,
+    family: int,
+    kept: Iterable[tuple[Atom, Atom, int]],
+    constant: Iterable[tuple[Atom, Any, int]],
+    exceeded: Atom | None = None,
+    first: Sequence[Atom] = (),
+) -> Var:
+    """Returns whether untouched rows become something else than what analysis has found.
+
+    Args:
+      scope: The outermost block.
+      form: Their off-row form.
+      family: The family.
+      kept: (old, new, axis) of what they keep, at the routed rows.
+      constant: (new, constant, axis) of what is constant off the touched rows.
+      exceeded: Whether the step is to change nothing.
+      first: What must have been computed before a leaf changes.
+    """
+    kept, constant = list(kept), list(constant)
+    guard = () if exceeded is None else (exceeded,)
+    operands = [old for old, _, _ in kept] + [new for _, new, _ in kept] + [new for new, _, _ in constant]
+    params = {
+        "axes": tuple(axis for *_, axis in kept),
+        "constants": tuple((np.asarray(value).item(), axis) for _, value, axis in constant),
+        "family": family,
+        "finite": len(form.finite),
+        "frontier": len(form.frontier),
+        "guarded": exceeded is not None or None,
+        "nonzero": len(form.nonzero),
+    }
+    watched = (*operands, *form.frontier, *form.finite, *form.nonzero, *guard, *first)
+    return scope.emit("ap.changes", watched, ArrayType((), np.dtype(bool)), params)
+
+
+def sweep(
+    scope: Scope,
+    family: int,
+    updates: Mapping[int, tuple[Atom, Off | None]],
+    exceeded: Atom | None,
+    first: Sequence[Atom],
+) -> dict[int, Atom]:
+    """Returns a family's leaves, all rows that the step doesn't touch being as they are after it.
+
+    Args:
+      scope: The outermost block.
+      family: The family.
+      updates: Leaf -> its new value, and what that is off the touched rows.
+      exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
+      first: What must have been computed before a leaf changes.
+    """
+    space, inputs = scope.lifting.spaces[family], scope.lifting.inputs
+    axes = space.row_axes
+    form = OffForm.of(scope, family, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
+    rows = {k: scope.at_rows(atom, axes[k], family) for k, (atom, _) in updates.items()}
+    constants = {k: off.value for k, (_, off) in updates.items() if isinstance(off, Const)}
+    old = {k: scope.at_rows(scope.block.inputs[k], axes[k], family) for k in updates if k not in constants}
+    kept = [(old[k], rows[k], axes[k]) for k in old]
+    constant = [(rows[k], value, axes[k]) for k, value in constants.items()]
+    needed = changes(scope, form, family, kept, constant, exceeded, first)
+    params = {
+        "axes": tuple(axes[k] for k in updates),
+        "extent": space.extent,
+        "read_axes": tuple(axes[k] for k in form.leaves[len(updates) :]),
+        "rows": scope.lifting.block_rows[family],
+    }
+    outputs = tuple(Var(inputs[k].type) for k in updates)
+    operands = (needed, *(inputs[k] for k in form.leaves), *form.frontier)
+    scope.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
+    leaves: dict[int, Atom] = dict(zip(updates, outputs, strict=True))
+    guard = () if exceeded is None else (exceeded,)
+    for k in constants:
+        filled = (leaves[k], rows[k], scope.route(family), needed, *guard)
+        leaves[k] = scope.emit("ap.fill", filled, inputs[k].type, {"axis": axes[k], "of": (updates[k][0],)})
+    return leaves
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Exact:
+    """Implements `scope.Untouched`.
+
+    Attributes:
+      paths: Of the program's inputs.
+      outcomes: Whether untouched rows may differ.
+    """
+
+    paths: Sequence[str]
+    outcomes: Callable[[], NonfiniteOutcomes]
+
+    def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
+        """Returns a densified value, swept if need be."""
+        if scope.lifting.moves_alone(row.family) or not isinstance(row.off, Const):
+            return dense
+        rows = scope.at_rows(atom, row.axis, row.family)
+        equation = scope.producers.get(atom)
+        value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation, is_reduced=False)
+        form, needed = self._form(scope, value)
+        if form is None or needed is None:
+            return dense
+        chunk, *rest = form.body.inputs
+        body = Block((chunk, Var(dense.type), *rest), form.body.equations, form.body.outputs)
+        space = scope.lifting.spaces[row.family]
+        params = {
+            "axes": (row.axis,),
+            "extent": space.extent,
+            "read_axes": self._axes(scope, form, row.family),
+            "rows": scope.lifting.block_rows[row.family],
+        }
+        operands = (needed, dense, *self._leaves(scope, form), *form.frontier)
+        out = scope.emit("ap.sweep", operands, dense.type, params, (body,))
+        params = {"axis": row.axis, "extent": space.extent, "guarded": None}
+        # The sweep has taken all rows for untouched ones.
+        return scope.emit("ap.commit", (out, rows, scope.route(row.family)), dense.type, params)
+
+    def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
+        """Returns the other rows, looked at if need be."""
+        form, needed = self._form(scope, value)
+        if form is None or needed is None:
+            return None
+        operands = (needed, *self._leaves(scope, form), *form.frontier)
+        return UntouchedRows(operands, self._axes(scope, form, value.family), form.body)
+
+    def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
+        """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
+        return scope.lifting.moves_alone(family) or self.outcomes().keeps_zero(sources)
+
+    def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
+        axes = scope.lifting.spaces[family].row_axes
+        return tuple(axes[k] for k in form.leaves)
+
+    def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
+        return [scope.take(scope.lifting.inputs[k], scope.around[-1]) for k in form.leaves]
+
+    def _form(self, scope: Scope, value: RowValue) -> tuple[OffForm | None, Var | None]:
+        """Returns the off-row form of a value, and whether untouched rows differ from its constant; None if they never
+        do, or if the padding row tells what all of them are.
+
+        Raises:
+          NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
+          NotDeferrable: rows that wait would have to be looked at.
+        """
+        family, planned = value.family, scope.lifting.families[value.family]
+        if scope.lifting.moves_alone(family):
+            return None, None
+        is_deferred = planned.table.log_steps > 0
+        if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
+            return None, None
+        form = OffForm.of(scope, family, value.sources, product=value.product)
+        if is_deferred and (form.leaves or planned.layout is not None):  # a round is of one row, of one device
+            if self._outcome(value).may_differ:
+                raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
+            return None, None
+        if not (form.frontier or form.finite or form.nonzero or form.leaves):
+            return None, None
+        return form, changes(scope, form, family, (), [(value.rows, value.constant, value.axis)])
+
+    def _outcome(self, value: RowValue) -> NonfiniteOutcome:
+        return self.outcomes().of(value.sources, None if value.product is None else value.product[0])
+
+    def _is_told(self, scope: Scope, value: RowValue) -> bool:
+        """Returns whether the padding row tells what all other rows are, or must be taken to: of what a loop carries,
+        analysis has refused what may differ."""
+        outcome = self._outcome(value)
+        if not outcome.own or outcome.turns:
+            return True
+        on_hosts = scope.lifting.families[value.family].on_hosts
+        nowhere = on_hosts and (scope.parent is not None or not value.is_reduced)
+        if nowhere and outcome.may_differ:
+            raise self._refusal_on_hosts(scope, value)
+        return nowhere
+
+    def _refusal_on_hosts(self, scope: Scope, value: RowValue) -> NotLocal:
+        paths = tuple(self.paths[k] for k in scope.lifting.spaces[value.family].tables)
+        if value.is_reduced:
+            reason = f"{value.op} in a loop, branch or checkpoint is over all rows of {paths[0]}"
+            remedy = "Reduce them outside of it, and pass the result in"
+        else:
+            reason = f"all rows of a table are read at once, of {paths[0]}: by {value.op}"
+            remedy = "Reduce them once (a sum, product, extremum or norm)"
+        source = None if value.equation is None else value.equation.source
+        return NotLocal(f"{reason}, and {_HIDES}", source, remedy, paths)
+
+
+#: Why the padding row isn't enough.
+_HIDES = "what a row holds, or its number, hides what isn't finite in others"
+
+
+def _of_rows_that_wait(value: RowValue) -> Refusal:
+    source = None if value.equation is None else value.equation.source
+    return Refusal(f"all of its rows move in every step, and {value.op} is over all of them; {_HIDES}", source, LAZY)
+
+
+# --- what may turn untouched rows into something that isn't finite, beside the step's scalars ---
+#
+# `0 * x = 0` needs a finite x, `0 / x = 0` needs an x that isn't 0. A row that shows it may be hidden in the padding
+# row by a predicate of its own, so the values themselves are watched: at the padding row where they are the same for
+# all rows, all of them where they depend on the rows' numbers.
+
+#: A divisor that is made of a zero by these is zero.
+_KEEPS_ZERO = those_that(lambda p: p.keeps_zero)
+#: Not finite at zero -> which operand.
+_POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
+
+
+def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
+    """Returns values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
+
+    Args:
+      scope: The outermost block, in which they are all known.
+      equations: What is computed for the untouched rows.
+      family: The family.
+    """
+    finite: dict[Atom, None] = {}
+    nonzero: dict[Atom, None] = {}
+    for equation in equations:
+        place = next((r for v in equation.outputs if (r := scope.lifting.row(v)) is not None), None)
+        if place is None or equation.op not in ALIGNED:
+            continue
+        for atom in equation.inputs:
+            is_free = isinstance(scope.lifting.facts.value(atom), Free)
+            if atom.shape != () and (is_free or isinstance(atom, Literal)) and not _is_finite(scope, atom):
+                finite[_watched(scope, atom, place.axis, family)] = None
+        if equation.op in _POLES:
+            for atom in _zero_factors(scope, equation.inputs[_POLES[equation.op]]):
+                nonzero[_watched(scope, atom, place.axis, family)] = None
+    return list(finite), list(nonzero)
+
+
+def _is_finite(scope: Scope, atom: Atom) -> bool:
+    """Returns whether a value can't be anything else: an integer, a mask, or made of literals alone."""
+    if not jnp.issubdtype(atom.dtype, np.inexact):
+        return True
+    if isinstance(atom, Literal):
+        return bool(np.all(np.isfinite(np.asarray(atom.value))))
+    made = scope.producers.get(_unspread(scope, atom))
+    if made is not None and made.op == "convert_element_type" and made.inputs[0].dtype == bool:
+        return True
+    value = scope.lifting.facts.value(atom)
+    off = value.off if isinstance(value, Free) else None
+    return isinstance(off, Const) and bool(np.all(np.isfinite(np.asarray(off.value)))) and _is_literal(scope, atom)
+
+
+def _unspread(scope: Scope, atom: Atom) -> Atom:
+    made = scope.producers.get(atom)
+    while made is not None and made.op in ("broadcast_in_dim", "reshape") and made.inputs[0].shape != ():
+        atom = made.inputs[0]
+        made = scope.producers.get(atom)
+    return atom
+
+
+def _is_literal(scope: Scope, atom: Atom) -> bool:
+    """Returns whether a value is made of literals, each of its elements in the same way: its constant is then what it
+    is."""
+    waiting, seen = [atom], set[Atom]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Literal) or value in seen:
+            continue
+        seen.add(value)
+        equation = scope.producers.get(value)
+        if equation is None or equation.op not in ELEMENTWISE | MOVES:
+            return False
+        waiting += equation.inputs
+    return True
+
+
+def _zero_factors(scope: Scope, atom: Atom) -> list[Atom]:
+    """Lists the factors that make a divisor zero and are no table's rows."""
+    if isinstance(atom, Literal):
+        return [] if np.all(np.asarray(atom.value)) else [atom]
+    value = scope.lifting.facts.value(atom)
+    if not isinstance(value, Row):
+        return [atom]
+    equation = scope.producers.get(atom)
+    if equation is None or equation.op not in _KEEPS_ZERO:
+        return []
+    return [factor for a in equation.inputs for factor in _zero_factors(scope, a)]
+
+
+def _watched(scope: Scope, atom: Atom, axis: int, family: int) -> Atom:
+    value = scope.lifting.facts.value(atom)
+    if atom.shape != () and isinstance(value, Free) and axis in value.axes - {value.index_axis}:
+        return scope.padding(scope.at_rows(atom, axis, family), axis, family)
+    return scope.get(_unspread(scope, atom))

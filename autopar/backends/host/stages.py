@@ -376,7 +376,7 @@ def _route(requested: Requested, places: np.ndarray, layout: RowLayout, rows: in
 
 # --- rows that a step doesn't touch, where they may differ from the padding row: a rank's own, block by block ---
 #
-# What becomes of them is the body of an equation (`passes/lifting/sweeping.py`). It is compiled when it is first
+# What becomes of them is the body of an equation (`passes/lift_rows.py`). It is compiled when it is first
 # needed: no finite step runs it.
 
 #: First and last row of a block, and the operands of its program.

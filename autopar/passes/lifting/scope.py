@@ -88,7 +88,7 @@ class Template:
 
 
 class Untouched(Protocol):
-    """Values that are constant off the touched rows, unless something of the step isn't finite (`sweeping`)."""
+    """Values that are constant off the touched rows, unless something of the step isn't finite (`lift_rows`)."""
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns all rows of a value, given those with the padding row for all that the step doesn't touch."""
