@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
+from tests.support.pairs import named, paired
 
 ROWS, WIDTH = 40, 3
 Tree = Mapping[str, Any]
@@ -105,12 +106,13 @@ def _check(step: Any, state: Tree, numbers: tuple[float, ...], *, stays: bool = 
 PLACES = {"one device": "ps", "hosts": ("ps", "hosts")}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("numbers", [(1.0, 0.5, 0.0), (1.0, np.nan), (1.0, np.inf)], ids=["finite", "NaN", "inf"])
-@pytest.mark.parametrize("name", UPDATES)
-def test_rows_that_do_not_move(name: str, numbers: tuple[float, ...], place: str) -> None:
+NUMBERS = {"finite": (1.0, 0.5, 0.0), "NaN": (1.0, np.nan), "inf": (1.0, np.inf)}
+
+
+@paired({"update": UPDATES, "numbers": NUMBERS, "place": PLACES})
+def test_rows_that_do_not_move(update: Update, numbers: tuple[float, ...], place: Any) -> None:
     with jax_compat.enable_x64():
-        _check(_step_of(UPDATES[name]), _state(), numbers, strategy=PLACES[place])
+        _check(_step_of(update), _state(), numbers, strategy=place)
 
 
 # --- what must stay as it is in plain JAX ---
@@ -177,9 +179,7 @@ def _hidden(t: Any, n: Any, g: Any, k: Any) -> tuple[Any, Any]:
 COMPLEX = {f.__name__: f for f in (_conjugate, _scaled, _complex_adagrad, _apart, _by_optax, _hidden)}
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("bad", [1.0, np.nan])
-@pytest.mark.parametrize("name", COMPLEX)
-def test_complex_tables(name: str, bad: float, place: str) -> None:
+@paired({"update": COMPLEX, "bad": named([1.0, np.nan]), "place": PLACES})
+def test_complex_tables(update: Update, bad: float, place: Any) -> None:
     with jax_compat.enable_x64():
-        _check(_step_of(COMPLEX[name]), _state(complex), (1.0, bad), strategy=PLACES[place])
+        _check(_step_of(update), _state(complex), (1.0, bad), strategy=place)

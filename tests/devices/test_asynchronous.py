@@ -21,6 +21,7 @@ from autopar.ir.timeline import Run, Whole
 from autopar.planning.replay import replay_minibatches
 from autopar.run.stage_executor import StageExecutor
 from tests.support.explained import explained
+from tests.support.meshes import mesh_of
 from tests.support.microbatched import batch, language_model, numbers, stages_of
 from tests.support.pairs import long
 
@@ -224,7 +225,7 @@ def test_a_drain_that_fails_is_no_state(monkeypatch: pytest.MonkeyPatch) -> None
 def test_asynchronous_stages_are_asked_for() -> None:
     step, make = language_model(SGD)
     for options, schedules in (({}, {"1f1b", "zero-bubble", "interleaved"}), ({"asynchronous": True}, {"spectrain"})):
-        planned = autopar.parallelize(step, pipeline=Pipeline("auto", "auto", "auto", **options))
+        planned = autopar.parallelize(step, pipeline=Pipeline("auto", "auto", "auto", **options), mesh=mesh_of(4))
         plan = autopar.plan(planned, make(), batch(0)).pipeline
         assert plan.schedule in schedules
 

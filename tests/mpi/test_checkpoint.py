@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,10 @@ from tests.support.pairs import long
 
 TRAINING = "from tests.support.mpi.checkpoint_training import main\n\nmain()\n"
 STEPS = 8
+#: How often ranks are killed by chance, each time in as many steps as that may take and two more.
+KILLS, STEPS_EACH = 3, WITHIN + 2
+#: Steps -> the state that two ranks have behind them, whom nobody disturbs; trained once.
+_states: dict[int, list[np.ndarray]] = {}
 
 
 @pytest.fixture
@@ -27,6 +32,7 @@ def train(run_ranks: Run, tmp_path: Path) -> Any:
     ) -> tuple[int, list[np.ndarray] | None]:
         result = tmp_path / f"{folder.name}-{count}-{die.replace(':', '-')}.npz"
         given = {"FOLDER": str(folder), "STEPS": str(steps), "DIE": die, "RESULT": str(result), **more}
+        result = Path(given["RESULT"])
         job = run_ranks(count, TRAINING, timeout_s=120, **given)
         assert (job.code == 0) == (not die), job.output
         began = {int(line.removeprefix("begins at ")) for r in job.ranks for line in r.splitlines() if "begins" in line}
@@ -34,6 +40,21 @@ def train(run_ranks: Run, tmp_path: Path) -> Any:
         return began.pop(), None if die else list(np.load(result).values())
 
     return run
+
+
+@pytest.fixture
+def undisturbed(train: Any, tmp_path: Path) -> Callable[[int], list[np.ndarray]]:
+    """`undisturbed(steps)` is the state of two ranks whom nobody disturbs."""
+
+    def state(steps: int = STEPS) -> list[np.ndarray]:
+        if steps not in _states:
+            most, result = max(steps, KILLS * STEPS_EACH), tmp_path / "undisturbed.npz"
+            began, _states[most] = train(2, tmp_path / "undisturbed", steps=most, ALSO=str(STEPS), RESULT=str(result))
+            assert began == 0
+            _states[STEPS] = list(np.load(f"{result}-{STEPS}.npz").values())
+        return _states[steps]
+
+    return state
 
 
 @pytest.mark.parametrize(
@@ -47,11 +68,10 @@ def train(run_ranks: Run, tmp_path: Path) -> Any:
     ids=len,
 )
 def test_a_killed_training_goes_on_with_the_same_numbers(
-    train: Any, tmp_path: Path, kills: dict[str, int], others: tuple[int, ...]
+    train: Any, undisturbed: Any, tmp_path: Path, kills: dict[str, int], others: tuple[int, ...]
 ) -> None:
     """On as many ranks bit for bit; on others up to the order of sums. `kills`: when -> the step that it began with."""
-    began, expected = train(2, tmp_path / "undisturbed")
-    assert began == 0
+    expected = undisturbed()
     folder = tmp_path / "checkpoint"
     for kill, expected_start in kills.items():
         assert train(2, folder, kill)[0] == expected_start
@@ -69,11 +89,11 @@ def test_a_killed_training_goes_on_with_the_same_numbers(
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, strict=True)
 
 
-@pytest.mark.parametrize("kills", [5, long(20)])
-def test_killed_ranks_are_started_again(train: Any, launch: Run, tmp_path: Path, kills: int) -> None:
+@pytest.mark.parametrize("kills", [KILLS, long(20)])
+def test_killed_ranks_are_started_again(undisturbed: Any, launch: Run, tmp_path: Path, kills: int) -> None:
     """At any moment, by chance; the training ends in the state of an undisturbed one, bit for bit."""
-    steps = kills * (WITHIN + 2)
-    _, expected = train(2, tmp_path / "undisturbed", steps=steps)
+    steps = kills * STEPS_EACH
+    expected = undisturbed(steps)
     files = {"FOLDER": str(tmp_path / "checkpoint"), "RESULT": str(tmp_path / "result.npz")}
     flags = ["-n", "2", "--max-restarts", str(kills)]
     job = launch(flags, TRAINING, timeout_s=60 * kills, KILLS=str(kills), STEPS=str(steps), **files)
@@ -85,18 +105,20 @@ def test_killed_ranks_are_started_again(train: Any, launch: Run, tmp_path: Path,
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-def test_a_training_that_is_killed_while_it_saves_beside_its_steps(train: Any, tmp_path: Path) -> None:
+def test_a_training_that_is_killed_while_it_saves_beside_its_steps(
+    train: Any, undisturbed: Any, tmp_path: Path
+) -> None:
     """A rank's thread has written one of its arrays for step 4, and the other rank trains on."""
     folder = tmp_path / "run"
     assert train(2, folder, "rows:1:3", BESIDE="1") == (0, None)
     assert not (folder / "step-00000004" / "CURRENT").exists() and (folder / "step-00000004").exists()
     began, found = train(2, folder, BESIDE="1")
     assert began == 2
-    for a, b in zip(found, train(2, tmp_path / "undisturbed")[1], strict=True):
+    for a, b in zip(found, undisturbed(), strict=True):
         np.testing.assert_array_equal(a, b, strict=True)
 
 
-def test_a_killed_training_goes_on_from_an_object_store(train: Any, tmp_path: Path) -> None:
+def test_a_killed_training_goes_on_from_an_object_store(train: Any, undisturbed: Any) -> None:
     """A rank is killed between its arrays, on two ranks; it goes on on as many, bit for bit, and on others."""
     with object_store() as store:
         folder = Path("s3://bucket/run")
@@ -105,7 +127,7 @@ def test_a_killed_training_goes_on_from_an_object_store(train: Any, tmp_path: Pa
         left = dict(store.objects)
         began, found = train(2, folder, **store.environment)
         assert began == 2
-        expected = train(2, tmp_path / "undisturbed")[1]
+        expected = undisturbed()
         for a, b in zip(found, expected, strict=True):
             np.testing.assert_array_equal(a, b, strict=True)
         store.objects = left

@@ -38,7 +38,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
         (3, 1): ("check_what_differs_between_processes", "check_batches_that_the_devices_do_not_divide"),
     },
-    "evaluation_cases": {(2, 1): (), (2, 2): ()},
+    "evaluation_cases": {(2, 1): (), (2, 2): ("check_rows_that_are_read", "check_arguments_that_stay")},
     "capacity_cases": {(2, 1): ()},
     "host_cases": {
         (2, 1): (
@@ -112,6 +112,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
         ),
         (3, 1): ("check_methods",),
     },
+    "evaluation_cases": {(2, 2): ("check_page", "check_the_page_of_evaluations_runs")},
     "capacity_cases": {(2, 2): ("check_growth",), (3, 1): ()},
     "host_cases": {
         (1, 1): (),

@@ -30,6 +30,26 @@ def _pairs(row: Mapping[str, str]) -> set[tuple[tuple[str, str], tuple[str, str]
     return set(itertools.combinations(row.items(), 2))
 
 
+def paired(axes: Mapping[str, Mapping[str, Any]]) -> Any:
+    """Parametrizes a test by a product of values, by name; rows of it that no pair of values needs are `long`."""
+    some = pairwise({axis: list(values) for axis, values in axes.items()})
+    rows = [dict(zip(axes, names, strict=True)) for names in itertools.product(*axes.values())]
+    cases = [
+        pytest.param(
+            *(axes[axis][name] for axis, name in row.items()),
+            id="-".join(row.values()),
+            marks=() if row in some else pytest.mark.long,
+        )
+        for row in rows
+    ]
+    return pytest.mark.parametrize(tuple(axes), cases)
+
+
+def named(values: Iterable[Any]) -> dict[str, Any]:
+    """Returns values by the text that they are shown by."""
+    return {str(value): value for value in values}
+
+
 def diagonal(first: Mapping[str, Any] | Sequence[Any], second: Mapping[str, Any] | Sequence[Any]) -> list[Any]:
     """Parameters for all pairs of two values, by name; only as many as have each value once aren't `long`."""
     axes = [

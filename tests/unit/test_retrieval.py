@@ -8,13 +8,19 @@ import numpy as np
 import pytest
 
 import autopar
+from tests.support.pairs import named, paired
 
 
-@pytest.mark.parametrize("items", [7, 12, 13, 40])
-@pytest.mark.parametrize(("k", "block"), [(1, 1), (3, 4), (5, 4), (7, 100)])
-@pytest.mark.parametrize("queries", [(), (5,), (2, 3)])
-def test_the_items_and_their_order(queries: tuple[int, ...], k: int, block: int, items: int) -> None:
-    """Scores are small whole numbers, so that many are equal."""
+@paired(
+    {
+        "queries": named([(), (5,), (2, 3)]),
+        "sizes": named([(1, 1), (3, 4), (5, 4), (7, 100)]),
+        "items": named([7, 12, 13, 40]),
+    }
+)
+def test_the_items_and_their_order(queries: tuple[int, ...], sizes: tuple[int, int], items: int) -> None:
+    """Scores are small whole numbers, so that many are equal. `sizes`: how many are wanted, and of a block."""
+    k, block = sizes
     rng = np.random.default_rng(items)
     q = jnp.asarray(rng.integers(-2, 3, (*queries, 3)).astype(np.float32))
     table = jnp.asarray(rng.integers(-2, 3, (items, 3)).astype(np.float32))

@@ -1,11 +1,11 @@
 """A training with a table and a dense weight on hosts that saves every other step, and may be told to die: what the
 ranks of `test_checkpoint` run.
 
-Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; DIE, "where:rank:step": the rank
-kills itself with -9 before that step, or in the save after it ("rows": in the middle of its files, "commit": before
-what was written becomes the checkpoint, "clean": right after). Or KILLS, how often a rank is killed in all, at moments
-that chance chooses, while `python -m autopar launch --max-restarts` starts the ranks again. BESIDE: `Checkpointer`
-saves, beside the training.
+Environment: FOLDER; STEPS, how many in all; RESULT, a file for the state at the end; ALSO, a step whose state is
+written as well, to a file named by RESULT and the step; DIE, "where:rank:step": the rank kills itself with -9 before
+that step, or in the save after it ("rows": in the middle of its files, "commit": before what was written becomes the
+checkpoint, "clean": right after). Or KILLS, how often a rank is killed in all, at moments that chance chooses, while
+`python -m autopar launch --max-restarts` starts the ranks again. BESIDE: `Checkpointer` saves, beside the training.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ def _trained(folder: Path, batches: Any, batch: Any, death: Death, steps: int) -
         death.now = step
         death.comes("step")
         state, _ = train_step(state, next(batches))
+        if os.environ.get("ALSO") == str(step + 1):
+            _write(state, f"{os.environ['RESULT']}-{step + 1}.npz")
         if (step + 1) % 2 == 0:
             autopar.save(folder, state, position=batches.state())
     return state
@@ -142,6 +144,12 @@ def _trained_beside(folder: Path, batches: Any, batch: Any, death: Death, steps:
     return state
 
 
+def _write(state: Any, file: str) -> None:
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+    if world().rank == 0:
+        np.savez(file, *leaves)
+
+
 def main() -> None:
     rng = np.random.default_rng(0)
     ids = rng.integers(0, ROWS, 10 * BATCH).astype(np.int32)
@@ -153,9 +161,7 @@ def main() -> None:
     death.wait_in_saving()
     trained = _trained_beside if os.environ.get("BESIDE") else _trained
     state = trained(folder, batches, batch, death, int(os.environ["STEPS"]))
-    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
-    if world().rank == 0:
-        np.savez(os.environ["RESULT"], *leaves)
+    _write(state, os.environ["RESULT"])
 
 
 if __name__ == "__main__":

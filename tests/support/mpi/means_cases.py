@@ -15,8 +15,9 @@ from autopar.backends import across, clients
 from autopar.sync import Average, Hybrid
 from tests.support.mpi.replica_task import RANK, make_state, minibatch, step_of, trained
 
-#: Takes some seconds. What one thread dispatches on CPUs, JAX runs in order: this holds up what comes next.
-hold = jax.jit(lambda x: jax.lax.fori_loop(0, 400_000, lambda _, y: (x @ y) / len(x), x))
+#: Takes a second for some 100,000 turns. What a thread dispatches on CPUs, JAX runs in order: this holds up what comes
+#: next.
+hold = jax.jit(lambda x, turns=250_000: jax.lax.fori_loop(0, turns, lambda _, y: (x @ y) / len(x), x))
 
 
 def check_means_run_beside_steps() -> None:
@@ -57,7 +58,7 @@ def check_other_programs_exchange_beside_a_mean() -> None:
     across.local(across.place_array(ids, all_))
     for k in range(4, 24):
         if k % 4 == 2 and RANK == k // 4 % 2:
-            clients._thread().submit(hold, jnp.ones((64, 64)))
+            clients._thread().submit(hold, jnp.ones((64, 64)), 50_000)
         state, _ = step(state, minibatch(RANK, k))
         np.testing.assert_array_equal(np.asarray(across.local(across.place_array(ids, all_))), ids)
     jax.block_until_ready(state)

@@ -41,6 +41,7 @@ from tests.support.checkpoints import (
     saved_value,
     train,
 )
+from tests.support.pairs import named, paired
 
 
 def test_every_kind_of_leaf_comes_back(tmp_path: Path) -> None:
@@ -111,9 +112,13 @@ def test_a_manifest_names_its_layout_as_it_always_did(tmp_path: Path) -> None:
     assert leaf["layout"] == {"extent": ROWS, "devices": 1, "dealt": True}
 
 
-@pytest.mark.parametrize("cyclic", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-@pytest.mark.parametrize("extent", [1, 3, 10, 37])
+@paired(
+    {
+        "cyclic": named([True, False]),
+        "dtype": named(["float32", "bfloat16", "int8"]),
+        "extent": named([1, 3, 10, 37]),
+    }
+)
 def test_rows_of_any_number_of_ranks_are_read_by_any_other(
     cyclic: bool, dtype: str, extent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
