@@ -224,6 +224,11 @@ class ExplainedLeaf:
         return "sparse" if isinstance(self.plan, TablePlan) else "dense"
 
     @property
+    def bounds(self) -> Mapping[str, float]:
+        """Maps methods to the least that these can take (`TablePlan.bounds`)."""
+        return self.plan.bounds if isinstance(self.plan, TablePlan) else {}
+
+    @property
     def reason(self) -> str:
         """Says why it is updated so; empty where there is nothing to say."""
         return "; ".join(filter(None, (self.plan.reason, self.deferred)))
@@ -231,10 +236,11 @@ class ExplainedLeaf:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: a leaf, or leaves that are treated alike, whatever their sizes."""
+    """A line of the table: a leaf, or leaves that are treated alike, whatever their sizes; and their sum."""
 
     name: str
     leaves: tuple[ExplainedLeaf, ...]
+    whole: ExplainedLeaf
 
     @property
     def first(self) -> ExplainedLeaf:
@@ -257,41 +263,14 @@ class _Line:
         return ranged([_share(leaf.alpha) for leaf in self.leaves])
 
     @property
-    def nbytes(self) -> int:
-        return sum(leaf.nbytes for leaf in self.leaves)
-
-    @property
-    def dense_bytes(self) -> int:
-        return sum(leaf.dense_bytes for leaf in self.leaves)
-
-    @property
-    def planned_bytes(self) -> int:
-        return sum(leaf.planned_bytes for leaf in self.leaves)
-
-    @property
-    def sent(self) -> Mapping[str, float]:
-        return self._total(lambda leaf: leaf.sent)
-
-    @property
-    def table_3(self) -> Mapping[str, float]:
-        return self._total(lambda leaf: leaf.table_3)
-
-    @property
-    def seconds(self) -> Mapping[str, float]:
-        return self._total(lambda leaf: leaf.seconds)
-
-    @property
-    def bounds(self) -> Mapping[str, float]:
-        return self._total(lambda leaf: leaf.plan.bounds if isinstance(leaf.plan, TablePlan) else {})
-
-    def _total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
-        return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
-
-    @property
     def style(self) -> str:
-        if self.planned_bytes < self.dense_bytes:
+        if self.whole.planned_bytes < self.whole.dense_bytes:
             return "green"
         return "yellow" if self.first.kind == "sparse" else ""
+
+    def total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
+        """Adds up figures of methods over the leaves."""
+        return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -340,9 +319,7 @@ class Explanation:
         before: RenderableType = ""
         for part in self._parts():
             if part or before:  # one blank line is enough
-                yield (
-                    Paragraph(part if isinstance(part, Text) else Text(part)) if isinstance(part, str | Text) else part
-                )
+                yield Paragraph(Text(part) if isinstance(part, str) else part) if isinstance(part, str | Text) else part
             before = part
 
     def __str__(self) -> str:
@@ -368,7 +345,7 @@ class Explanation:
         yield from ("", _table(lines), "")
         yield from _definitions(lines)
         yield from _reasons(lines)
-        if any(line.sent or line.first.table_3 or line.first.seconds for line in lines):
+        if any(line.first.sent or line.first.table_3 or line.first.seconds for line in lines):
             yield from ("", _exchanges(lines, "rank" if self.hosted else "device"), "")
         if self.pipeline is not None:
             yield from stage_lines(self.pipeline)
@@ -400,7 +377,7 @@ class Explanation:
         """Returns lines of tables, then of dense leaves, the largest first; those that are treated alike share one,
         where there are many."""
         tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
-        lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.nbytes)
+        lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.whole.nbytes)
         return [*_folded(tables, others=[row.path for row in dense]), *lines]
 
     def _totals(self) -> Iterator[str]:
@@ -442,7 +419,8 @@ def _sum(leaves: Sequence[ExplainedLeaf]) -> ExplainedLeaf:
 def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequence[_Line]:
     by_path = {row.path: row for row in rows}
     folded = fold_paths({row.path: _treatment(row) for row in rows}, _LINES, others)
-    return [_Line(name, tuple(by_path[path] for path in paths)) for name, paths in folded.items()]
+    leaves = {name: tuple(by_path[path] for path in paths) for name, paths in folded.items()}
+    return [_Line(name, among, _sum(among)) for name, among in leaves.items()]
 
 
 def _treatment(row: ExplainedLeaf) -> Hashable:
@@ -455,11 +433,11 @@ def _table(lines: Sequence[_Line]) -> Columns:
     title = "parameters (their number)" if any(line.count for line in lines) else "parameter"
     columns = [
         Column(title, [line.name + line.count for line in lines], breaks=PATH),
-        Column("bytes", [format_bytes(line.nbytes) for line in lines], "right"),
+        Column("bytes", [format_bytes(line.whole.nbytes) for line in lines], "right"),
         Column("alpha", [line.alpha for line in lines], "right"),
         Column("update", [line.first.action for line in lines], breaks=LIST),
-        Column("touched", [format_bytes(line.planned_bytes) for line in lines], "right"),
-        Column("plain step", [format_bytes(line.dense_bytes) for line in lines], "right", optional=True),
+        Column("touched", [format_bytes(line.whole.planned_bytes) for line in lines], "right"),
+        Column("plain step", [format_bytes(line.whole.dense_bytes) for line in lines], "right", optional=True),
         Column("slots", [str(line.first.slots or "") for line in lines], "right", optional=True),
         Column("shape", [line.shape for line in lines], optional=True),
     ]
@@ -497,28 +475,25 @@ def _reason(row: ExplainedLeaf) -> str:
     if alpha is not None and alpha.local_rows < alpha.rows:
         facts.append(f"alpha {alpha.local_share:.2%} on each device")
     if isinstance(row.plan, TablePlan):
-        line, remedy = _short(row.plan.line), row.plan.remedy
+        line, remedy = row.plan.line, row.plan.remedy
+        relative = os.path.relpath(line) if line else ""
+        line = relative if relative and not relative.startswith("..") else line
     facts += [line] * bool(line)
     text = f"{row.action}: {row.reason}" + (f" ({'; '.join(facts)})" if facts else "")
     return f"{text}. To change it: {remedy}" if remedy else text
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
-
-
-def _short(line: str) -> str:
-    relative = os.path.relpath(line) if line else ""
-    return relative if relative and not relative.startswith("..") else line
-
-
 def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
     """Makes a row for each method that a parameter has or could have; ">" marks the one it has."""
+
+    def milliseconds(seconds: float) -> str:
+        return f"{1e3 * seconds:.2f} ms"
+
     figures = (
-        (f"each {unit} sends", [line.sent for line in lines], format_bytes),
-        ("Parallax's table 3", [line.table_3 for line in lines], format_bytes),
-        ("predicted", [line.seconds for line in lines], _milliseconds),
-        ("at least", [line.bounds for line in lines], _milliseconds),
+        (f"each {unit} sends", [line.total(lambda leaf: leaf.sent) for line in lines], format_bytes),
+        ("Parallax's table 3", [line.total(lambda leaf: leaf.table_3) for line in lines], format_bytes),
+        ("predicted", [line.total(lambda leaf: leaf.seconds) for line in lines], milliseconds),
+        ("at least", [line.total(lambda leaf: leaf.bounds) for line in lines], milliseconds),
     )
     methods = [dict.fromkeys(method for _, of_lines, _ in figures for method in of_lines[k]) for k in range(len(lines))]
     rows = [(k, method) for k in range(len(lines)) for method in methods[k]]

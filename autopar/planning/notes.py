@@ -141,12 +141,12 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         f"Replicas: {sync.clients} client{'s' * (sync.clients > 1)}, each with weights of its own: {sync.name}, {own}. "
         f"A call takes a client's own minibatch{of_what}."
     )
+    weights = f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}"
     if sync.servers:
         yield (
-            f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: every {sync.every} "
-            f"steps of a worker they and a centre on {sync.servers} server{'s' * (sync.servers > 1)} are pulled "
-            f"towards each other, which nobody else waits for. A worker sends {format_bytes(sync.sent_bytes)} a step, "
-            "and receives as much."
+            f"{weights}: every {sync.every} steps of a worker they and a centre on {sync.servers} "
+            f"server{'s' * (sync.servers > 1)} are pulled towards each other, which nobody else waits for. A worker "
+            f"sends {format_bytes(sync.sent_bytes)} a step, and receives as much."
         )
         sizes = ", ".join(map(format_bytes, sync.server_bytes))
         yield f"Servers keep {sizes} of the centre{_ranks(sync.server_ranks)}."
@@ -155,22 +155,24 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         if sync.slope is not None:
             known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"
         yield f"alpha is {sync.alpha:.3g}; {known}."
-        yield from _own_notes(sync)
-        return
-    if sync.partners != "all":
+    elif sync.partners != "all":
         beside = "beside each step, with the weights that it begins with," if sync.delay else "behind each step"
         waits = "; nobody waits for another one's step" if sync.delay else "; these two wait for each other"
         which = "either has changed since their last exchange" if sync.delay else "were ever touched"
         rows = f" Of {', '.join(sync.by_rows)} only rows are sent that {which}." * bool(sync.by_rows)
         yield (
-            f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {beside} they and "
-            f"those of the left or the right neighbour, in turn, become the mean of both{waits}. A client sends at "
-            f"most {format_bytes(sync.sent_bytes)} a step, and receives as much.{rows}"
+            f"{weights}: {beside} they and those of the left or the right neighbour, in turn, become the mean of "
+            f"both{waits}. A client sends at most {format_bytes(sync.sent_bytes)} a step, and receives as much.{rows}"
         )
         yield from _table_notes(plan, sync)
         yield _stability(sync)
-        yield from _own_notes(sync)
-        return
+    else:
+        yield from _mean_notes(sync, weights)
+    yield from _first_three(sync.own, "Each client keeps {} of its own.")
+
+
+def _mean_notes(sync: SyncPlan, weights: str) -> Iterator[str]:
+    """Yields lines on means over all clients; `weights`: of what."""
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
     when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
@@ -180,8 +182,7 @@ def replica_notes(plan: Plan) -> Iterator[str]:
     most = "at most " * bool(sync.by_rows)
     ring = f": a ring AllReduce of {sync.clients} clients, over {sync.every} steps" * (sync.every > 1)
     yield (
-        f"{sum(map(len, sync.fragments))} weights, {format_bytes(sum(sync.fragment_bytes))}: {when} {move}{how}{late}. "
-        f"A client sends {most}{format_bytes(sync.sent_bytes)} a step{ring}.{rows}"
+        f"{weights}: {when} {move}{how}{late}. A client sends {most}{format_bytes(sync.sent_bytes)} a step{ring}.{rows}"
     )
     if sync.averages_gradients:
         yield "The update is linear in gradients and slots: this is what averaging gradients is, data parallelism."
@@ -192,7 +193,6 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         )
     if sync.delay >= sync.every:
         yield _stability(sync)
-    yield from _own_notes(sync)
 
 
 def _table_notes(plan: Plan, sync: SyncPlan) -> Iterator[str]:
@@ -209,10 +209,10 @@ def _stability(sync: SyncPlan) -> str:
     return f"Clients come together where eta h, learning rate times curvature, is below {most:.3g}; {known}."
 
 
-def _own_notes(sync: SyncPlan) -> Iterator[str]:
-    if sync.own:
-        more = f" and {len(sync.own) - 3} others" * (len(sync.own) > 3)
-        yield f"Each client keeps {', '.join(sync.own[:3])}{more} of its own."
+def _first_three(paths: Sequence[str], text: str) -> Iterator[str]:
+    """Yields a text with three paths, and how many others there are, if there are any."""
+    if paths:
+        yield text.format(", ".join(paths[:3]) + f" and {len(paths) - 3} others" * (len(paths) > 3))
 
 
 def server_notes(plan: Plan) -> Iterator[str]:
@@ -223,13 +223,11 @@ def server_notes(plan: Plan) -> Iterator[str]:
     others, count = served.clients - 1, len(served.servers)
     examples = f" of {served.examples} examples" if served.examples else ""
     own = "another function than the step on one device" if others else "with one worker, the step itself"
-    late = (
-        ""
-        if served.staleness is None
-        else (
+    late = ""
+    if served.staleness is not None:
+        late = (
             f" A worker begins its step c once all workers' pushes of steps up to c-{served.staleness + 1} are applied."
         )
-    )
     yield (
         f"Servers: {served.clients} worker{'s train' if others else ' trains'} one state, which {count} "
         f"server{'s' * (count > 1)} keep{'s' * (count == 1)}: {served.name}, {own}. A call takes a worker's own "
@@ -244,12 +242,7 @@ def server_notes(plan: Plan) -> Iterator[str]:
     )
     if count > 1 and served.by_rows:
         yield f"Tables: {'; '.join(_homes(served, path) for path in served.by_rows)}."
-    if served.clocks:
-        more = f" and {len(served.clocks) - 3} others" * (len(served.clocks) > 3)
-        yield (
-            f"{', '.join(served.clocks[:3])}{more}: counted by each server, of all pushes, and by each worker, of its "
-            "own."
-        )
+    yield from _first_three(served.clocks, "{}: counted by each server, of all pushes, and by each worker, of its own.")
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -365,15 +358,6 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
     return notes
 
 
-def _slack_notes(plan: PipelinePlan) -> Sequence[str]:
-    if not plan.slack:
-        return []
-    return [
-        f"{plan.slack} minibatch{'es' * (plan.slack > 1)} more for each border between stages are in flight, to hide "
-        "links: as many updates more are missed (slack=0 has one minibatch in flight for each device)."
-    ]
-
-
 def _late_notes(plan: PipelinePlan) -> Sequence[str]:
     """Tells of updates that wait for all stages, so that others see them later than their own backward allows."""
     calls = plan.calls
@@ -414,11 +398,15 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
         "spectrain": "Tasks predict the weights that their minibatch will meet behind stage 0's backward: W + s u, of "
         "which u is the last change (SpecTrain, section 3.2); s is counted in the simulated schedule.",
     }[plan.schedule]
+    slack = (
+        f"{plan.slack} minibatch{'es' * (plan.slack > 1)} more for each border between stages are in flight, to hide "
+        "links: as many updates more are missed (slack=0 has one minibatch in flight for each device)."
+    )
     return [
         f"{plan.schedule}{', remat' * plan.remat}: minibatches follow one another without a flush,{time} the devices "
         f"wait {waits:.0%}. Times and bytes of the table are those of a minibatch.",
         f"This is another function than the step on one device, by design. {sees}",
-        *_slack_notes(plan),
+        *[slack] * bool(plan.slack),
         *_late_notes(plan),
         f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
         "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
