@@ -86,11 +86,11 @@ from autopar.planning.replay_clients import replay as replay
 from autopar.planning.replay_clients import replay_timeline as replay_timeline
 from autopar.planning.replay_clients import timeline as timeline
 from autopar.planning.simulate import Simulation as Simulation
+from autopar.planning.simulate import save_trace as save_trace
 from autopar.planning.simulate import simulate as simulate
 from autopar.planning.simulate_clients import SyncSimulation as SyncSimulation
 from autopar.planning.staleness import Staleness as Staleness
 from autopar.planning.staleness import staleness as staleness
-from autopar.planning.trace_file import save_trace as save_trace
 from autopar.planning.verify import Verification as Verification
 from autopar.planning.verify import verify as verify
 from autopar.planning.why import Why as Why

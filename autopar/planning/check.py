@@ -27,9 +27,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
-from autopar.cost import Term, step_terms
 from autopar.cost.exchange import ID_TERMS
-from autopar.cost.rates import NO_TIME
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.plan import DensePlan, Plan, TablePlan
@@ -41,6 +39,7 @@ from autopar.ir.timeline import Run, Send, Timeline
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
+from autopar.planning.predictions import predict_method
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
@@ -170,12 +169,17 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
     rows = []
     gathers = any(group.gathers for group in plan.taken)
     for op in dict.fromkeys(("all-reduce", *(c.op for c in collectives))):
-        own = [c for c in collectives if c.op == op and c.arrays[0][0] != "pred"]
-        sent, arrays = sum(c.times * c.sent(plan.devices) for c in own), sum(c.times * len(c.arrays) for c in own)
+        counts = _all_sent([c for c in collectives if c.op == op and c.arrays[0][0] != "pred"], plan.devices)
         planned = plan.sent if op == "all-reduce" or gathers else 0
         what = "sums of divided products" if op == "all-reduce" else "parts of divided products"
-        rows.append(CheckRow(op, what, planned, sent, arrays, at_most=True))
+        rows.append(CheckRow(op, what, planned, *counts, at_most=True))
     return rows
+
+
+def _all_sent(collectives: Sequence[Collective], devices: int, times: int = 1) -> tuple[int, int]:
+    """Returns the bytes that each device sends for collectives, done so many times, and the number of arrays."""
+    counts = [(c.times * c.sent(devices), c.times * len(c.arrays)) for c in collectives]
+    return times * sum(sent for sent, _ in counts), times * sum(arrays for _, arrays in counts)
 
 
 def compare_pipeline(entry: Entry, step: str) -> Check:
@@ -192,13 +196,11 @@ def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRo
 
     All stages make one row: the plan counts a sum where it is read, and the stage before may have made it.
     """
-    planned, rows = sum(stage.exchanged_bytes for stage in plan.stages), []
+    planned, rows = plan.microbatches * sum(stage.exchanged_bytes for stage in plan.stages), []
     made = [] if plan.tensor == 1 else executor.collectives()
     for op in dict.fromkeys(c.op for c in made):
-        own = [c for c in made if c.op == op]
-        sent, arrays = sum(c.times * c.sent(plan.tensor) for c in own), sum(c.times * len(c.arrays) for c in own)
-        sent, most, arrays = (plan.microbatches * n for n in (sent, planned, arrays))
-        rows.append(CheckRow(op, "divided products within stages", most, sent, arrays, at_most=True))
+        counts = _all_sent([c for c in made if c.op == op], plan.tensor, plan.microbatches)
+        rows.append(CheckRow(op, "divided products within stages", planned, *counts, at_most=True))
     return rows
 
 
@@ -354,7 +356,8 @@ def _possible(plan: Plan, op: str) -> set[int]:
     once."""
     totals, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
-        terms = [t for t in _terms(table) if t.collective == op]
+        lifted = predict_method(table, table.method) if table.lifted else None
+        terms = [] if lifted is None else [t for t in lifted.terms if t.collective == op]
         ids = sum(t.sent for t in terms if t.name in ID_TERMS)
         rest = sum(t.sent for t in terms) - ids
         totals = {total + rest for total in totals}
@@ -363,10 +366,6 @@ def _possible(plan: Plan, op: str) -> set[int]:
     for (first, *_), count in ((ids, len(ids)) for ids in groups.values()):
         totals = {total + times * first for total in totals for times in range(1, count + 1)}
     return totals
-
-
-def _terms(table: TablePlan) -> Sequence[Term]:
-    return () if table.sizes is None or not table.lifted else step_terms(NO_TIME, table.sizes)[table.method]
 
 
 def _sizes_of(leaves: Sequence[TablePlan | DensePlan]) -> frozenset[int]:

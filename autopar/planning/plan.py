@@ -10,7 +10,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.work import Work, count_work
@@ -150,8 +149,8 @@ def plan_of(
         for table in space.tables:
             path = program.inputs[table].path
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
-            touched = _touched(program, space, leaves, made.devices, seen)
-            changed = dataclasses.replace(decided[path], alpha=touched.alpha, growth=touched.growth)
+            alpha, growth = _touched(program, space, leaves, made.devices, seen)
+            changed = dataclasses.replace(decided[path], alpha=alpha, growth=growth)
             terms = _earlier_terms(entry, changed)
             if rates is not None:
                 terms = with_bounds(_terms(changed, rates, hosts), _terms(changed, least, hosts.bound))
@@ -183,8 +182,7 @@ def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
 
 
 def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
-    whole = [t for t in decided.families if t.sizes is None and t.where == "devices"]
-    return [(t.nbytes, t) for t in whole]
+    return [(t.nbytes, t) for t in decided.families if t.sizes is None and t.where == "devices"]
 
 
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
@@ -206,31 +204,23 @@ def dense_load(decided: Plan) -> DenseLoad:
     return DenseLoad(flops, sums, tuple(leaves), moved, by_mpi=decided.reduction_backend == "mpi")
 
 
-@dataclass(frozen=True, slots=True)
-class _Touched:
-    """Says what rows a step looks up in a family."""
-
-    alpha: Alpha | None
-    growth: RowGrowth | None
-
-
 def _touched(
     program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: RowGrowth | None
-) -> _Touched:
-    """Returns the rows that a step looks up: those of the batch, where it is known, else those expected by what was
-    seen of others, else as many as there can be."""
+) -> tuple[Alpha | None, RowGrowth | None]:
+    """Returns the rows that a step looks up in a family: those of the batch, where it is known, else those expected by
+    what was seen of others, else as many as there can be."""
     if not space.accesses:
-        return _Touched(None, None)
+        return None, None
     ids, extent = program.ids[space.family], space.extent
     each, flat = ids.count_on(devices), example_ids(program, ids, leaves)
     seen = None if seen is None else seen.with_ids(each)
     if flat is not None:
         requested = device_ids(flat, ids.batched, devices, extent)
         growth = seen or (growth_of(requested, extent, each) if any(ids.batched) else None)
-        return _Touched(alpha_of(requested, extent, ids.count), growth)
+        return alpha_of(requested, extent, ids.count), growth
     if seen is not None:
-        return _Touched(Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen)
-    return _Touched(most(ids, extent, devices), None)
+        return Alpha(round(seen.rows(devices)), extent, ids.count, True, seen.rows(1)), seen
+    return most(ids, extent, devices), None
 
 
 def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:

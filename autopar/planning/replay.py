@@ -172,13 +172,7 @@ def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[
 
 
 def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
-    """Compares a run with its replay, one action after the other in one process, by `replayed`.
-
-    Args:
-      entry: The step at these shapes.
-      leaves: Flat arguments of each call; states go around.
-      steps: How many calls. The pipeline is drained behind them.
-    """
+    """Compares a run, drained at its end, with its replay, by `replayed`. Arguments as of `Way.replayed`."""
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
     step = known(entry.compiled.program.staged)

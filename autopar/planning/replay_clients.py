@@ -372,10 +372,7 @@ def _ended(
 def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
     """Compares a run of clients that average all at once with its replay, by `replayed`. Collective.
 
-    Args:
-      entry: The step at these shapes.
-      leaves: Flat arguments of this client's calls; replicas begin from their mean.
-      steps: How many calls.
+    Replicas begin from the mean of what clients are given. Arguments as of `Way.replayed`.
     """
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, MeansRunner), "clients have means"
@@ -388,12 +385,8 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
     """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
-    Elastic exchanges are verified by one in each step, at least in two: whatever the interval, they are the same.
-
-    Args:
-      entry: The step at these shapes.
-      leaves: Flat arguments of this worker's calls; servers begin with the state once all pushes are applied.
-      steps: How many calls.
+    Servers begin with the state once all pushes are applied. Elastic exchanges are verified by one in each step, at
+    least in two: whatever the interval, they are the same. Arguments as of `Way.replayed`.
     """
     sync = entry.options.sync
     if isinstance(sync, Elastic):

@@ -44,14 +44,7 @@ _MOST_PAIRS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Says what is simulated of clients; `simulate` takes each of them.
-
-    Attributes:
-      slow: Client -> how many times as long its own steps take.
-      step_s: Seconds of a client's own step; None: as its devices are predicted to take.
-      servers: How many there are; None: as many as in the plan, or one for each client, if they are in all processes
-        there.
-      steps: Steps of a client that are simulated, on average; None: some.
+    """Says what is simulated of clients: arguments of `simulate`, which describes them.
 
     Raises:
       ArgumentsError: a number that makes no sense.

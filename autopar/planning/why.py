@@ -112,16 +112,10 @@ def _lines(way: Prediction) -> Iterator[str]:
     yield way.name
     total = Term("in all", way.seconds or 0.0, way.sent, bound_s=way.bound_s)
     for term in (*way.terms, total):
+        sent = format_bytes(term.sent) if term.sent else ""
+        time = f"{term.seconds * 1e3:>12.3f} ms" if way.timed else ""
         least = "" if term.bound_s is None else f"  (at least {term.bound_s * 1e3:.3f})"
-        yield f"  {term.name:<40}{_sent(term):>12}{_ms(term, way.timed)}{least}"
-
-
-def _sent(term: Term) -> str:
-    return format_bytes(term.sent) if term.sent else ""
-
-
-def _ms(term: Term, timed: bool) -> str:
-    return f"{term.seconds * 1e3:>12.3f} ms" if timed else ""
+        yield f"  {term.name:<40}{sent:>12}{time}{least}"
 
 
 def schedule_text(plan: PipelinePlan, path: str, schedule: str) -> str:

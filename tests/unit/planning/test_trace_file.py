@@ -136,4 +136,4 @@ def test_what_has_no_timeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(sys.modules["autopar.planning.trace_file"]).failed == 0
+    assert doctest.testmod(sys.modules["autopar.planning.simulate"]).failed == 0
