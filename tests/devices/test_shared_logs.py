@@ -160,6 +160,6 @@ def copied(state: Any) -> Any:
         if id(log) not in logs:
             lists = {"leaves": [x.copy() for x in log.leaves], "entries": [x.copy() for x in log.entries]}
             logs[id(log)] = dataclasses.replace(log, **lists)
-        return dataclasses.replace(leaf, log=logs[id(log)])
+        return autopar.DeferredTable(logs[id(log)], leaf.place)
 
     return jax.tree.map(copy, state, is_leaf=lambda x: isinstance(x, autopar.DeferredTable))
