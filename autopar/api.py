@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
-import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.clients import clients_of, server_ranks_of, servers_of
 from autopar.backends.devices import Devices
-from autopar.backends.stage_device import StageDevice
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
-from autopar.ir.pipeline import AUTO, Pipeline
+from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import TENSOR, Results, Sparse, Strategy, asks_for_hosts, check_choices, split_method
-from autopar.launch.group import everyone
+from autopar.ir.strategy import Results, Sparse, Strategy, check_choices
 from autopar.measure.calibrate import rates_of
-from autopar.measure.machine import Machine, memory_of
+from autopar.measure.machine import NOWHERE, Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
-from autopar.run.drift import AlphaWatch
+from autopar.run.asked import Asked
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.positions import donated_arguments, positions_of, static_arguments
 from autopar.run.step import LazyStep, ParallelStep
-from autopar.run.worker_batches import GlobalBatchStep, WarmupStep
-from autopar.sync import Async, Sync
-from autopar.ways.table import way_of
+from autopar.sync import Sync
+from autopar.ways.table import way_for, way_of
 
 
 class _Given(TypedDict, total=False):
@@ -163,8 +157,6 @@ def parallelize(
         return lambda fun: parallelize(fun, **arguments)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
-    if isinstance(sync, Async) and sync.is_joined:
-        return _joined(step, sync, arguments).made_by(parallelize, arguments)
     plan, strategy, sparse, pipeline = _decided(plan, strategy, sparse, pipeline)
     check_choices(strategy, sparse, donate, results)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
@@ -183,183 +175,56 @@ def parallelize(
     donated = donated_arguments(step, donate_argnums, donate_argnames, static, donate)
     if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
         raise ArgumentsError(f"microbatches={microbatches!r}: give a whole number, 1 or more")
-    if mesh is None and sync is None and not jax_compat.backend_is_up():
+    way = way_for(sync, pipeline, strategy)
+    if mesh is None and not way.is_made_at_once and not jax_compat.backend_is_up():
         return LazyStep(step, lambda: parallelize(step, **arguments)).made_by(parallelize, arguments)
-    devices = Devices.of(mesh, data_axis, _tensor_axis(mesh, data_axis, tensor_axis, strategy))
-    clients = clients_of(sync, devices, pipeline, plan, strategy)
-    devices = devices if clients is None else clients.devices
-    whole = isinstance(sync, Async)  # a worker's program is one of its whole minibatch, which its devices divide
-    if pipeline is not None:
-        _check_pipeline(pipeline, devices, microbatches, plan, strategy)
-    hosts = asks_for_hosts(strategy)
-    count = everyone().size if hosts else devices.count
-    servers = 1 if clients is None else servers_of(sync, clients.processes.size)
     planner = Planner(
         fun=step,
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            devices=1 if whole else count,
-            accelerators=devices.mesh.devices.flat[0].platform != "cpu",
-            hosts=hosts,
-            rank_devices=jax.local_device_count(),
             batch_axis=batch_axis,
             results=results,
             plan=plan,
             microbatches=microbatches,
-            tensor=devices.tensor,
-            may_leave=sync is None,
-            sync=sync,
-            clients=1 if clients is None else clients.count,
-            worker_devices=devices.count if whole and devices.mesh.size > 1 else 0,
-            servers=servers,
-            server_ranks=() if clients is None else server_ranks_of(servers),
         ),
-        machine=_machine_of(devices, is_measured=plan is None),
+        machine=NOWHERE,
         donate=donate,
         state_argnums=positions_of(step, "state_argnums", state_argnums),
         batch_argnums=positions_of(step, "batch_argnums", batch_argnums),
         static=static,
         donated=donated,
-        devices=devices if devices.mesh.size > 1 and not whole else None,
-        per_device=None if axis_name is None else PerDevice(axis_name, count, batch_axis),
-        clients=clients,
+        per_device=None if axis_name is None else PerDevice(axis_name, 1, batch_axis),
         way_of=way_of,
     )
-    planner = _in_stages(planner, pipeline, devices) if pipeline is not None else _may_stage(planner, devices)
-    unwatched = replan == "off" or devices.processes.several or sync is not None
-    return ParallelStep(planner, None if unwatched else AlphaWatch()).made_by(parallelize, arguments)
-
-
-def _joined(step: Callable[..., Any], sync: Async, options: Mapping[str, Any]) -> ParallelStep:
-    """Returns a step that trains by data parallelism, of which each process gives its own minibatch.
-
-    Args:
-      step, sync: What the user gave.
-      options: All of `parallelize`.
-    """
-    first: dict[str, Any] = {**options, "sync": None}
-    plain = parallelize(step, **first)
-    joined = GlobalBatchStep(plain.planner, all_devices=plain.devices)
-    if sync.staleness == 0:
-        return joined
-    then: dict[str, Any] = {**options, "sync": dataclasses.replace(sync, warmup=0)}
-    return WarmupStep(parallelize(step, **then).planner, first=joined, warmup=sync.warmup)
-
-
-def _tensor_axis(mesh: Any, data_axis: str | None, name: str | None, strategy: Strategy) -> str | None:
-    """Returns the axis of the mesh over which products are divided; None if none are.
-
-    Raises:
-      ArgumentsError: there is no such axis, or options that don't go with it.
-    """
-    asked = any(
-        split_method(m)[0] == TENSOR for m in (strategy.values() if isinstance(strategy, Mapping) else [strategy])
+    asked = Asked(
+        planner=planner,
+        mesh=mesh,
+        data_axis=data_axis,
+        tensor_axis=tensor_axis,
+        pipeline=pipeline,
+        sync=sync,
+        replan=replan,
+        machine_of=_measured if plan is None else _known,
+        parallelize=lambda **changes: parallelize(step, **{**arguments, **changes}),
+        way_for=way_for,
     )
-    if name is None and not asked:
-        return None
-    what = "strategy='tensor'" if name is None else f"tensor_axis={name!r}"
-    names: Sequence[str] = [] if mesh is None else list(mesh.axis_names)
-    others = [axis for axis in names if axis != (data_axis or names[0])]
-    if not others or (name is not None and name not in others):
-        shown = f"; there are {', '.join(map(repr, others))}" if others else ""
-        raise ArgumentsError(
-            f"{what} takes a mesh with an axis beside the data axis{shown}: "
-            'mesh=jax.make_mesh((2, 4), ("data", "tensor")), with 1 in place of 2 to divide no batch'
-        )
-    if asks_for_hosts(strategy):
-        raise ArgumentsError(f"{what} doesn't go with tables on hosts, whose ranks run programs of their own")
-    return name or others[0]
+    way.check(asked)
+    return way.step(asked).made_by(parallelize, arguments)
 
 
-def _may_stage(planner: Planner, devices: Devices) -> Planner:
-    """Lets a planner use stages for a state that fits the devices in no other way, if all is left to autopar."""
-    options = planner.options
-    asked = (
-        options.sync is not None or options.strategy != "auto" or options.plan is not None or options.microbatches > 1
-    )
-    if asked or planner.per_device is not None or devices.mesh.size == 1:
-        return planner
-    pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
-    return dataclasses.replace(planner, in_stages=functools.partial(_in_stages, planner, pipeline, devices))
+def _known(devices: Devices) -> Machine:
+    """Returns what can be asked of the devices for a step that is decided: nothing is measured."""
+    return Machine(memory=functools.partial(memory_of, devices))
 
 
-def _in_stages(planner: Planner, pipeline: Pipeline, devices: Devices) -> Planner:
-    """Returns a planner of the same step in the stages of a pipeline."""
-    places = _stage_devices(pipeline, devices)
-    flat = tuple(device for place in places for device in place.devices)
-    all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
-    return dataclasses.replace(
-        planner,
-        options=dataclasses.replace(
-            planner.options,
-            devices=1,
-            hosts=False,
-            microbatches=pipeline.microbatch_count,
-            pipeline=pipeline,
-            stage_devices=len(places),
-        ),
-        machine=Machine(
-            memory=functools.partial(memory_of, all_), stages=functools.partial(stage_rates_of, flat, all_.processes)
-        ),
-        devices=None,
-        stage_devices=places,
-        stage_processes=all_.processes,
-    )
-
-
-def _machine_of(devices: Devices, *, is_measured: bool) -> Machine:
-    """Returns what can be asked of the devices; nothing is measured for a step that is decided."""
-    memory = functools.partial(memory_of, devices)
-    if not is_measured:
-        return Machine(memory=memory)
+def _measured(devices: Devices) -> Machine:
+    """Returns what can be asked of the devices."""
     rates = functools.partial(rates_of, devices, functools.partial(planned_by, devices))
     stages = None
     if devices.tensor > 1 and not devices.processes.several:  # over which products are divided
         stages = functools.partial(stage_rates_of, tuple(devices.mesh.devices.flat), devices.processes)
-    return Machine(rates, functools.partial(rates, steps=True), memory, stages)
-
-
-def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
-    """Returns the devices that stages may have: where products are divided, each is all devices of the tensor axis."""
-    rows = devices.mesh.devices
-    if devices.tensor_axis is not None:
-        rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
-    places = [StageDevice(tuple(row)) for row in rows.reshape(-1, devices.tensor)]
-    return tuple(places[: None if pipeline.stages == AUTO else pipeline.devices])
-
-
-def _check_pipeline(
-    pipeline: Pipeline, devices: Devices, microbatches: int, plan: Plan | None, strategy: Strategy
-) -> None:
-    if not isinstance(pipeline, Pipeline):
-        raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
-    there = devices.mesh.size // devices.tensor
-    if pipeline.stages != AUTO and pipeline.devices > there:
-        divided = f" times the {devices.tensor} of the tensor axis" * (devices.tensor > 1)
-        raise ArgumentsError(
-            f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
-        )
-    others = {"microbatches": microbatches > 1, "plan": plan is not None}
-    if asks_for_hosts(strategy):
-        raise ArgumentsError("pipeline: tables on hosts have no stage; leave them to the devices")
-    named = [f"{name}=" for name, is_given in others.items() if is_given]
-    if named:
-        raise ArgumentsError(f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out")
-    places = _stage_devices(pipeline, devices)
-    for place in places:
-        if len({device.process_index for device in place.devices}) > 1:
-            raise ArgumentsError(
-                f"pipeline: the devices of the tensor axis, {', '.join(map(str, place.devices))}, are of several "
-                "processes. Within a stage products are divided over devices of one process; give a mesh of such rows"
-            )
-    own = {place.process_index for place in places}
-    if jax.process_index() not in own:
-        raise ArgumentsError(
-            f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, and "
-            f"this is process {jax.process_index()} of {jax.process_count()}. Give more stages or replicas, or start "
-            "fewer processes"
-        )
+    return Machine(rates, functools.partial(rates, steps=True), functools.partial(memory_of, devices), stages)
 
 
 def _decided(

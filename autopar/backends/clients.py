@@ -8,7 +8,6 @@ gather what was made. So every client has the same bits, and whoever adds up in 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,20 +23,14 @@ from autopar import jax_compat
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.watched import jit_on
-from autopar.errors import ArgumentsError, AutoparError, LaunchError
-from autopar.ir.pipeline import Pipeline
-from autopar.ir.plan import Plan
-from autopar.ir.ring import Ring, check_even
-from autopar.ir.strategy import Strategy, asks_for_hosts
+from autopar.errors import ArgumentsError, AutoparError
+from autopar.ir.ring import Ring
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
-from autopar.mpi.limits import machine_name
-from autopar.mpi.world import CLIENTS_VARIABLE, SERVERS_VARIABLE, job
-from autopar.sync import Replicated, Sync
+from autopar.mpi.world import SERVERS_VARIABLE, job
 
 Array = Any
 #: The axis of the clients in a mesh of all devices.
 _AXIS = "clients"
-_SERVERS = "The servers of Async keep the state, in the processes: leave strategy= out"
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,90 +215,6 @@ def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) ->
             return run(*arrays)
 
     return _thread().submit(dispatch).result()
-
-
-def clients_of(
-    sync: Sync | None, devices: Devices, pipeline: Pipeline | None, plan: Plan | None, strategy: Strategy
-) -> Clients | None:
-    """Makes the clients that a step asks for; None without `sync`.
-
-    Args:
-      sync, pipeline, plan, strategy: As for `parallelize`.
-      devices: All devices that the step may have.
-
-    Raises:
-      ArgumentsError: options that don't go with it.
-    """
-    if sync is None:
-        known = None if plan is None else plan.sync or plan.served
-        if plan is not None and known is not None:
-            raise ArgumentsError(
-                f"{plan.name} is of {known}, and doesn't hold all of what it was made with: give sync= as well, as it "
-                "was"
-            )
-        return None
-    if not isinstance(sync, Sync):
-        raise ArgumentsError(f"sync={sync!r}: give autopar.sync.Average(every=...) or autopar.sync.Async(...)")
-    if pipeline is not None:
-        raise ArgumentsError("sync= and pipeline= don't go together: leave one of them out")
-    if asks_for_hosts(strategy):
-        raise ArgumentsError(
-            f"sync={type(sync).__name__}(...): tables on hosts are one for all ranks that train one state together. "
-            + ('Keep their rows on the devices, strategy="ps"' if isinstance(sync, Replicated) else _SERVERS)
-        )
-    if isinstance(sync, Replicated) and sync.slope is not None:
-        sync.check_stable(sync.slope)
-    count = sync.clients if sync.clients is not None else said_clients(devices.processes)
-    clients = Clients.of(devices, count)
-    check_ring(sync, clients.count)
-    return clients
-
-
-def said_clients(processes: StoreGroup) -> int | None:
-    """Returns how many clients the environment says that processes are (`launch --clients`); None: it doesn't.
-    Collective.
-
-    Raises:
-      LaunchError: it says something else.
-      ArgumentsError: "machines" that haven't as many adjacent processes each.
-    """
-    text = os.environ.get(CLIENTS_VARIABLE, "")
-    if text != "machines":
-        if text and not (text.isdecimal() and int(text)):
-            raise LaunchError(f"{CLIENTS_VARIABLE}={text!r} is no number of clients, and not 'machines'")
-        return int(text) if text else None
-    names = processes.values(machine_name(), "machines of the processes")
-    count = len(set(names))
-    if names != [name for name in dict.fromkeys(names) for _ in range(len(names) // count)]:
-        raise ArgumentsError(
-            f"{CLIENTS_VARIABLE}=machines: the {count} machines haven't as many adjacent processes each. Start as many "
-            "on each, machine by machine, or give clients="
-        )
-    return count
-
-
-def check_ring(sync: Sync | None, clients: int) -> None:
-    """Checks that so many clients make a ring, if they are to.
-
-    Raises:
-      ArgumentsError: they don't.
-    """
-    if isinstance(sync, Replicated) and sync.is_ring:
-        check_even(clients, f"sync={sync.call}", "Give clients= an even number, or train on one process less")
-
-
-def servers_of(sync: Sync | None, processes: int) -> int:
-    """Returns how many servers a step has: dedicated ones where the job has some, else of the processes.
-
-    Raises:
-      ArgumentsError: there are fewer.
-    """
-    return checked_servers("sync", getattr(sync, "servers", None), processes)
-
-
-def server_ranks_of(servers: int) -> tuple[int, ...]:
-    """Returns the ranks of the first so many dedicated servers; none where the job has none."""
-    return tuple(range(job().workers, job().workers + servers)) if job().servers else ()
 
 
 def checked_servers(name: str, wanted: int | None, processes: int) -> int:

@@ -77,7 +77,7 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
     Tables that the strategy puts on hosts are there, with a rank for each device.
     """
     require_cluster(cluster)
-    if step.options.sync is not None:
+    if step.clients is not None:
         raise ArgumentsError(
             f"{step.name} trains replicas by sync=, which are planned for the processes here alone: leave cluster= out"
         )
@@ -88,16 +88,11 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
         raise ArgumentsError(
             f"{step.name} divides products over {tensor} devices, and {cluster} has {cluster.count}: give a multiple"
         )
-    count = 1 if step.options.pipeline is not None else cluster.count // tensor
-    there = on_devices(
-        step, count, Machine(rates, rates, lambda: memory, stages), strategy, hosts=asks_for_hosts(strategy)
-    )
-    options = dataclasses.replace(there.options, stage_devices=cluster.count // tensor)
-    planner, in_stages = dataclasses.replace(there.planner, options=options), step.planner.in_stages
+    count, machine = cluster.count // tensor, Machine(rates, rates, lambda: memory, stages)
+    there = on_devices(step, count, machine, strategy, hosts=asks_for_hosts(strategy)).planner
+    planner, in_stages = step.planner.way.on(there, count), step.planner.in_stages
     if in_stages is not None:
-        pipeline = in_stages().options.pipeline
-        staged = dataclasses.replace(planner, options=dataclasses.replace(options, devices=1, pipeline=pipeline))
-        planner = dataclasses.replace(planner, in_stages=lambda: staged)
+        planner = dataclasses.replace(planner, in_stages=lambda: in_stages().way.on(there, count))
     return ParallelStep(planner)
 
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.clients import Clients, check_ring, mean_of
+from autopar.backends.clients import Clients, mean_of
 from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
 from autopar.ir.program import Program
@@ -29,7 +29,6 @@ from autopar.run.exchanges import RingEnd
 from autopar.run.means import MeansRunner
 from autopar.run.replicas import Weights, fragments_of
 from autopar.run.runner import Runner
-from autopar.run.served import ServedRunner
 from autopar.run.step import ParallelStep
 from autopar.run.touched_rows import TouchedRows
 from autopar.servers.center import Center
@@ -37,7 +36,7 @@ from autopar.servers.exchanges import CenterEnd, CenterParts, End, message
 from autopar.servers.job import Client, Job, Recorded, run_clients
 from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
-from autopar.sync import Async, Elastic, Replicated
+from autopar.sync import Elastic
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
@@ -76,7 +75,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
       >>> [float(w[0]) for w, _ in last]
       [0.42..., 0.42...]
     """
-    if isinstance(step, ParallelStep) and step.options.sync is not None and step.options.sync.is_asynchronous:
+    if isinstance(step, ParallelStep) and step.planner.way.has_timeline:
         raise ArgumentsError(
             "replay is for clients that average all at once, sync=Average(...): what others do depends on who comes "
             "when, and is replayed of a timeline, autopar.replay_timeline"
@@ -89,9 +88,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
         return
     if not isinstance(first, Sequence) or not first:
         raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
-    check_ring(step.options.sync, len(first))
-    options = dataclasses.replace(step.options, clients=len(first))
-    entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first[0])
+    entry = _among(step, len(first)).entry(state, first[0])
 
     def calls() -> Iterator[list[list[Any]]]:
         for k, batches in enumerate(itertools.chain([first], coming)):
@@ -103,6 +100,16 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
     assert isinstance(runner, MeansRunner), "clients have means"
     for results in replay_replicas(entry.compiled.analysed, runner, calls()):
         yield [entry.out_tree.unflatten(own) for own in results]
+
+
+def _among(step: ParallelStep, clients: int, servers: int | None = None) -> ParallelStep:
+    """Returns the step as so many clients, and servers, run it that aren't here.
+
+    Raises:
+      ArgumentsError: there can't be so many.
+    """
+    way = step.planner.way.among(clients, servers)
+    return ParallelStep(dataclasses.replace(step.planner, way_of=way.by, clients=None))
 
 
 def replay_replicas(
@@ -209,8 +216,7 @@ def replay_timeline(
       >>> float(w[0])
       0.4
     """
-    sync = step.options.sync if isinstance(step, ParallelStep) else None
-    if sync is None or not sync.is_asynchronous:
+    if not isinstance(step, ParallelStep) or not step.planner.way.has_timeline:
         raise ArgumentsError(
             "replay_timeline takes a step whose clients wait for nobody, sync=autopar.sync.Async(...), Elastic(...) or "
             "ADPSGD()"
@@ -220,17 +226,13 @@ def replay_timeline(
             f"replay_timeline was given minibatches of {len(minibatches)} workers, and the timeline has "
             f"{timeline.workers}"
         )
-    options = dataclasses.replace(step.options, clients=timeline.workers, servers=len(timeline.events))
     first = next((own[0] for own in minibatches if own), None)
     if first is None:
         raise ArgumentsError("replay_timeline was given no minibatches")
-    entry = ParallelStep(dataclasses.replace(step.planner, options=options, clients=None)).entry(state, first)
+    entry = _among(step, timeline.workers, len(timeline.events)).entry(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
-    if isinstance(sync, Async):
-        leaves, done = replay_served(entry, start, calls, timeline, _programs_here(entry, step.clients))
-    else:
-        leaves, done = replay_exchanges(entry, start, calls, timeline)
+    leaves, done = entry.way.followed(entry, start, calls, timeline, step.clients)
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
     return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
 
@@ -242,7 +244,7 @@ def replay_served(
     timeline: Timeline,
     programs: ServedPrograms,
 ) -> tuple[list[Any], list[list[list[Any]]]]:
-    """Does what a timeline says. Arguments and results as of `replay_exchanges`; results have None for the state.
+    """Does what a timeline says. Arguments and results as of `replay_center`; results have None for the state.
 
     `programs`: what workers and servers run.
 
@@ -266,12 +268,13 @@ def replay_served(
     return leaves, [[[own.get(k) for k in count] for own in each] for each in done]
 
 
-def replay_exchanges(
-    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+def replay_center(
+    sync: Elastic, entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
 ) -> tuple[list[Any], list[list[list[Any]]]]:
-    """Does what a timeline says.
+    """Does what a timeline says of a centre.
 
     Args:
+      sync: How it moves.
       entry: The step at these shapes.
       start: A call's flat arguments; of these the state.
       calls: For each client its calls' flat arguments; those of the state aren't read.
@@ -283,20 +286,26 @@ def replay_exchanges(
     Raises:
       TimelineError: a message comes before its client can have sent it, or the clients have others.
     """
-    sync, plan, program = entry.options.sync, entry.compiled.plan.sync, entry.compiled.analysed
+    weights, servers = _weights(entry, start), len(timeline.events)
+    parts = CenterParts(weights, servers)
+    if parts.count != servers:
+        name = entry.compiled.analysed.name
+        raise TimelineError(f"{name} has {parts.count} servers at most, not {servers}")
+    own = [dict(enumerate(parts.of(n, weights))) for n in range(servers)]
+    centers = [Center(leaves, sync.alpha, timeline.workers) for leaves in own]
+    clients = _run(entry, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
+    centre = parts.joined([[*center.leaves.values()] for center in centers])
+    return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
+
+
+def replay_ring(
+    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
+) -> tuple[list[Any], list[list[list[Any]]]]:
+    """Does what a timeline says of a ring. Arguments, results and errors as of `replay_center`."""
+    weights, count, plan = _weights(entry, start), timeline.workers, entry.compiled.plan.sync
     assert plan is not None, "clients have replicas"
-    weights = {k: jnp.asarray(materialize(start[k])) for some in fragments_of(plan, program) for k in some}
-    count, servers = timeline.workers, len(timeline.events)
-    if isinstance(sync, Elastic):
-        parts = CenterParts(weights, servers)
-        if parts.count != servers:
-            raise TimelineError(f"{program.name} has {parts.count} servers at most, not {servers}")
-        centers = [Center(dict(enumerate(parts.of(n, weights))), sync.alpha, count) for n in range(servers)]
-        clients = _run(entry, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
-        centre = parts.joined([[*center.leaves.values()] for center in centers])
-        return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
     passives, rows = Ring(count).passives, TouchedRows(entry.compiled, plan)
-    if len(passives) != servers or not timeline.ring:
+    if len(passives) != len(timeline.events) or not timeline.ring:
         raise TimelineError(f"the timeline isn't of a ring of {count} clients")
     ends = [RingEnd([*weights], rows, count, c, equal=True) for c in range(count)]
     neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
@@ -304,6 +313,13 @@ def replay_exchanges(
     for c, neighbor in zip(passives, neighbors, strict=True):  # what came behind its last step
         clients[c].leaves |= dict(zip(weights, neighbor.leaves.values(), strict=True))
     return _ended(start, clients, {})
+
+
+def _weights(entry: Entry, start: Sequence[Any]) -> dict[int, Array]:
+    plan = entry.compiled.plan.sync
+    assert plan is not None, "clients have replicas"
+    fragments = fragments_of(plan, entry.compiled.analysed)
+    return {k: jnp.asarray(materialize(start[k])) for some in fragments for k in some}
 
 
 def _run(
@@ -385,27 +401,18 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
 def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
     """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
-    Servers begin with the state once all pushes are applied. Elastic exchanges are verified by one in each step, at
-    least in two: whatever the interval, they are the same. Arguments as of `Way.replayed`.
+    Servers begin with the state once all pushes are applied. Arguments as of `Way.replayed`.
     """
-    sync = entry.options.sync
-    if isinstance(sync, Elastic):
-        sync, steps = dataclasses.replace(sync, interval=1), max(steps, 3)
-        options = dataclasses.replace(entry.options, sync=sync)
-        entry = dataclasses.replace(entry, way=dataclasses.replace(entry.way, options=options))
     program, clients, runner = entry.compiled.analysed, entry.clients, entry.runner
     assert clients is not None, "processes are workers"
     first = average(list(leaves))
     calls = [[own] * steps for own in _calls_of_all(clients, program, first)]
     found = _run_steps(runner, program, first, steps)
     done, now = timeline([found[out] for out in program.new_states.values()]), average(found)
-    if isinstance(runner, ServedRunner):
-        made, results = replay_served(entry, first, calls, done, runner.programs)
-    else:
-        made, results = replay_exchanges(entry, first, calls, done)
+    made, results = entry.way.followed(entry, first, calls, done, clients)
     pairs = [[pair] for pair in zip(results[clients.own][-1], found, strict=True)]
     for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
-        pairs[out] = [*(pairs[out] if isinstance(sync, Replicated) else []), (made[k], now[out])]
+        pairs[out] = [*(pair for pair in pairs[out] if pair[0] is not None), (made[k], now[out])]
     return _compared(clients, program, pairs, steps, _SERVED)
 
 
@@ -454,7 +461,7 @@ def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
     return max(sizes), max(errors)
 
 
-def _programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
+def programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
     """Returns what workers and servers run, on the devices of this process's worker if no other process has some."""
     compiled, devices = entry.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):

@@ -61,8 +61,8 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
     k = _other(all_, "options")
     if k is not None:
         theirs, first = all_[k]["options"], all_[0]["options"]
-        key = next(key for key in first if theirs[key] != first[key])
-        there, here = shown(theirs[key], first[key]), shown(first[key], theirs[key])
+        key = next(key for key in {**first, **theirs} if theirs.get(key) != first.get(key))
+        there, here = shown(theirs.get(key), first.get(key)), shown(first.get(key), theirs.get(key))
         raise AutoparError(
             f"{name}: {processes.name(k)} has {key}={there}; {processes.name(0)} has "
             f"{key}={here}. All processes have to run the same script, with the same versions"

@@ -122,7 +122,7 @@ class AlphaWatch:
         """
         done = self._collected()
         self._left = self._interval
-        if not done or entry is None or entry.compiled.plan.on_hosts:
+        if not done or entry is None or not entry.way.is_watched:
             return {}
         watched = self._plans.get(entry)
         if watched is None:

@@ -18,7 +18,6 @@ from autopar.backends.devices import Devices
 from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback, without_fallback
 from autopar.backends.spread import mapped, on_ordinary_arrays, spread
-from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
@@ -40,9 +39,8 @@ class Entry:
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `way` is how the step
     is run, with the options that it was compiled by. `fun` is what was traced, the user's step or one made of it;
-    `notes` are what `explain` says of that. `stage_devices` are those of a pipeline's stages, `clients` those that have
-    a replica each. `larger` compiles the same step with larger capacities, once batches have come near those of this
-    one.
+    `notes` are what `explain` says of that. `clients` are those that have a replica each. `larger` compiles the
+    same step with larger capacities, once batches have come near those of this one.
     """
 
     call: Call
@@ -57,7 +55,6 @@ class Entry:
     devices: Devices | None = None
     donate: bool = True
     machine: Machine = NOWHERE
-    stage_devices: Sequence[StageDevice] = ()
     headroom: float = HEADROOM
     fun: Callable[..., Any] | None = None
     notes: Sequence[str] = ()

@@ -20,6 +20,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Input
 from autopar.ir.strategy import TENSOR, asked_of
 from autopar.tables.kinds import spread_as
+from autopar.ways.way import Way
 
 
 class Stay(NamedTuple):
@@ -36,8 +37,10 @@ def shards_given(inputs: Sequence[Input], leaves: Sequence[Any]) -> dict[str, st
     return {"the state's shards": ", ".join(specs)}
 
 
-def made_whole(compiled: Compiled, devices: Devices | None, leaves: Sequence[Any]) -> dict[str, Stay | None]:
-    """Finds leaves of the state that come in shards, and that a plan has whole on every device.
+def made_whole(
+    compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Any]
+) -> dict[str, Stay | None]:
+    """Finds leaves of the state that come in shards, and that a plan by some options has whole on every device.
 
     Returns:
       Path -> how the leaf can stay in shards; None if it can't: others than the devices of the data or the tensor axis
@@ -47,7 +50,7 @@ def made_whole(compiled: Compiled, devices: Devices | None, leaves: Sequence[Any
     if devices is None or bound.on_hosts:
         return {}
     plan, whole = bound.plan, dict[str, Stay | None]()
-    by_rows = {table.path for table in plan.tables} if plan.served is not None else set[str]()  # are pulled
+    by_rows = {table.path for table in plan.tables} if options.rows_travel else set[str]()
     for k, (input_, leaf) in enumerate(zip(inputs, leaves, strict=True)):
         is_whole = bound.place(k) == (None, None) and k not in bound.uneven and input_.path not in by_rows
         if input_.role == "state" and is_whole and _is_in_shards(leaf):
@@ -88,10 +91,11 @@ def _axis(leaf: jax.Array, devices: Devices) -> int | None:
     return even_axis(leaf.shape, axis, devices.count)
 
 
-def in_shards(options: Options, whole: Mapping[str, Stay | None]) -> Options:
+def in_shards(way: Way, whole: Mapping[str, Stay | None]) -> Options:
     """Returns the options by which leaves stay in shards that the user's strategy leaves to autopar."""
+    options = way.options
     given = {path: stay for path, stay in whole.items() if stay is not None and _is_open(options, path)}
-    if not given or options.hosts or options.is_asynchronous:  # what others answer with is whole
+    if not given or not way.keeps_shards:
         return options
     rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
     strategy = {**{path: stay.method for path, stay in given.items()}, **rest}
@@ -114,28 +118,29 @@ def shard_notes(options: Options) -> list[str]:
     return [f"In shards, as they came: {', '.join(paths[:3])}{others}."] if paths else []
 
 
-def warn_of_whole_leaves(compiled: Compiled, devices: Devices | None, options: Options, leaves: Sequence[Any]) -> None:
+def warn_of_whole_leaves(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Any]) -> None:
     """Warns of leaves that come in shards and are whole on every device, where the user didn't say so."""
-    whole = made_whole(compiled, devices, leaves)
+    options = way.options
+    whole = made_whole(compiled, options, devices, leaves)
     paths = _in_order(path for path in whole if options.plan is not None or _is_open(options, path))
     if not paths or devices is None:
         return
     given = {input_.path: leaf for input_, leaf in zip(compiled.analysed.inputs, leaves, strict=True)}
     others = f" (and {len(paths) - 1} other leaves)" if len(paths) > 1 else ""
     size = format_bytes(sum(given[p].nbytes for p in paths))
-    if compiled.bound.plan.served is None:
+    if not options.rows_travel:
         where = f"after the step each of {devices.mesh.size} devices has all of it, {size} each"
     else:
         where = f"servers keep all of it, {size}, which each device of a worker has in each step"
     warn(
         f"{compiled.analysed.name}: {paths[0]}{others} came in shards, {given[paths[0]].sharding.spec}, and {where}. "
-        f"{_remedy(options, given[paths[0]], devices)} (docs/devices.md)",
+        f"{_remedy(way, given[paths[0]], devices)} (docs/devices.md)",
         SlowPlanWarning,
     )
 
 
-def _remedy(options: Options, leaf: jax.Array, devices: Devices) -> str:
-    if options.is_asynchronous:
+def _remedy(way: Way, leaf: jax.Array, devices: Devices) -> str:
+    if not way.keeps_shards:
         return "Where clients average, sync=autopar.sync.Average(every=...), it stays in shards"
     if devices.mesh.size == 1:
         return "Clients that have several devices each keep it in shards: give fewer, clients="

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -40,7 +39,9 @@ from autopar.ways.way import Way
 class HostRunner:
     """Places a step's arguments, runs it by stages, and compiles it for each bucket that its rows need."""
 
-    def __init__(self, compiled: Compiled, way: Way, out_tree: Any, donate: bool) -> None:
+    def __init__(
+        self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: Any, donate: bool
+    ) -> None:
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
         self._donate = donate
@@ -52,7 +53,7 @@ class HostRunner:
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
             exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
-        self._way = dataclasses.replace(way, options=dataclasses.replace(way.options, bucket_bytes=bucket_bytes))
+        self._way = in_buckets(bucket_bytes)
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
         hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}

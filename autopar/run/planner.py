@@ -16,7 +16,6 @@ from autopar import jax_compat
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
-from autopar.backends.stage_device import StageDevice
 from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
@@ -63,9 +62,8 @@ class Planner:
       static: Arguments that are no arrays.
       devices: Those that run it; None: one.
       per_device: Of a step that is written for one of several devices.
-      stage_devices: Those of a pipeline's stages.
       clients: Those that train a replica each; `devices` are this one's.
-      way_of: Chooses the way to run a step with some options (`ways.table`).
+      way_of: Gives the way to run the step with some options.
       in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
     """
 
@@ -79,8 +77,6 @@ class Planner:
     donated: NamedArguments | None = None
     devices: Devices | None = None
     per_device: PerDevice | None = None
-    stage_devices: Sequence[StageDevice] = ()
-    stage_processes: StoreGroup | None = None
     clients: Clients | None = None
     in_stages: Callable[[], Planner] | None = None
     way_of: Callable[[Options], Way] = dataclasses.field(kw_only=True)
@@ -98,7 +94,7 @@ class Planner:
     @functools.cached_property
     def processes(self) -> StoreGroup | None:
         """The processes that run the step together; None if it is this one alone."""
-        processes = self.stage_processes if self.devices is None else self.devices.processes
+        processes = self.way.processes(self)
         return processes if processes is not None and processes.several else None
 
     def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
@@ -143,12 +139,13 @@ class Planner:
         mark(number, f"planning {self.name}"[:64], "compiles")
         tell("planning")
         options = self._options_of(program.inputs, leaves)
-        compiled, way = self._compile(program, options, example)
+        asked = self.way_of(options)
+        compiled, way = self._compile(program, asked, example)
         own = self.devices if self.clients is None else self.clients.devices
-        shards = in_shards(options, made_whole(compiled, own, leaves))
+        shards = in_shards(asked, made_whole(compiled, options, own, leaves))
         if shards is not options:
             with contextlib.suppress(StrategyError):  # a warning says then that they are whole
-                (compiled, way), options = self._compile(program, shards, example), shards
+                (compiled, way), options = self._compile(program, asked.by(shards), example), shards
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
         move = move_tables(compiled.analysed, compiled.bound, options, self.machine.memory_bytes, **counts)
@@ -159,20 +156,19 @@ class Planner:
             else:  # paths of leaves that came there aren't the user's
                 options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
             program = self._program(call, states, traced.out_info, block, options.devices)
-            compiled, way = self._compile(program, options, example)
+            compiled, way = self._compile(program, self.way_of(options), example)
             compiled = compiled.with_reason(move.paths, move.reason)
         if self.in_stages is not None and self._exceeds_memory(compiled):
             planned, note = self._staged(self.in_stages(), compiled, call, leaves, number)
             if planned is not None:
                 return planned
             notes = [*notes, note]
-        warn_of_whole_leaves(compiled, own, options, leaves)
+        warn_of_whole_leaves(compiled, way, own, leaves)
         notes = [*notes, *shard_notes(options)]
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
         rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
-        more = {"stage_devices": self.stage_devices, "clients": self.clients}
-        return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), **more)
+        return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
     def _program(self, call: Call, states: States, outputs: Any, block: Block, devices: int) -> Program:
         """Makes a call's program for so many devices.
@@ -269,11 +265,11 @@ class Planner:
         """Plans the step once more, by another example and headroom."""
         old = entry.compiled.analysed
         program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
-        return self._compile(program, dataclasses.replace(entry.options, headroom=headroom), example)[0]
+        return self._compile(program, entry.way.by(dataclasses.replace(entry.options, headroom=headroom)), example)[0]
 
-    def _compile(self, program: Program, options: Options, example: Sequence[Any] | None) -> tuple[Compiled, Way]:
+    def _compile(self, program: Program, way: Way, example: Sequence[Any] | None) -> tuple[Compiled, Way]:
         """Analyzes, measures, compiles; once more where rows turn out not to be deferrable."""
-        way = self.way_of(options).settled(self, program)
+        way = way.settled(self, program)
         while True:
             analysed = analyze_program(program, way)
             try:
@@ -284,8 +280,7 @@ class Planner:
                     break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
-            undeferred = {**way.options.undeferred, **known}
-            way = self.way_of(dataclasses.replace(way.options, undeferred=undeferred))
+            way = way.by(dataclasses.replace(way.options, undeferred={**way.options.undeferred, **known}))
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
         return compiled, way
@@ -317,13 +312,10 @@ class Planner:
             "donated": self.donated,
             "axis_name": None if self.per_device is None else self.per_device.axis,
             "mesh": None if self.devices is None else (self.devices, self.devices.mesh.devices.tolist()),
-            "pipeline's devices": self.stage_devices,
+            **self.way.choices,
         }
         if self.clients is not None:
-            chosen |= {
-                "mesh": self.clients.grid.tolist(),
-                "outer": getattr(self.options.sync, "outer", None) is not None,
-            }
+            chosen["mesh"] = self.clients.grid.tolist()
         return {name: _as_text(value) for name, value in chosen.items()}
 
 

@@ -301,7 +301,7 @@ class ParallelStep(PickledByOptions):
                 noticing(self.name, "tracing"),
             ):
                 leaves = self.leaves(args, kwargs)
-                entry = self._of_all_clients(self.planner.plan(call, leaves, self._calls, is_first=not self._entries))
+                entry = self._settled(self.planner.plan(call, leaves, self._calls, is_first=not self._entries))
             self._announce(call, entry)
             self._entries[call.key, call.layouts] = entry
         self._entries |= self._forgotten(entry)
@@ -310,17 +310,9 @@ class ParallelStep(PickledByOptions):
         self.latest = entry
         return entry
 
-    def _of_all_clients(self, entry: Entry) -> Entry:
-        """Returns the plan as all clients have it.
-
-        Other shapes than the first call's come to each client at a time of its own, are measured on its own minibatch,
-        and so might be found otherwise as to which tables are sent by rows.
-        """
-        sync, known = entry.compiled.plan.sync, next((e.compiled.plan.sync for e in self._entries.values()), None)
-        if sync is None or known is None:
-            return entry
-        bound = entry.compiled.bound.noting(sync=dataclasses.replace(known, examples=sync.examples))
-        return dataclasses.replace(entry, compiled=dataclasses.replace(entry.compiled, bound=bound))
+    def _settled(self, entry: Entry) -> Entry:
+        first = next(iter(self._entries.values()), None)
+        return entry if first is None else entry.way.settled_with(first, entry)
 
     def _planned_for(self, call: Call) -> Entry | None:
         return next((e for e in self._entries.values() if e.takes(call)), None)
@@ -352,7 +344,7 @@ class ParallelStep(PickledByOptions):
     def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Any] | None, headroom: float) -> Entry:
         """Returns the entry of a step that was planned once more, by an example and some headroom."""
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
-        return self._of_all_clients(again)
+        return self._settled(again)
 
     def _replace(self, entry: Entry, again: Entry) -> None:
         if self.watch is not None:

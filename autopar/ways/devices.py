@@ -3,7 +3,9 @@ a case of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 
@@ -12,14 +14,16 @@ from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
-from autopar.ir.options import Options
+from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
+from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
 from autopar.run.entry import Entry
 from autopar.run.one_device import OneDeviceRunner
+from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome
@@ -29,10 +33,16 @@ from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_o
 class OnDevices(Way):
     """Data parallelism, with products divided over a tensor axis, if there is one."""
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Takes all."""
-        return True
+    @classmethod
+    def planner(cls, asked: Asked) -> Planner:
+        """Plans for all devices; in stages, if all is left to autopar, for a state that fits them in no other way."""
+        planner = asked.on(asked.devices)
+        options = planner.options
+        is_open = options.strategy == "auto" and options.plan is None and options.microbatches == 1
+        if not is_open or planner.per_device is not None or asked.devices.mesh.size == 1:
+            return planner
+        pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
+        return dataclasses.replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
 
     def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Lifts tables, divides the batch into microbatches, and writes the program of each device."""

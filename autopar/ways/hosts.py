@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,8 @@ from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
-from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.launch.group import everyone
 from autopar.mpi.machines import exchange
 from autopar.passes.classify import classify
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
@@ -24,6 +25,7 @@ from autopar.passes.place import place
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
+from autopar.run.asked import Asked
 from autopar.run.entry import Entry
 from autopar.run.planner import ON_DEVICES, Planner
 from autopar.run.runner import Runner
@@ -36,13 +38,38 @@ if TYPE_CHECKING:
     from autopar.state.init import Maker
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class OnHosts(Way):
-    """Tables on hosts."""
+    """Tables on hosts.
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Takes steps that ask for hosts."""
-        return options.hosts
+    Attributes:
+      bucket_bytes: Of gradients that ranks begin to add up while later ones are computed; None: all are added up at
+        once.
+    """
+
+    bucket_bytes: int | None = None
+
+    is_watched = False
+
+    @classmethod
+    def check(cls, asked: Asked) -> None:
+        """Checks that no product is divided."""
+        super().check(asked)
+        if asked.devices.tensor_axis is not None:
+            raise ArgumentsError(
+                f"{asked.tensor} doesn't go with tables on hosts, whose ranks run programs of their own"
+            )
+
+    @classmethod
+    def planner(cls, asked: Asked) -> Planner:
+        """Plans for all ranks."""
+        planner = asked.on(asked.devices, everyone().size)
+        return dataclasses.replace(planner, options=dataclasses.replace(planner.options, hosts=True))
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Tables are owned by ranks."""
+        return False
 
     @property
     def divides(self) -> bool:
@@ -76,8 +103,7 @@ class OnHosts(Way):
     def _split_stages(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
         hosted = [f for f in bound.families if f.on_hosts]
         owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
-        bucket_bytes = self.options.bucket_bytes
-        stages = split_stages(program, {f.family for f in hosted}, owners=owners, bucket_bytes=bucket_bytes)
+        stages = split_stages(program, {f.family for f in hosted}, owners=owners, bucket_bytes=self.bucket_bytes)
         bound = bound.noting(stages=tuple(map(str, stages.items)))
         return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
 
@@ -91,7 +117,10 @@ class OnHosts(Way):
         """Runs a rank's programs."""
         from autopar.run.hosts import HostRunner
 
-        return HostRunner(entry.compiled, self, entry.out_tree, entry.donate)
+        def in_buckets(nbytes: int | None) -> Way:
+            return dataclasses.replace(self, bucket_bytes=nbytes)
+
+        return HostRunner(entry.compiled, in_buckets, entry.out_tree, entry.donate)
 
     def homes(self, entry: Entry) -> Mapping[int, Home]:
         """Returns the shards of tables on hosts."""

@@ -5,37 +5,46 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.ir.bound_plan import BoundPlan
-from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.ring import check_even
 from autopar.passes.replicate import replicate
+from autopar.run.asked import Asked
 from autopar.run.entry import Entry
-from autopar.run.planner import Planner
 from autopar.run.runner import Runner
-from autopar.sync import Replicated
+from autopar.sync import Elastic, Replicated
 from autopar.tables.replica import Replica
-from autopar.ways.way import SERVERS, Way
+from autopar.ways.clients import WithClients
 
 if TYPE_CHECKING:
+    from autopar.backends.clients import Clients
     from autopar.planning.verify import Verification
+    from autopar.servers.timeline import Timeline
 
 
-class InReplicas(Way):
+@dataclass(frozen=True, eq=False, kw_only=True)
+class InReplicas(WithClients):
     """Replicas, which meet all at once, in a ring, or at servers."""
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Takes steps whose clients have weights of their own."""
-        return isinstance(options.sync, Replicated)
+    sync: Replicated
 
-    @staticmethod
-    def of_each(options: Options) -> Options:
-        """Returns the options without `sync`."""
-        return dataclasses.replace(options, sync=None)
+    @classmethod
+    def check(cls, asked: Asked) -> None:
+        """Warns where training may diverge."""
+        super().check(asked)
+        if isinstance(asked.sync, Replicated) and asked.sync.slope is not None:
+            asked.sync.check_stable(asked.sync.slope)
+
+    def among(self, clients: int, servers: int | None = None) -> Self:
+        """Checks that clients make a ring, if they are to."""
+        if self.sync.is_ring:
+            check_even(clients, f"sync={self.sync.call}", "Give clients= an even number, or train on one process less")
+        return super().among(clients, servers)
 
     def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Plans what is exchanged; then a client's own passes."""
@@ -43,23 +52,15 @@ class InReplicas(Way):
         return ("replicate", self._replicate), *self.inner.passes(bound, measured)
 
     def _replicate(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
-        o = self.options
-        assert isinstance(o.sync, Replicated), "clients have replicas"
-        return program, *replicate(program, bound, o.sync, o.clients, o.batch_axis, o.plan, o.servers, o.server_ranks)
+        axis, earlier, servers = self.options.batch_axis, self.options.plan, (self.servers, self.server_ranks)
+        return program, *replicate(program, bound, self.sync, self.clients, axis, earlier, *servers)
 
-    exchanges = "replicas (sync=)"
     leaves = (Replica,)
-
-    may_follow = False
 
     @property
     def is_asynchronous(self) -> bool:
         """Clients of a centre, and neighbors in a ring, never wait."""
-        return self.options.is_asynchronous
-
-    def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
-        """Messages to servers and neighbors do."""
-        return SERVERS if self.is_asynchronous else None
+        return self.sync.is_asynchronous and not (self.sync.is_ring and self.clients == 1)
 
     def runner(self, entry: Entry) -> Runner:
         """Runs a client's step by its own runner, and exchanges weights behind it."""
@@ -67,8 +68,8 @@ class InReplicas(Way):
         from autopar.run.means import MeansRunner
         from autopar.run.touched_rows import TouchedRows
 
-        compiled, sync, plan = entry.compiled, self.options.sync, entry.compiled.plan.sync
-        assert isinstance(sync, Replicated) and plan is not None and entry.clients is not None, "clients have replicas"
+        compiled, sync, plan = entry.compiled, self.sync, entry.compiled.plan.sync
+        assert plan is not None and entry.clients is not None, "clients have replicas"
         touched, program = TouchedRows(compiled, plan), compiled.analysed
         given = entry.own_runner, sync, plan, touched, entry.clients, program, entry.out_tree, entry.plain
         if not self.is_asynchronous:
@@ -79,5 +80,27 @@ class InReplicas(Way):
         """Compares all clients with their steps and means, one after the other."""
         from autopar.planning.replay_clients import compare_replicas, compare_served
 
-        compare = compare_served if self.is_asynchronous else compare_replicas
-        return compare(entry, leaves, steps)
+        if not self.is_asynchronous:
+            return compare_replicas(entry, leaves, steps)
+        if isinstance(self.sync, Elastic):  # one exchange in each step, and two at least: at any interval it's the same
+            way = dataclasses.replace(self, sync=dataclasses.replace(self.sync, interval=1))
+            entry, steps = dataclasses.replace(entry, way=way), max(steps, 3)
+        return compare_served(entry, leaves, steps)
+
+    def followed(
+        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
+    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        """Does what clients of a centre did, or those of a ring."""
+        from autopar.planning.replay_clients import replay_center, replay_ring
+
+        if isinstance(self.sync, Elastic):
+            return replay_center(self.sync, entry, start, calls, timeline)
+        return replay_ring(entry, start, calls, timeline)
+
+    def settled_with(self, first: Entry, entry: Entry) -> Entry:
+        """Sends tables by rows that the first call's plan sends so: other shapes come to each client at a time of its
+        own, are measured on its own minibatch, and so might be found otherwise."""
+        known, plan = first.compiled.plan.sync, entry.compiled.plan.sync
+        assert known is not None and plan is not None, "clients have replicas"
+        bound = entry.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))
+        return dataclasses.replace(entry, compiled=dataclasses.replace(entry.compiled, bound=bound))

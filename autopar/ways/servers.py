@@ -4,38 +4,78 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from autopar.backends.clients import Clients
 from autopar.backends.served import one_worker
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
-from autopar.ir.options import Options
 from autopar.ir.program import Program, known
 from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
+from autopar.run.asked import Asked
 from autopar.run.entry import Entry
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
+from autopar.run.step import ParallelStep
+from autopar.run.worker_batches import GlobalBatchStep, WarmupStep
 from autopar.sync import Async
 from autopar.tables.replica import average
 from autopar.tables.served import ServedLeaf
-from autopar.ways.way import SERVERS, Way, in_microbatches, lifting, rewriting
+from autopar.ways.clients import WithClients
+from autopar.ways.way import in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
     from autopar.planning.verify import Verification
+    from autopar.servers.timeline import Timeline
 
 
-class OnServers(Way):
-    """Servers and workers."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class OnServers(WithClients):
+    """Servers and workers.
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Takes steps whose state servers keep."""
-        return isinstance(options.sync, Async)
+    Attributes:
+      worker_devices: Over how many of its devices a worker divides its minibatch; 0: it has one device.
+    """
+
+    sync: Async
+    worker_devices: int = 0
+
+    not_on_hosts = "The servers of Async keep the state, in the processes: leave strategy= out"
+
+    @classmethod
+    def check(cls, asked: Asked) -> None:
+        """Checks what a step has in which workers are asynchronous at once."""
+        assert isinstance(asked.sync, Async), "servers are asked for"
+        if not asked.sync.is_joined:
+            super().check(asked)
+
+    @classmethod
+    def step(cls, asked: Asked) -> ParallelStep:
+        """Makes the step that a user calls: by data parallelism, of which each process gives its own minibatch, always
+        or at first, or by workers."""
+        sync = asked.sync
+        assert isinstance(sync, Async), "servers are asked for"
+        if not sync.is_joined:
+            return super().step(asked)
+        plain = asked.parallelize(sync=None)
+        joined = GlobalBatchStep(plain.planner, all_devices=plain.devices)
+        if sync.staleness == 0:
+            return joined
+        later = asked.parallelize(sync=dataclasses.replace(sync, warmup=0))
+        return WarmupStep(later.planner, first=joined, warmup=sync.warmup)
+
+    def planned(self, planner: Planner, clients: Clients) -> Planner:
+        """Plans one program of a worker's whole minibatch, which its devices divide."""
+        options = dataclasses.replace(self.options, devices=1, rows_travel=True)
+        divided = 0 if planner.devices is None else planner.devices.count
+        way = dataclasses.replace(self, options=options, inner=None, worker_devices=divided)
+        return dataclasses.replace(planner, options=options, devices=None, clients=clients, way_of=way.by)
 
     @property
     def defers(self) -> bool:
@@ -54,22 +94,21 @@ class OnServers(Way):
             ("split_update", rewriting(_split_update)),
             ("split_servers", self._split_servers),
         ]
-        if self.options.worker_devices:
+        if self.worker_devices:
             made.append(("localize", rewriting(self._localize)))
         return tuple(made)
 
     def _split_servers(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
-        options, sync = self.options, self.options.sync
-        assert isinstance(sync, Async), "servers keep the state"
+        earlier = self.options.plan
         is_cut = any(e.op == "ap.microbatches" for e in program.block.equations)
-        served = split_servers(program, options.servers, None if is_cut else gradient_equations(program))
-        plan = served_plan(program, bound, served, sync, options.clients, options.server_ranks)
-        check_replicas(options.plan, program.name, options.plan and options.plan.served, plan)
+        served = split_servers(program, self.servers, None if is_cut else gradient_equations(program))
+        plan = served_plan(program, bound, served, self.sync, self.clients, self.server_ranks)
+        check_replicas(earlier, program.name, earlier and earlier.served, plan)
         program = dataclasses.replace(program, served=served)
-        return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {options.servers} servers"
+        return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {self.servers} servers"
 
     def _localize(self, program: Program, bound: BoundPlan) -> tuple[Program, str]:
-        devices = self.options.worker_devices
+        devices = self.worker_devices
         try:
             worker = localize_worker(program, bound, devices)
         except NotLocal as error:
@@ -77,27 +116,30 @@ class OnServers(Way):
         served = dataclasses.replace(known(program.served), local_worker=worker)
         return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
 
-    exchanges = "replicas (sync=)"
     leaves = (ServedLeaf,)
-
-    may_follow = False
 
     @property
     def is_asynchronous(self) -> bool:
         """Workers never wait."""
         return True
 
-    def needs_mpi(self, planner: Planner) -> tuple[str, str]:
-        """Messages to servers and neighbors do."""
-        return SERVERS
-
     def runner(self, entry: Entry) -> Runner:
         """Runs a worker."""
         from autopar.run.served import ServedRunner
 
-        sync = self.options.sync
-        assert isinstance(sync, Async) and entry.clients is not None, "servers keep the state"
-        return ServedRunner(entry.compiled, sync, entry.clients, entry.out_tree)
+        assert entry.clients is not None, "servers keep the state"
+        return ServedRunner(entry.compiled, self.sync, entry.clients, entry.out_tree)
+
+    def followed(
+        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
+    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        """Does what servers did by the programs of this process's worker, or those of a step that isn't run here."""
+        from autopar.planning.replay_clients import programs_here, replay_served
+        from autopar.run.served import ServedRunner
+
+        runner = None if entry.clients is None else entry.runner
+        programs = runner.programs if isinstance(runner, ServedRunner) else programs_here(entry, clients)
+        return replay_served(entry, start, calls, timeline, programs)
 
     def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
         """Compares what one worker does by itself with the plain step; and all workers with what servers did."""

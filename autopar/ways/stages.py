@@ -5,25 +5,34 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import jax
+import numpy as np
+
 from autopar import jax_compat
+from autopar.backends.devices import Devices
+from autopar.backends.stage_device import StageDevice
 from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.errors import StrategyError
+from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
-from autopar.ir.options import Options
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program, Var, known
 from autopar.ir.stage_timeline import stage_timeline
-from autopar.measure.stage_rates import first_rates, profiled_rates
+from autopar.ir.strategy import asks_for_hosts
+from autopar.launch.group import StoreGroup
+from autopar.measure.machine import Machine, memory_of
+from autopar.measure.stage_rates import first_rates, profiled_rates, stage_rates_of
 from autopar.passes.localizing.tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.staging.loads import DividedLeaves
 from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
+from autopar.run.asked import Asked
 from autopar.run.entry import Entry
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.planner import Planner
@@ -38,19 +47,89 @@ if TYPE_CHECKING:
     from autopar.state.init import Maker
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
 class InStages(Way):
-    """A pipeline, with a flush or without (asynchronous stages)."""
+    """A pipeline, with a flush or without (asynchronous stages).
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Takes pipelines."""
-        return options.pipeline is not None
+    Attributes:
+      pipeline: As it is asked for, or as it was chosen.
+      candidates: What it was chosen from, in words, and the seconds that each is predicted to take.
+      places: Where stages may be, if these devices are here.
+      count: How many there are.
+      group: Whose they are.
+    """
+
+    pipeline: Pipeline
+    candidates: tuple[tuple[str, float], ...] = ()
+    places: Sequence[StageDevice] = ()
+    count: int = 1
+    group: StoreGroup | None = None
+
+    @classmethod
+    def check(cls, asked: Asked) -> None:
+        """Checks that there are devices for all stages, of which this process has some."""
+        super().check(asked)
+        pipeline, options, tensor = asked.pipeline, asked.planner.options, asked.devices.tensor
+        if not isinstance(pipeline, Pipeline):
+            raise ArgumentsError(f"pipeline={pipeline!r}: give autopar.Pipeline(stages=...)")
+        there = asked.devices.mesh.size // tensor
+        if pipeline.stages != AUTO and pipeline.devices > there:
+            divided = f" times the {tensor} of the tensor axis" * (tensor > 1)
+            raise ArgumentsError(
+                f"pipeline: {pipeline.count} stages need {pipeline.devices} devices, and there are {there}{divided}"
+            )
+        if asks_for_hosts(options.strategy):
+            raise ArgumentsError("pipeline: tables on hosts have no stage; leave them to the devices")
+        others = {"microbatches": options.microbatches > 1, "plan": options.plan is not None}
+        named = [f"{name}=" for name, is_given in others.items() if is_given]
+        if named:
+            raise ArgumentsError(
+                f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out"
+            )
+        places = _places(pipeline, asked.devices)
+        for place in places:
+            if len({device.process_index for device in place.devices}) > 1:
+                raise ArgumentsError(
+                    f"pipeline: the devices of the tensor axis, {', '.join(map(str, place.devices))}, are of several "
+                    "processes. Within a stage products are divided over devices of one process; give a mesh of such "
+                    "rows"
+                )
+        own = {place.process_index for place in places}
+        if jax.process_index() not in own:
+            raise ArgumentsError(
+                f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, "
+                f"and this is process {jax.process_index()} of {jax.process_count()}. Give more stages or replicas, or "
+                "start fewer processes"
+            )
+
+    @classmethod
+    def planner(cls, asked: Asked) -> Planner:
+        """Plans for the devices that stages have, or may have."""
+        pipeline = asked.pipeline
+        assert pipeline is not None, "a pipeline is asked for"
+        places = _places(pipeline, asked.devices)
+        flat = tuple(device for place in places for device in place.devices)
+        all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
+        planner = asked.on(asked.devices)
+        options = dataclasses.replace(planner.options, devices=1, microbatches=pipeline.microbatch_count)
+        machine = Machine(memory=partial(memory_of, all_), stages=partial(stage_rates_of, flat, all_.processes))
+        way = cls(options, pipeline=pipeline, places=places, count=len(places), group=all_.processes)
+        return dataclasses.replace(planner, options=options, machine=machine, devices=None, way_of=way.by)
+
+    def on(self, planner: Planner, devices: int) -> Planner:
+        """Gives each device a stage, or lets it have one."""
+        options = dataclasses.replace(planner.options, devices=1)
+        way = dataclasses.replace(self, options=options, count=devices)
+        return dataclasses.replace(planner, options=options, way_of=way.by)
+
+    def processes(self, planner: Planner) -> StoreGroup | None:
+        """Returns those of all stages."""
+        return self.group
 
     @property
-    def pipeline(self) -> Pipeline:
-        """Returns the pipeline as it is asked for."""
-        assert self.options.pipeline is not None, "a pipeline is asked for"
-        return self.options.pipeline
+    def choices(self) -> Mapping[str, Any]:
+        """The processes follow from the places."""
+        return {name: value for name, value in super().choices.items() if name != "group"}
 
     @property
     def defers(self) -> bool:
@@ -77,7 +156,7 @@ class InStages(Way):
         self, measured: Measurements, program: Program, bound: BoundPlan
     ) -> tuple[Program, BoundPlan, str]:
         staged, plan = split_pipeline(program, self.pipeline, measured, _divided(program, bound))
-        plan = dataclasses.replace(plan, candidates=self.options.candidates)
+        plan = dataclasses.replace(plan, candidates=self.candidates)
         program = dataclasses.replace(program, staged=staged)
         return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 
@@ -102,7 +181,7 @@ class InStages(Way):
             return found
         program, _ = self._cut(analysed, UNMEASURED)
         block = next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
-        devices = [device for place in planner.stage_devices for device in place.devices]
+        devices = [device for place in self.places for device in place.devices]
         rates = profiled_rates(found.stages, block, self.options.microbatches, devices)
         if planner.processes is not None:
             rates = first_rates(planner.processes, rates)
@@ -116,7 +195,7 @@ class InStages(Way):
         """
         if self.pipeline.is_asynchronous and self.pipeline.slack is None and planner.processes is None:
             at_once = dataclasses.replace(self.pipeline, slack=0)
-            return InStages(dataclasses.replace(self.options, pipeline=at_once)).settled(planner, program)
+            return dataclasses.replace(self, pipeline=at_once).settled(planner, program)
         if not self.pipeline.is_open:
             return self
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))
@@ -132,21 +211,20 @@ class InStages(Way):
         references: dict[int, Reference] = {}
         found: list[Measurements] = []
         for count in reference_counts(counts):
-            way = InStages(dataclasses.replace(self.options, microbatches=count))
+            way = dataclasses.replace(self, options=dataclasses.replace(self.options, microbatches=count))
             analysed = analyze_program(program, way)
             found.append(measure(way, analysed))
             cut, bound = way._cut(analysed, found[-1])
             references[count] = Reference(cut, _divided(cut, bound), found[-1].stages)
-        candidates = search_pipeline(references, self.pipeline, found[0].memory, self.options.stage_devices, counts)
+        candidates = search_pipeline(references, self.pipeline, found[0].memory, self.count, counts)
         is_measured = all(each.stages is not None for each in found)
         best = preferred(candidates).pipeline
-        options = dataclasses.replace(
-            self.options,
+        return dataclasses.replace(
+            self,
+            options=dataclasses.replace(self.options, microbatches=best.microbatch_count),
             pipeline=best,
-            microbatches=best.microbatch_count,
             candidates=tuple((str(c), c.seconds) for c in candidates) if is_measured else (),
         )
-        return InStages(options)
 
     def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, BoundPlan]:
         """Returns the program as `split_update` cuts it, and the plan so far."""
@@ -174,7 +252,7 @@ class InStages(Way):
         assert entry.compiled.plan.pipeline is not None, "stages are planned"
         pipeline = entry.compiled.plan.pipeline.pipeline
         staged = known(entry.compiled.program.staged)
-        devices, analysed = entry.stage_devices[: pipeline.devices], entry.compiled.analysed
+        devices, analysed = self.places[: pipeline.devices], entry.compiled.analysed
         given = devices, entry.out_tree, entry.donate, KeptArguments(analysed, staged)
         if staged.asynchronous is not None:
             return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
@@ -188,18 +266,33 @@ class InStages(Way):
 
     def homes(self, entry: Entry) -> Mapping[int, Home]:
         """Returns where leaves are, or their layers."""
-        return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in _leaves(entry).items()}
+        return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in self._leaves(entry).items()}
 
     def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker | None:
         """Makes each leaf on its stage's devices."""
         from autopar.state.init import StageMaker
 
-        leaves = _leaves(entry)
+        leaves = self._leaves(entry)
         if not leaves:
             return None
         places = [() if k is None else leaves.get(k, ()) for k in numbers]
         make, nowhere = jax_compat.jaxpr_as_fun(traced.jaxpr), [None] * len(numbers)
         return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, places)
+
+    def _leaves(self, entry: Entry) -> dict[int, tuple[StagePlace, ...]]:
+        """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
+        everywhere."""
+        assert entry.compiled.plan.pipeline is not None, "stages are planned"
+        staged = known(entry.compiled.program.staged)
+        places = entry.compiled.plan.pipeline.places
+        leaves: dict[int, tuple[StagePlace, ...]] = {}
+        for k, leaf in enumerate(staged.inputs):
+            parts = leaf if isinstance(leaf, tuple) else (leaf,)
+            if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
+                devices = [[self.places[n] for n in places[staged.homes[v]]] for v in parts]
+                ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
+                leaves[k] = StagePlace.of_parts(devices, ends, staged.divided.get(parts[0]), self.places)
+        return leaves
 
     # --- what it is compared with ---
 
@@ -217,20 +310,13 @@ class InStages(Way):
         return compare_pipeline(entry, name)
 
 
-def _leaves(entry: Entry) -> dict[int, tuple[StagePlace, ...]]:
-    """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
-    everywhere."""
-    assert entry.compiled.plan.pipeline is not None, "stages are planned"
-    staged = known(entry.compiled.program.staged)
-    places = entry.compiled.plan.pipeline.places
-    leaves: dict[int, tuple[StagePlace, ...]] = {}
-    for k, leaf in enumerate(staged.inputs):
-        parts = leaf if isinstance(leaf, tuple) else (leaf,)
-        if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
-            devices = [[entry.stage_devices[n] for n in places[staged.homes[v]]] for v in parts]
-            ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
-            leaves[k] = StagePlace.of_parts(devices, ends, staged.divided.get(parts[0]), entry.stage_devices)
-    return leaves
+def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
+    """Returns where stages are, or may be: where products are divided, each is all devices of the tensor axis."""
+    rows = devices.mesh.devices
+    if devices.tensor_axis is not None:
+        rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
+    places = [StageDevice(tuple(row)) for row in rows.reshape(-1, devices.tensor)]
+    return tuple(places[: None if pipeline.stages == AUTO else pipeline.devices])
 
 
 def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:

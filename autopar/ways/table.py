@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from importlib import import_module
+
 from autopar.ir.options import Options
-from autopar.ways.devices import OnDevices
-from autopar.ways.hosts import OnHosts
-from autopar.ways.replicas import InReplicas
-from autopar.ways.servers import OnServers
-from autopar.ways.stages import InStages
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.strategy import Strategy, asks_for_hosts
+from autopar.sync import Async, Sync
 from autopar.ways.way import Way
 
-#: The first one that takes the options runs the step.
-WAYS: tuple[type[Way], ...] = (OnServers, InReplicas, InStages, OnHosts, OnDevices)
+#: Module and class of each way, loaded when it is asked for -> whether `sync`, `pipeline` and the strategy ask for it.
+#: The first that is asked for runs the step.
+WAYS: dict[str, Callable[[Sync | None, Pipeline | None, Strategy], bool]] = {
+    "servers.OnServers": lambda sync, pipeline, strategy: isinstance(sync, Async),
+    "replicas.InReplicas": lambda sync, pipeline, strategy: sync is not None,
+    "stages.InStages": lambda sync, pipeline, strategy: pipeline is not None,
+    "hosts.OnHosts": lambda sync, pipeline, strategy: asks_for_hosts(strategy),
+    "devices.OnDevices": lambda sync, pipeline, strategy: True,
+}
+
+
+def way_for(sync: Sync | None, pipeline: Pipeline | None, strategy: Strategy) -> type[Way]:
+    """Returns how a step is run for which a user asks so."""
+    return _loaded(next(name for name, is_asked in WAYS.items() if is_asked(sync, pipeline, strategy)))
 
 
 def way_of(options: Options) -> Way:
-    """Returns the way to run a step with some options."""
-    way = next(way for way in WAYS if way.takes(options))
-    each = way.of_each(options)
-    return way(options, None if each is None else way_of(each))
+    """Returns how a step is run whose tables are where the options say."""
+    return _loaded("hosts.OnHosts" if options.hosts else "devices.OnDevices")(options)
+
+
+def _loaded(name: str) -> type[Way]:
+    module, name = name.split(".")
+    return getattr(import_module(f"autopar.ways.{module}"), name)

@@ -6,13 +6,13 @@ A way is bound to the options that it takes. Ways compose: replicas wrap whateve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from autopar.compile import Analysed, Analysis, Pass
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.errors import StrategyError
+from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
@@ -30,15 +30,17 @@ from autopar.passes.split_update import split_update
 from autopar.tables.leaf import Home
 
 if TYPE_CHECKING:  # names of those who ask
+    from autopar.backends.clients import Clients
+    from autopar.launch.group import StoreGroup
     from autopar.planning.check import Check
     from autopar.planning.verify import Verification
+    from autopar.run.asked import Asked
     from autopar.run.entry import Entry
     from autopar.run.planner import Planner
     from autopar.run.runner import Runner
+    from autopar.run.step import ParallelStep
+    from autopar.servers.timeline import Timeline
     from autopar.state.init import Maker
-
-#: What takes ranks of an MPI job where clients don't wait, and what to do in place of it.
-SERVERS = ("servers", "let clients average, sync=autopar.sync.Average(every=...)")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,22 +48,70 @@ class Way:
     """One way to run a step.
 
     Attributes:
-      options: What the user chose for the whole step.
+      options: What the user chose for the whole step; what only one way knows of are fields of its own.
       inner: The way in which each client runs the step by itself, if this one is made of several such.
     """
 
     options: Options
     inner: Way | None = None
 
-    @staticmethod
-    def takes(options: Options) -> bool:
-        """Returns whether a step with these options is run so, if no way before it in the table takes it."""
+    # --- how it is asked for ---
+
+    #: Whether processes must be connected as soon as the step is made; else once it is called.
+    is_made_at_once: ClassVar[bool] = False
+    #: Whether the rows that batches touch are watched in training.
+    is_watched: ClassVar[bool] = True
+
+    @classmethod
+    def check(cls, asked: Asked) -> None:
+        """Checks the options that are its own, and that others go with them.
+
+        Raises:
+          ArgumentsError: they don't.
+        """
+        plan = asked.planner.options.plan
+        if plan is not None and plan.way is not None:
+            raise ArgumentsError(
+                f"{plan.name} is of {plan.way}, and doesn't hold all of what it was made with: give sync= as well, as "
+                "it was"
+            )
+
+    @classmethod
+    def planner(cls, asked: Asked) -> Planner:
+        """Makes what plans the step."""
         raise NotImplementedError
 
-    @staticmethod
-    def of_each(options: Options) -> Options | None:
-        """Returns the options by which each client runs the step, if there are clients."""
-        return None
+    @classmethod
+    def step(cls, asked: Asked) -> ParallelStep:
+        """Makes the step that a user calls."""
+        return asked.made(cls.planner(asked), is_watched=cls.is_watched)
+
+    def by(self, options: Options) -> Way:
+        """Returns the way by other options."""
+        inner = None if self.inner is None else self.inner.by(options)
+        return replace(self, options=options, inner=inner)
+
+    def among(self, clients: int, servers: int | None = None) -> Way:
+        """Returns the way of other numbers of clients and servers, where there are some.
+
+        Raises:
+          ArgumentsError: there can't be so many clients.
+        """
+        return self
+
+    def on(self, planner: Planner, devices: int) -> Planner:
+        """Returns what plans the step on so many devices, of what plans it by data parallelism on them."""
+        return planner
+
+    def processes(self, planner: Planner) -> StoreGroup | None:
+        """Returns those that run the step together, as far as it's known before it is planned."""
+        return None if planner.devices is None else planner.devices.processes
+
+    @property
+    def choices(self) -> Mapping[str, Any]:
+        """Returns its own options, which all processes have the same, by name."""
+        shared = {f.name for f in fields(Way)}
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in shared}
 
     # --- what it is compiled by ---
 
@@ -139,6 +189,11 @@ class Way:
         """No client or worker waits for another one."""
         return False
 
+    @property
+    def has_timeline(self) -> bool:
+        """Says whether what clients do depends on who comes when, and is replayed of a timeline."""
+        return False
+
     #: Whether an earlier plan may take the place of what the user left open.
     may_follow: ClassVar[bool] = True
 
@@ -153,6 +208,15 @@ class Way:
     def table_runner(self, entry: Entry) -> Runner:
         """Returns what calls it where an argument is a table of autopar's own."""
         return entry.runner
+
+    def settled_with(self, first: Entry, entry: Entry) -> Entry:
+        """Returns a plan for other shapes than the first call's, with what all clients must have as in its plan."""
+        return entry
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Says whether leaves of the state that come in shards can stay so."""
+        return True
 
     def homes(self, entry: Entry) -> Mapping[int, Home]:
         """Returns where leaves of the state are, by number, as far as the plan says."""
@@ -179,6 +243,27 @@ class Way:
           steps: How often it is run.
         """
         return None
+
+    def followed(
+        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
+    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        """Does what a timeline says, if there can be one.
+
+        Args:
+          entry: The step.
+          start: Flat arguments of a call; of these the state.
+          calls: For each client its calls' flat arguments.
+          timeline: What was done when.
+          clients: Those of this process, whose devices may run it.
+
+        Returns:
+          The flat arguments of the end, and for each client its calls' flat results, with None for what it doesn't
+          have.
+
+        Raises:
+          TimelineError: the timeline can't be of this step.
+        """
+        raise NotImplementedError
 
     def sends(self, entry: Entry, name: str) -> Check | None:
         """Compares what is sent with the plan, where no compiled program says it; else None. `name`: the step's.

@@ -14,7 +14,7 @@ from autopar.compile import Compiled, analyze_program, compile_program
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.trace import block_of
-from autopar.ways.table import way_of
+from autopar.ways.servers import OnServers
 
 ROWS, WIDTH, EXAMPLES = 3000, 4, 8
 CLIPPED = optax.chain(optax.clip_by_global_norm(0.5), optax.scale_by_adam(), optax.scale(-0.05))
@@ -57,5 +57,5 @@ def compiled(fun: Any, servers: int, *arguments: Any) -> Compiled:
     entry = autopar.parallelize(fun, donate=False).entry(*arguments)
     known = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), known.inputs, known.outputs, known.name)
-    options = Options(sync=autopar.sync.Async(), servers=servers)
-    return compile_program(analyze_program(program, way_of(options)), way_of(options))
+    way = OnServers(Options(rows_travel=True), sync=autopar.sync.Async(), servers=servers)
+    return compile_program(analyze_program(program, way), way)

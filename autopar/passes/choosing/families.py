@@ -147,7 +147,7 @@ def decide_family(
         sent = {} if sizes is None else host_sent_bytes(sizes)
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
-        pays = ids.count < space.extent if choices.options.is_served else _pays(program, space, ids, choices)
+        pays = ids.count < space.extent if choices.options.rows_travel else _pays(program, space, ids, choices)
         if method == "auto" and not pays:
             return dense(f"{shown}: the dense update is faster", "strategy='ps'")
         method = "ps" if method == "auto" else method

@@ -30,12 +30,9 @@ from tests.support.programs import IDS, WIDTH, microbatches
 COUNT = 3
 
 
-def _options(pipeline: Pipeline) -> Options:
-    return Options(pipeline=pipeline, microbatches=pipeline.microbatch_count, sparse="off", stage_devices=2)
-
-
 def _planned(pipeline: Pipeline, measured: Measurements = UNMEASURED) -> tuple[StagedStep, PipelinePlan]:
-    way = InStages(_options(pipeline))
+    options = Options(microbatches=pipeline.microbatch_count, sparse="off")
+    way = InStages(options, pipeline=pipeline, count=2)
     if pipeline.is_open:
         way = way.chosen(microbatches(), lambda *_: measured)
     compiled = compile_program(analyze_program(microbatches(), way), way, measured)

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from jax.sharding import Mesh
 
@@ -15,14 +16,20 @@ from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.options import Options
+from autopar.ir.pipeline import Pipeline
 from autopar.measure.machine import NOWHERE
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
+from autopar.ways.hosts import OnHosts
+from autopar.ways.replicas import InReplicas
+from autopar.ways.servers import OnServers
+from autopar.ways.stages import InStages
 from autopar.ways.table import way_of
+from autopar.ways.way import Way
 
 #: Of a Planner, what else than an option it is, and is compared in another way or follows from the options.
-_NO_OPTIONS = {"fun", "options", "machine", "in_stages", "stage_processes", "way_of"}
+_NO_OPTIONS = {"fun", "options", "machine", "in_stages", "way_of"}
 
 _PLAIN = Planner(abs, Options(), NOWHERE, True, None, None, NamedArguments(), way_of=way_of)
 _DEVICE = jax.devices()[0]
@@ -43,13 +50,43 @@ def test_each_option_outside_of_options_is_compared() -> None:
         "donated": NamedArguments((0,), ("state",)),
         "devices": Devices(Mesh([_DEVICE], ("data",)), "data"),
         "per_device": PerDevice("batch", 1, 0),
-        "stage_devices": (StageDevice((_DEVICE,)),),
         "clients": Clients.of(Devices.of(None), 1),
     }
     assert set(others) == {f.name for f in dataclasses.fields(Planner)} - _NO_OPTIONS
     for name, value in others.items():
         changed: Any = {name: value}
         assert dataclasses.replace(_PLAIN, **changed).choices != _PLAIN.choices, name
+
+
+_WAYS: dict[str, Way] = {
+    "stages": InStages(Options(), pipeline=Pipeline(stages=2)),
+    "hosts": OnHosts(Options()),
+    "replicas": InReplicas(Options(), sync=autopar.sync.Average()),
+    "servers": OnServers(Options(), sync=autopar.sync.Async()),
+}
+
+
+@pytest.mark.parametrize("name", _WAYS)
+def test_options_of_a_way_are_compared(name: str) -> None:
+    way = _WAYS[name]
+    own = {f.name for f in dataclasses.fields(way)} - {f.name for f in dataclasses.fields(Way)} - {"group"}
+    alone = dataclasses.replace(_PLAIN, way_of=way.by)
+    assert own and alone.choices != _PLAIN.choices
+    for option in own:
+        changed: Any = {option: "another"}
+        assert dataclasses.replace(_PLAIN, way_of=dataclasses.replace(way, **changed).by).choices != alone.choices
+
+
+def test_places_of_stages_and_outer_optimizers_are_compared() -> None:
+    others = {
+        "stages": {"places": (StageDevice((_DEVICE,)),)},
+        "replicas": {"sync": autopar.sync.Average(outer=optax.sgd(1.0))},
+    }
+    for name, changed in others.items():
+        way: Any = _WAYS[name]
+        changed_way = dataclasses.replace(way, **changed)
+        old, new = (dataclasses.replace(_PLAIN, way_of=each.by).choices for each in (way, changed_way))
+        assert old != new
 
 
 def test_a_plan_is_compared_by_what_it_decides() -> None:

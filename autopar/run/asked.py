@@ -1,0 +1,111 @@
+"""`Asked`: how a step is asked to be run, for the way that is to run it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+
+from autopar.backends.devices import Devices
+from autopar.errors import ArgumentsError
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.strategy import TENSOR, split_method
+from autopar.measure.machine import Machine
+from autopar.run.drift import AlphaWatch
+from autopar.run.planner import Planner
+from autopar.run.step import ParallelStep
+from autopar.sync import Sync
+from autopar.ways.way import Way
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Asked:
+    """Holds how a step is asked to be run.
+
+    Attributes:
+      planner: What plans it, by what all ways have in common, but for the devices.
+      mesh, data_axis, tensor_axis, pipeline, sync, replan: As for `parallelize`.
+      machine_of: Gives what can be asked of some devices.
+      parallelize: Makes the same step with other options.
+      way_for: Chooses the way to run a step by `sync`, `pipeline` and its strategy (`ways.table`).
+    """
+
+    planner: Planner
+    mesh: jax.sharding.Mesh | None
+    data_axis: str | None
+    tensor_axis: str | None
+    pipeline: Pipeline | None
+    sync: Sync | None
+    replan: Literal["warn", "off"]
+    machine_of: Callable[[Devices], Machine]
+    parallelize: Callable[..., ParallelStep]
+    way_for: Callable[..., type[Way]]
+
+    @functools.cached_property
+    def devices(self) -> Devices:
+        """All devices that the step may have.
+
+        Raises:
+          ArgumentsError: products are to be divided, and no axis of the mesh can do that.
+        """
+        return Devices.of(self.mesh, self.data_axis, self._tensor_axis())
+
+    def on(self, devices: Devices, count: int | None = None) -> Planner:
+        """Returns what plans the step for some devices.
+
+        Args:
+          devices: Those that run the step.
+          count: How many divide a batch; None: all along the data axis.
+        """
+        count, old = devices.count if count is None else count, self.planner
+        options = dataclasses.replace(
+            old.options,
+            devices=count,
+            accelerators=devices.mesh.devices.flat[0].platform != "cpu",
+            rank_devices=jax.local_device_count(),
+            tensor=devices.tensor,
+        )
+        return dataclasses.replace(
+            old,
+            options=options,
+            machine=self.machine_of(devices),
+            devices=devices if devices.mesh.size > 1 else None,
+            per_device=old.per_device and dataclasses.replace(old.per_device, count=count),
+        )
+
+    def planner_by(self, **changes: Any) -> Planner:
+        """Returns what plans the step by other options."""
+        asked = dataclasses.replace(self, **changes)
+        return self.way_for(asked.sync, asked.pipeline, asked.planner.options.strategy).planner(asked)
+
+    def made(self, planner: Planner, *, is_watched: bool) -> ParallelStep:
+        """Returns the step. `is_watched`: whether the rows that its batches touch may be."""
+        is_watched = is_watched and self.replan != "off" and not self.devices.processes.several
+        return ParallelStep(planner, AlphaWatch() if is_watched else None)
+
+    @property
+    def tensor(self) -> str:
+        """Returns what asks for a tensor axis, as the user wrote it; "": nothing does."""
+        if self.tensor_axis is not None:
+            return f"tensor_axis={self.tensor_axis!r}"
+        strategy = self.planner.options.strategy
+        methods = strategy.values() if isinstance(strategy, Mapping) else [strategy]
+        return "strategy='tensor'" * any(split_method(method)[0] == TENSOR for method in methods)
+
+    def _tensor_axis(self) -> str | None:
+        """Returns the axis of the mesh over which products are divided; None if none are."""
+        if not self.tensor:
+            return None
+        names: Sequence[str] = [] if self.mesh is None else list(self.mesh.axis_names)
+        others = [axis for axis in names if axis != (self.data_axis or names[0])]
+        if not others or (self.tensor_axis is not None and self.tensor_axis not in others):
+            shown = f"; there are {', '.join(map(repr, others))}" if others else ""
+            raise ArgumentsError(
+                f"{self.tensor} takes a mesh with an axis beside the data axis{shown}: "
+                'mesh=jax.make_mesh((2, 4), ("data", "tensor")), with 1 in place of 2 to divide no batch'
+            )
+        return self.tensor_axis or others[0]
