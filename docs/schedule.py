@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.report.figures import schedule_figure
+from autopar.report.stages import schedule_figure
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 64
 

@@ -200,11 +200,10 @@ def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, 
         stages=tuple(_at(stage, rates) for stage in plan.stages),
         send_byte_s=planned_stage_rates(there).send_byte_s,
     )
-    simulated = simulate_pipeline(own)
-    model = simulated.period if own.updates else simulated.seconds
-    sums, sent = _sums(plan, cluster, copies)
+    (stages, *_), (sums, sent) = predict_stages(own, there).parts, _sums(plan, cluster, copies)
+    model = stages.seconds or 0.0
     parts = {
-        "model": (Term("microbatches through the stages", model, bound_s=predict_stages(own, there).bound_s),),
+        "model": (Term("microbatches through the stages", model, bound_s=stages.bound_s),),
         "dense gradients": (Term("sums of the copies' gradients", sums, sent),),
         "dense updates": (Term("the slowest stage's update", max(stage.update_s for stage in own.stages)),),
     }

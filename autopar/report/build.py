@@ -6,49 +6,23 @@ A `Report` is shown in notebooks, and written as one page or as images.
 from __future__ import annotations
 
 import base64
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autopar.cost.simulate import StepTime
-from autopar.cost.stage_time import simulate_pipeline
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan, TablePlan
-from autopar.ir.stage_plan import PipelinePlan
+from autopar.ir.plan import Plan
 from autopar.measure.cluster import require_cluster
-from autopar.planning.predictions import predict
-from autopar.planning.simulate import Simulation, simulate_devices
 from autopar.planning.staleness import Staleness
-from autopar.report.tables import (
-    Curves,
-    Measured,
-    TableRow,
-    Timing,
-    by_alpha,
-    by_table_3,
-    crossing_rows,
-    largest,
-    method_rows,
-    parameter_rows,
-    part_rows,
-    scaling_rows,
-    timing_rows,
-    timings,
-    update_rows,
-)
+from autopar.report.tables import Measured, TableRow, parameter_rows, timings
 from autopar.servers.timeline import Timeline
 
 if TYPE_CHECKING:
     from autopar.report.style import ReportFigure
 
-#: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
-_OTHER = 0.1
 _STYLE = """
 .autopar-report { font-family: sans-serif; font-size: 14px; max-width: 62em; }
 .autopar-report figure { display: inline-block; vertical-align: top; margin: 1em 1.5em 1em 0; max-width: 28em; }
@@ -109,7 +83,13 @@ def report(
       >>> list(autopar.report(plan).figures)
       ['bytes_by_alpha', 'bytes_by_devices', 'table_3', 'parts', 'methods', 'speedup']
     """
-    figures, made = require_figures(), Parts()
+    try:
+        from autopar.report import clients, devices, stages  # they draw
+    except ImportError as error:
+        raise ArgumentsError(
+            f"reports need matplotlib, which can't be imported ({error}): pip install 'autopar[report]'"
+        ) from error
+    made = Parts()
     if not isinstance(plan, Plan):
         raise ArgumentsError("report takes a plan: report(autopar.plan(step, state, batch, cluster=...))")
     times = () if measured is None else timings(measured)
@@ -118,15 +98,13 @@ def report(
         _check_timeline(plan, timeline)
     made.tables["parameters"] = parameter_rows(plan)
     if plan.pipeline is not None:
-        title = _add_stages(made, plan.pipeline, staleness)
+        title = stages.add_stages(made, plan.pipeline, staleness)
     elif plan.way is not None:
-        from autopar.report import clients  # draws
-
         title = clients.add_clients(made, plan, cluster, timeline)
     else:
-        title = _add_devices(made, figures, plan, cluster, table)
+        title = devices.add_devices(made, plan, cluster, table)
     if times:
-        _add_measured(made, figures, times)
+        devices.add_measured(made, times)
     return made.report(f"{plan.step} {title}")
 
 
@@ -148,194 +126,6 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
     if timeline.ring != is_ring:
         done, by = ("a ring", "servers") if timeline.ring else ("servers", "a ring")
         raise ArgumentsError(f"the timeline is of {done}, and {plan.name} trains by {by}: give that of its own state")
-
-
-def _add_devices(made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
-    """Adds what is known of data parallelism; returns where the step is, in words."""
-    shown = _shown(plan, table)
-    if plan.devices == 1:
-        made.tables["updates"] = update_rows(plan)
-        made.draw(
-            "updates",
-            "What a step's updates read and write: gradients, parameters and optimizer slots; pale as in a plain step, "
-            "blue by this plan.",
-            figures.updates_figure(made.tables["updates"]),
-        )
-    if shown is None:
-        made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
-    else:
-        _add_bytes(made, figures, plan, shown)
-    if plan.parts:
-        _add_times(made, figures, plan, shown)
-    elif plan.devices > 1:
-        made.notes.append("No predicted times: the plan was made without rates of the devices.")
-    _add_scaling(made, figures, plan, cluster, shown)
-    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
-    return f"on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
-
-
-def _add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None) -> str:
-    """Adds what is known of a pipeline; returns where the step is, in words."""
-    from autopar.report import figures  # draws
-
-    simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
-    made.tables["stages"] = figures.stage_rows(pipeline)
-    what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
-    if pipeline.updates:
-        what = "without a flush, simulated, from an empty pipeline to an empty one. Numbers are minibatches."
-    made.draw(
-        "schedule",
-        f"{pipeline.schedule} {what}",
-        figures.schedule_figure(pipeline),
-    )
-    made.draw(
-        "devices",
-        "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",
-        figures.device_figure(pipeline),
-    )
-    if pipeline.updates:
-        made.tables["versions"] = figures.version_rows(pipeline)
-    if staleness is not None and staleness.tasks:
-        made.tables["staleness"] = figures.staleness_rows(staleness)
-        made.draw(
-            "staleness",
-            "How far the weights that tasks find are from those that are there when their minibatch's last backward "
-            "starts (root of the mean square), as they are (stale), and as they are predicted.",
-            figures.staleness_figure(staleness),
-        )
-    if not pipeline.is_timed:
-        made.notes.append("No predicted times: the plan was made without rates of the devices.")
-    return f"in {where}"
-
-
-def require_figures() -> ModuleType:
-    """Returns the module that draws; raises an ArgumentsError if matplotlib isn't installed."""
-    try:
-        from autopar.report import figures
-    except ImportError as error:
-        raise ArgumentsError(
-            f"reports need matplotlib, which can't be imported ({error}): pip install 'autopar[report]'"
-        ) from error
-    return figures
-
-
-def _shown(plan: Plan, path: str | None) -> TablePlan | None:
-    if path is None:
-        return largest(plan)
-    wanted = plan.table(path)
-    table = next((t for t in plan.families if path == t.path or path in t.slots), wanted)
-    if table.sizes is None:
-        raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, wanted)}")
-    return table
-
-
-def _unknown(plan: Plan, table: TablePlan | None = None) -> str:
-    if plan.devices == 1:
-        return f"the plan of {plan.step} is of one device, which sends nothing; plan(..., cluster=...) for several"
-    return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
-
-
-def _add_bytes(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan) -> None:
-    alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
-    made.tables["methods"] = method_rows(plan)
-    made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
-    each = f"What each device sends for {table.path} in a step"
-    made.draw(
-        "bytes_by_alpha",
-        f"{each} of {plan.devices} devices, by the share of the rows that it touches: ids are drawn as in the plan's "
-        f"batch, more or fewer of them. {_crossed(alpha, lambda c: f'alpha = {100 * c.x:.3g}%')}",
-        figures.bytes_figure(alpha, "alpha"),
-    )
-    made.draw(
-        "bytes_by_devices",
-        f"{each} of N devices, each with as many ids as in the plan. {_crossed(devices, lambda c: f'N = {c.at:,}')}",
-        figures.bytes_figure(devices, "devices"),
-    )
-    other = {m: nbytes for m, nbytes in theirs.items() if m in devices.sent and _differ(devices.sent[m], nbytes)}
-    if not other:
-        return
-    same = [m for m in theirs if m in devices.sent and m not in other]
-    made.draw(
-        "table_3",
-        "What a device sends (thin) and what it transfers by Parallax's table 3 (wide, grey): the table counts both "
-        "directions, but not the rows that a worker serves to others, nor ids and padding."
-        + (f" Of {' and '.join(same)} both say the same." if same else ""),
-        figures.table_3_figure(devices, other),
-    )
-
-
-def _crossed(curves: Curves, where: Callable[..., str]) -> str:
-    if not curves.crossings:
-        smallest = min(curves.sent, key=lambda m: curves.sent[m][0])
-        return f"{smallest} sends the least everywhere."
-    return " ".join(f"From {where(c)} on {c.new} sends the least, before {c.old}." for c in curves.crossings)
-
-
-def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
-    return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
-
-
-def _add_times(made: Parts, figures: ModuleType, plan: Plan, table: TablePlan | None) -> None:
-    step = predict(plan)
-    made.tables["parts"] = part_rows(step)
-    made.draw(
-        "parts",
-        f"Predicted time of a step on {plan.devices} devices, by part, one after the other.",
-        figures.parts_figure(step),
-    )
-    if table is not None and table.terms:
-        made.draw(
-            "methods",
-            f"Predicted time of a step's work on {table.path}, by method: exchanges between devices, and rows that are "
-            "sorted, looked up, added and updated.",
-            figures.methods_figure(table.path, table.taken, table.terms),
-        )
-
-
-def _add_scaling(
-    made: Parts, figures: ModuleType, plan: Plan, cluster: ClusterSpec | None, table: TablePlan | None
-) -> None:
-    if plan.devices == 1:
-        made.notes.append(f"No speed-up: {_unknown(plan)}.")
-        return
-    if cluster is None:
-        made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
-        return
-    simulation = simulate_devices(plan, cluster)
-    made.tables["scaling"] = scaling_rows(simulation)
-    made.draw(
-        "speedup",
-        f"Simulated speed-up on {simulation.cluster.device.name} ({simulation.cluster.name}) over one device, with as "
-        f"many examples on each. {_limits(simulation, table)}",
-        figures.speedup_figure(
-            [t.devices for t in simulation.times], simulation.speedups, [t.limit for t in simulation.times]
-        ),
-    )
-
-
-def _limits(simulation: Simulation, table: TablePlan | None) -> str:
-    said = f"Most of a step is {_changes(simulation, lambda time: time.limit)}."
-    if table is None:
-        return said
-    return f"{said} {table.path} goes by {_changes(simulation, lambda time: time.methods[table.path])}."
-
-
-def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
-    pairs = itertools.pairwise(simulation.times)
-    changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
-    first = of(simulation.times[0])
-    return ", ".join([f"{first} on one device", *changes]) if changes else first
-
-
-def _add_measured(made: Parts, figures: ModuleType, measured: Sequence[Timing]) -> None:
-    made.tables["measured"] = timing_rows(measured)
-    near = sum(t.near for t in measured)
-    made.draw(
-        "measured",
-        f"Predicted against measured time of a step. In the band the prediction is within 20% of what was measured: "
-        f"{near} of {len(measured)}.",
-        figures.measured_figure(measured),
-    )
 
 
 class Parts:

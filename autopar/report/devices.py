@@ -1,4 +1,5 @@
-"""The figures of a report, each with one idea: of tables and devices, and of a pipeline's schedule and stages.
+"""Figures and tables of data parallelism: bytes and times by method, a step's parts, more devices; and predicted beside
+measured times.
 
 Plain numbers are drawn, from `report.tables` and plans.
 """
@@ -7,19 +8,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
 from matplotlib.text import Annotation
 
 from autopar.cost import Term
-from autopar.cost.stage_time import simulate_pipeline
+from autopar.cost.simulate import StepTime
 from autopar.cost.units import format_bytes
-from autopar.ir.stage_plan import PipelinePlan
-from autopar.planning.predictions import Prediction
-from autopar.planning.staleness import Staleness
+from autopar.errors import ArgumentsError
+from autopar.ir.cluster import ClusterSpec
+from autopar.ir.plan import Plan, TablePlan
+from autopar.planning.predictions import Prediction, predict
+from autopar.planning.simulate import Simulation, simulate_devices
+from autopar.report.build import Parts
 from autopar.report.style import (
     BLUE,
     FONT,
@@ -47,19 +49,166 @@ from autopar.report.style import (
     name_axes,
     write,
 )
-from autopar.report.tables import NEAR, Curves, TableRow, Timing
+from autopar.report.tables import (
+    NEAR,
+    Curves,
+    Timing,
+    by_alpha,
+    by_table_3,
+    crossing_rows,
+    largest,
+    method_rows,
+    part_rows,
+    scaling_rows,
+    timing_rows,
+    update_rows,
+)
 
+#: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
+_OTHER = 0.1
 _SENT = "bytes a device sends in a step"
 #: Points of which all have labels.
 _LABELLED = 8
-_COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
-_WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
-#: Inches for each device.
-_HIGH = 0.32
-#: Tasks of a device whose microbatches are numbered.
-_NUMBERED = 40
-#: Of all the time, what a number has room in.
-_NARROW = 0.015
+
+
+def add_devices(made: Parts, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
+    """Adds what is known of data parallelism; returns where the step is, in words."""
+    shown = _shown(plan, table)
+    if plan.devices == 1:
+        made.tables["updates"] = update_rows(plan)
+        made.draw(
+            "updates",
+            "What a step's updates read and write: gradients, parameters and optimizer slots; pale as in a plain step, "
+            "blue by this plan.",
+            updates_figure(made.tables["updates"]),
+        )
+    if shown is None:
+        made.notes.append(f"No figure of bytes: {_unknown(plan)}.")
+    else:
+        _add_bytes(made, plan, shown)
+    if plan.parts:
+        _add_times(made, plan, shown)
+    elif plan.devices > 1:
+        made.notes.append("No predicted times: the plan was made without rates of the devices.")
+    _add_scaling(made, plan, cluster, shown)
+    where = "one device" if plan.devices == 1 else f"{plan.devices} devices"
+    return f"on {where}" + ("" if plan.cluster is None else f" ({plan.cluster})")
+
+
+def _shown(plan: Plan, path: str | None) -> TablePlan | None:
+    if path is None:
+        return largest(plan)
+    wanted = plan.table(path)
+    table = next((t for t in plan.families if path == t.path or path in t.slots), wanted)
+    if table.sizes is None:
+        raise ArgumentsError(f"what is sent of {path!r} isn't known: {_unknown(plan, wanted)}")
+    return table
+
+
+def _unknown(plan: Plan, table: TablePlan | None = None) -> str:
+    if plan.devices == 1:
+        return f"the plan of {plan.step} is of one device, which sends nothing; plan(..., cluster=...) for several"
+    return "no table goes by its rows" if table is None else f"it is trained whole ({table.reason})"
+
+
+def _add_bytes(made: Parts, plan: Plan, table: TablePlan) -> None:
+    alpha, (devices, theirs) = by_alpha(table), by_table_3(table)
+    made.tables["methods"] = method_rows(plan)
+    made.tables["crossovers"] = crossing_rows({"alpha": alpha, "devices": devices})
+    each = f"What each device sends for {table.path} in a step"
+    made.draw(
+        "bytes_by_alpha",
+        f"{each} of {plan.devices} devices, by the share of the rows that it touches: ids are drawn as in the plan's "
+        f"batch, more or fewer of them. {_crossed(alpha, lambda c: f'alpha = {100 * c.x:.3g}%')}",
+        bytes_figure(alpha, "alpha"),
+    )
+    made.draw(
+        "bytes_by_devices",
+        f"{each} of N devices, each with as many ids as in the plan. {_crossed(devices, lambda c: f'N = {c.at:,}')}",
+        bytes_figure(devices, "devices"),
+    )
+    other = {m: nbytes for m, nbytes in theirs.items() if m in devices.sent and _differ(devices.sent[m], nbytes)}
+    if not other:
+        return
+    same = [m for m in theirs if m in devices.sent and m not in other]
+    made.draw(
+        "table_3",
+        "What a device sends (thin) and what it transfers by Parallax's table 3 (wide, grey): the table counts both "
+        "directions, but not the rows that a worker serves to others, nor ids and padding."
+        + (f" Of {' and '.join(same)} both say the same." if same else ""),
+        table_3_figure(devices, other),
+    )
+
+
+def _crossed(curves: Curves, where: Callable[..., str]) -> str:
+    if not curves.crossings:
+        smallest = min(curves.sent, key=lambda m: curves.sent[m][0])
+        return f"{smallest} sends the least everywhere."
+    return " ".join(f"From {where(c)} on {c.new} sends the least, before {c.old}." for c in curves.crossings)
+
+
+def _differ(ours: Sequence[float], theirs: Sequence[float]) -> bool:
+    return any(a > 0 and b > 0 and abs(math.log(b / a)) > _OTHER for a, b in zip(ours, theirs, strict=True))
+
+
+def _add_times(made: Parts, plan: Plan, table: TablePlan | None) -> None:
+    step = predict(plan)
+    made.tables["parts"] = part_rows(step)
+    made.draw(
+        "parts",
+        f"Predicted time of a step on {plan.devices} devices, by part, one after the other.",
+        parts_figure(step),
+    )
+    if table is not None and table.terms:
+        made.draw(
+            "methods",
+            f"Predicted time of a step's work on {table.path}, by method: exchanges between devices, and rows that are "
+            "sorted, looked up, added and updated.",
+            methods_figure(table.path, table.taken, table.terms),
+        )
+
+
+def _add_scaling(made: Parts, plan: Plan, cluster: ClusterSpec | None, table: TablePlan | None) -> None:
+    if plan.devices == 1:
+        made.notes.append(f"No speed-up: {_unknown(plan)}.")
+        return
+    if cluster is None:
+        made.notes.append("No speed-up: of devices that are here it isn't simulated; report(plan, cluster=...).")
+        return
+    simulation = simulate_devices(plan, cluster)
+    made.tables["scaling"] = scaling_rows(simulation)
+    made.draw(
+        "speedup",
+        f"Simulated speed-up on {simulation.cluster.device.name} ({simulation.cluster.name}) over one device, with as "
+        f"many examples on each. {_limits(simulation, table)}",
+        speedup_figure([t.devices for t in simulation.times], simulation.speedups, [t.limit for t in simulation.times]),
+    )
+
+
+def _limits(simulation: Simulation, table: TablePlan | None) -> str:
+    said = f"Most of a step is {_changes(simulation, lambda time: time.limit)}."
+    if table is None:
+        return said
+    return f"{said} {table.path} goes by {_changes(simulation, lambda time: time.methods[table.path])}."
+
+
+def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
+    pairs = itertools.pairwise(simulation.times)
+    changes = [f"{of(new)} from {new.devices:,} on" for old, new in pairs if of(old) != of(new)]
+    first = of(simulation.times[0])
+    return ", ".join([f"{first} on one device", *changes]) if changes else first
+
+
+def add_measured(made: Parts, measured: Sequence[Timing]) -> None:
+    """Adds what was measured beside what was predicted."""
+    made.tables["measured"] = timing_rows(measured)
+    near = sum(t.near for t in measured)
+    made.draw(
+        "measured",
+        f"Predicted against measured time of a step. In the band the prediction is within 20% of what was measured: "
+        f"{near} of {len(measured)}.",
+        measured_figure(measured),
+    )
 
 
 def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
@@ -229,120 +378,3 @@ def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) ->
     colour, dashes = METHOD_STYLES[method]
     pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)
-
-
-def schedule_figure(plan: PipelinePlan) -> ReportFigure:
-    """Draws each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
-    simulated = simulate_pipeline(plan)
-    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
-    is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
-    for task, start in simulated.starts.items():
-        replicas = plan.stages[task.stage].devices
-        device = replicas[task.microbatch % len(replicas)]
-        length = simulated.ends[task] - start
-        colour = _COLOURS[task.kind]
-        axes.add_patch(Rectangle((start, device - 0.4), length, 0.8, facecolor=colour, edgecolor="white", lw=0.5))
-        if is_numbered and length > _NARROW * simulated.seconds:
-            middle = start + length / 2
-            axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
-    axes.set_xlim(0, simulated.seconds)
-    axes.set_ylim(plan.devices - 0.4, -0.6)
-    axes.set_yticks(range(plan.devices))
-    if plan.is_timed:
-        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0")
-    else:
-        axes.set_xticks([])
-    kinds = [kind for kind in _COLOURS if any(task.kind == kind for task in simulated.starts)]
-    axes.legend(
-        [Rectangle((0, 0), 1, 1, facecolor=_COLOURS[kind]) for kind in kinds],
-        [_WORDS[kind] for kind in kinds],
-        fontsize=FONT,
-        frameon=False,
-        ncols=len(kinds),
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-    )
-    name_axes(axes, "time" if plan.is_timed else "time (rates of the devices aren't known)", "device")
-    return fit_size(figure)
-
-
-def device_figure(plan: PipelinePlan) -> ReportFigure:
-    """Draws what each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
-    simulated = simulate_pipeline(plan)
-    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
-    for device, busy in enumerate(simulated.busy):
-        axes.barh(device, busy, color=BLUE, height=0.7)
-        axes.barh(device, simulated.seconds - busy, left=busy, color=PALE, height=0.7)
-        share = f"{1 - busy / simulated.seconds:.0%} waits" if simulated.seconds else ""
-        axes.text(simulated.seconds, device, f" {share}", fontsize=FONT, color=INK, va="center")
-    axes.set_ylim(plan.devices - 0.4, -0.6)
-    axes.set_yticks(range(plan.devices))
-    axes.set_xticks([])
-    name_axes(axes, "time of the microbatches", "device")
-    return fit_size(figure)
-
-
-def staleness_figure(measured: Staleness) -> ReportFigure:
-    """Draws how far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as
-    predicted. Of each stage's forwards, or of backwards where these miss nothing."""
-    tasks = {task.stage: task for task in reversed(measured.tasks)}
-    shown = [tasks[stage] for stage in sorted(tasks)]
-    figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
-    for axes, task in zip(panels, shown, strict=True):
-        updates = range(1, len(task.stale) + 1)
-        axes.plot(updates, task.stale, color=ORANGE, linewidth=1.2)
-        axes.plot(updates, task.predicted, color=BLUE, linewidth=1.2)
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
-        what = f"{task.kind} of stage {task.stage}, s = {task.ahead}"
-        name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
-    label_ends(panels[-1], [(shown[-1].stale[-1], "stale", ORANGE), (shown[-1].predicted[-1], "predicted", BLUE)])
-    return fit_size(figure)
-
-
-def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
-    """Returns a row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
-    return [
-        {
-            "stage": task.stage,
-            "task": _WORDS[task.kind],
-            "s": task.ahead,
-            "RMSE stale": statistics.median(task.stale),
-            "RMSE predicted": statistics.median(task.predicted),
-        }
-        for task in measured.tasks
-    ]
-
-
-def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """Returns a row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about
-    it."""
-    return [
-        {
-            "stage": k,
-            "forward misses": forward,
-            "backward misses": backward,
-            **({} if not plan.ahead else {"forward predicts": plan.ahead[k][0], "backward predicts": plan.ahead[k][1]}),
-            "stashed versions": plan.calls.stashed(k),
-        }
-        for k, (forward, backward) in enumerate(map(plan.calls.missed, range(len(plan.stages))))
-    ]
-
-
-def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """Returns a row for each stage; times and bytes of a microbatch."""
-    return [
-        {
-            "stage": k,
-            "devices": ", ".join(map(str, stage.devices)),
-            "weights": len(stage.weights),
-            "first weight": stage.weights[0] if stage.weights else "",
-            **{f"{_WORDS[kind]}, ms": round(1e3 * seconds, 3) for kind, seconds in stage.seconds.items()},
-            "update, ms": round(1e3 * stage.update_s, 3),
-            "sent ahead, bytes": stage.ahead_bytes,
-            "sent back, bytes": stage.back_bytes,
-            "state, bytes": stage.state_bytes,
-            "activations, bytes": stage.activation_bytes,
-        }
-        for k, stage in enumerate(plan.stages)
-    ]
