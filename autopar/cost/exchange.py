@@ -21,6 +21,9 @@ from autopar.ir.strategy import HOSTED
 
 #: Bytes of a row's number.
 ID_BYTES = 4
+#: The term of rows that wait, and how many times a step goes through memory to bring one up to date. Measured on 2
+#: cores, 4 devices, with AdamW: 30 ns a number, which is read and written in 0.4 ns.
+REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 #: Terms that send ids alone: families of the same ids may have them in common.
 ID_TERMS = ("send ids", "gather ids")
 
@@ -94,6 +97,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("route ids", rates.route(s.ids)),
             routed("send ids", ID_BYTES),
             Term("route ids at owners", rates.route(sent)),
+            *_replay(rates, s, s.owned),
             Term("look up at owners", rates.gather(sent, row)),
             routed("send rows", row),
             Term("pick rows", rates.gather(s.requested, row)),
@@ -108,6 +112,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("route ids", rates.route(s.ids)),
             gathered("gather ids", s.requested, ID_BYTES),
             Term("route all ids", rates.route(all_requested)),
+            *_replay(rates, s, s.routed),
             gathered("gather gradients", s.requested, gradient),
             Term("add gradients", rates.scatter(all_requested, gradient)),
             *_update(rates, s, s.routed),
@@ -115,6 +120,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         "allreduce_rows": (
             gathered("gather ids", s.ids, ID_BYTES),
             Term("route all ids", rates.route(s.devices * s.ids)),
+            *_replay(rates, s, s.routed),
             Term("zero rows", rates.walk(s.routed * reduced_row)),
             reduced("reduce rows", s.routed * reduced_row),
             *_update(rates, s, s.routed),
@@ -129,6 +135,12 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         if method in terms and seconds:
             terms[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
     return terms
+
+
+def _replay(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
+    if not sizes.replayed:
+        return ()
+    return (Term(REPLAY, rates.walk(REPLAY_WALKS * rows * sizes.replayed)),)
 
 
 def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:

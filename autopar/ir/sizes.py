@@ -51,6 +51,7 @@ class Sizes:
       gradient_bytes: Bytes of a row of gradients, as they are sent; None: as many as are looked up.
       reduced: Bytes of a row of each gradient that is reduced over the devices ("allreduce", "allreduce_rows"); empty:
         one of `sent_gradient` bytes.
+      replayed: Bytes of a table's row that a step brings up to date where it reads it; 0: of none.
     """
 
     devices: int
@@ -67,6 +68,7 @@ class Sizes:
     constant: bool = False
     gradient_bytes: int | None = None
     reduced: tuple[int, ...] = ()
+    replayed: int = 0
 
     @property
     def sent_gradient(self) -> int:

@@ -16,12 +16,13 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
-from autopar.cost.exchange import host_sent_bytes, sent_bytes, step_seconds, step_terms
+from autopar.cost.exchange import REPLAY, host_sent_bytes, sent_bytes, step_seconds, step_terms
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.bound_plan import Bounds
+from autopar.ir.figures import Term
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
@@ -164,7 +165,7 @@ def decide_family(
         costs["terms"] = {} if rates is None else step_terms(rates, sizes)
         seconds = {} if rates is None else step_seconds(rates, sizes)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
-        slower = left or ("" if sharded else _why_dense(program, space, ids, choices, seconds, method))
+        slower = left or ("" if sharded else _why_dense(program, space, ids, choices, costs["terms"], method))
         if slower:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
@@ -205,16 +206,23 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
 
 
 def _why_dense(
-    program: Program, space: RowSpace, ids: RowIds, choices: Choices, seconds: Mapping[str, float], method: str
+    program: Program,
+    space: RowSpace,
+    ids: RowIds,
+    choices: Choices,
+    terms: Mapping[str, Sequence[Term]],
+    method: str,
 ) -> str:
-    """Returns why a family is updated whole although it needn't be; empty: it isn't. `method`, `seconds`: the cheapest
+    """Returns why a family is updated whole although it needn't be; empty: it isn't. `method`, `terms`: the cheapest
     exchange, and what each takes; empty: unknown."""
     if method == "allreduce" or (space.deferred and choices.options.accelerators):
         return "the dense update is the fastest"
-    if not space.deferred or not seconds:
+    if not space.deferred or not terms:
         return ""
     row_elements = max(program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
-    saved = seconds["allreduce"] - seconds[method]
+    # `deferred_s` has what brings rows up to date.
+    taken = sum(term.seconds for term in terms[method] if term.name != REPLAY)
+    saved = sum(term.seconds for term in terms["allreduce"]) - taken
     is_little = saved < DEFERRED_MARGIN * deferred_s(ids=ids.count, row_elements=row_elements)
     return "to bring rows up to date may cost more than their exchange saves" if is_little else ""
 
@@ -321,6 +329,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
     assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
     sent = row_bytes(program, space, ids, on_cpus=not choices.options.accelerators)
+    replays = space.deferred and not choices.options.accelerators and not choices.hosts
     return Sizes(
         devices=layout.devices,
         extent=space.extent,
@@ -335,6 +344,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
         owned=sharded.rows // layout.devices,
         checks=sharded.tight,
         spread=any(ids.batched),
+        replayed=sum(inputs[k].type.nbytes for k in space.tables) // space.extent if replays else 0,
     )
 
 
