@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar import jax_compat
-from autopar.launch.progress import PROGRESS
+from autopar.launch.progress import PROGRESS, Progress
 
 
 def jit_on(mesh: Mesh, run: Callable[..., Any], *, what: str = "on the devices", **options: Any) -> Any:
@@ -41,7 +41,14 @@ class Watched:
     may be gone, as others' memory or unread, while the program is under way.
     """
 
-    def __init__(self, run: Callable[..., Any], members: set[int], what: str, options: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        members: set[int],
+        what: str,
+        options: dict[str, Any],
+        progress: Progress = PROGRESS,
+    ) -> None:
         @functools.wraps(run)
         def run_with_token(*operands: Any) -> tuple[Any, Any]:
             return run(*operands), jnp.zeros((), bool)
@@ -50,7 +57,7 @@ class Watched:
             options = {**options, "out_shardings": (options["out_shardings"], None)}
         self._program = jax.jit(run_with_token, **options)
         self._needs = range(min(members), max(members) + 1)
-        self._what, self._is_compiled = what, False
+        self._what, self._is_compiled, self._progress = what, False, progress
 
     def lower(self, *operands: Any) -> Any:
         """Lowers the program as `jax.jit(...).lower` does: what is compiled of it is called."""
@@ -58,11 +65,11 @@ class Watched:
 
     def __call__(self, *operands: Any) -> Any:
         if not self._is_compiled:
-            with PROGRESS.during("compiling", "compiles"):
+            with self._progress.during("compiling", "compiles"):
                 self.lower(*operands).compile()
             self._is_compiled = True
-        with PROGRESS.during(self._what, "waits", self._needs):
+        with self._progress.during(self._what, "waits", self._needs):
             results, token = self._program(*operands)
         if not jax_compat.is_tracer(token):
-            PROGRESS.dispatched(token, self._needs)
+            self._progress.dispatched(token, self._needs)
         return results

@@ -21,10 +21,13 @@ Array = Any
 _TARGET_S, _RUNS = 0.008, 6
 
 
-def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -> list[tuple[float, float]]:
+def collective_points(
+    devices: Devices, collective: str, sizes: Sequence[int], timed: Callable[..., float] | None = None
+) -> list[tuple[float, float]]:
     """Measures (bytes of the result on one device, seconds) of a collective over the axis of 2 devices or more.
 
     `collective`: "all_reduce", "all_gather" or "all_to_all". `sizes`: about these bytes of the result.
+    `timed`: Times a step on its start, as `loop_seconds` does.
     """
     count, axis = devices.count, devices.axis
 
@@ -43,7 +46,7 @@ def collective_points(devices: Devices, collective: str, sizes: Sequence[int]) -
     for size in sizes:
         length = max(1, size // 4 // count) * count
         x = jnp.ones((count * length // parts,), jnp.float32)
-        points.append((4.0 * length, loop_seconds(devices, step, x)))
+        points.append((4.0 * length, (timed or loop_seconds)(devices, step, x)))
     return points
 
 

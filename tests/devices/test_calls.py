@@ -110,7 +110,7 @@ def test_inside_another_jit_with_a_batch_that_is_there() -> None:
     batch = ids_in(0, 41, length=20)
     batch = {"ids": jnp.asarray(batch["ids"])}
     same(jax.jit(lambda s: planned(s, batch))(make_state(41)), jax.jit(step)(make_state(41), batch))
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.imbalance is not None
+    assert "the busiest message is" in planned.plan.tables[0].reason
 
 
 def test_new_shapes_are_planned_again() -> None:

@@ -79,7 +79,7 @@ def test_what_is_assumed(platform: str, kind: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "all_to_all"])
-def test_a_collective_is_timed_by_its_results_size(collective: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collective_is_timed_by_its_results_size(collective: str) -> None:
     """4 devices; the step keeps its shape, and takes what it is given: a size in bytes of the result on one of them."""
     seen = []
 
@@ -89,8 +89,8 @@ def test_a_collective_is_timed_by_its_results_size(collective: str, monkeypatch:
         np.testing.assert_allclose(out, 2.0 if collective == "all_gather" else 1.0)
         return 1.0
 
-    monkeypatch.setattr("autopar.measure.loops.loop_seconds", one_step)
-    assert collective_points(Devices.of(mesh_of(4)), collective, (1024, 4096)) == [(1024.0, 1.0), (4096.0, 1.0)]
+    found = collective_points(Devices.of(mesh_of(4)), collective, (1024, 4096), one_step)
+    assert found == [(1024.0, 1.0), (4096.0, 1.0)]
     whole = 1 if collective == "all_gather" else 4  # all of the result is given by all together, or by each
     assert seen == [(1024 * whole, True), (4096 * whole, True)]
 

@@ -235,13 +235,13 @@ def test_a_batch_that_exceeds_the_capacity() -> None:
     even = np.random.default_rng(0).integers(0, 400, (8, 20), np.int32)
     unequal = even // 4 * 4  # all of one owner
     same(evaluate(params, even), predict(plain, even))
-    assert evaluate.plan is not None and evaluate.latest.compiled.bound.families[0].bounds.tight
-    small = evaluate.latest.compiled.bound.families[0].bounds.capacity
+    assert evaluate.plan.tables[0].tight
+    small = evaluate.plan.tables[0].capacity
     with pytest.warns(autopar.CapacityWarning, match="with the same result"):
         for _ in range(2):  # that the capacity was exceeded may be known a call later only
             same(evaluate(params, unequal), predict(plain, unequal))
             time.sleep(0.1)
-    assert small is not None and evaluate.latest.compiled.bound.families[0].bounds.capacity > small
+    assert evaluate.plan.tables[0].capacity > small
     same(evaluate(params, unequal), predict(plain, unequal))
 
 

@@ -93,7 +93,7 @@ def test_a_measured_capacity_holds_until_a_batch_exceeds_it() -> None:
     planned, plain = autopar.parallelize(step, plan=made, mesh=mesh_of(4)), jax.jit(step)
     one_owner = {"ids": np.int32(4 * np.arange(160).reshape(8, 20) % ROWS)}
     planned.entry(make_state(), one_owner)
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.capacity == table.capacity
+    assert planned.plan.tables[0].capacity == table.capacity
     mine, theirs = make_state(), make_state()
     with warnings.catch_warnings(record=True) as told:  # when a capacity is known to be exceeded isn't certain
         warnings.simplefilter("always")

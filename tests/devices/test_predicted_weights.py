@@ -16,6 +16,7 @@ import autopar
 from autopar.cost.rates import StageRates
 from autopar.cost.stage_time import pipeline_memory
 from autopar.passes.split_pipeline import fitting_slack
+from tests.support.machines import on_machine
 from tests.support.microbatched import batch, language_model, stages_of
 
 pytestmark = pytest.mark.skipif(jax.device_count() < 4, reason="four devices")
@@ -214,10 +215,9 @@ def test_slack_stays_within_the_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pipeline", [Pipeline(2, "spectrain"), Pipeline("auto", "auto", asynchronous=True)])
-def test_stages_of_one_process_have_no_slack(pipeline: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_one_process_have_no_slack(pipeline: Any) -> None:
     """Links that a busy machine slows down don't change what is trained."""
     step, make = language_model(SGD)
     slow = StageRates(flop_s=1e-12, byte_s=1e-12, call_s=1e-4, send_byte_s=3e-7)
-    monkeypatch.setattr("autopar.api.stage_rates_of", lambda *_: slow)
-    planned = autopar.parallelize(step, pipeline=pipeline)
+    planned = on_machine(autopar.parallelize(step, pipeline=pipeline), stages=slow)
     assert autopar.plan(planned, make(), batch(0)).pipeline.slack == 0

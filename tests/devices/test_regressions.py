@@ -38,7 +38,7 @@ def test_a_copy_of_a_table_that_was_just_committed(donate: bool) -> None:
         state = {"emb": table(400, seed=first), "target": table(400, seed=first + 9)}
         expected = jax.jit(step)(state, batch)
         same(planned(state, batch), expected)
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.tight
+    assert planned.plan.tables[0].tight
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -81,7 +81,7 @@ def test_weak_types_stay_weak() -> None:
     ids = ids_in(0, 401, length=20)["ids"]
     expected = jax.jit(step)(state, ids)
     found = planned(state, ids)
-    assert planned.plan is not None and planned.latest.compiled.bound.families[0].bounds.tight
+    assert planned.plan.tables[0].tight
     assert [x.weak_type for x in (found[0]["weak"], found[1])] == [
         x.weak_type for x in (expected[0]["weak"], expected[1])
     ]

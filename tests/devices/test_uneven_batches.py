@@ -109,8 +109,8 @@ def test_each_device_does_its_share(method: str) -> None:
 def test_each_device_asks_for_its_own_rows() -> None:
     state, batch = _make_state(), _batch(6)
     planned = autopar.parallelize(_step, strategy="ps", mesh=mesh_of(4), donate=False)
-    families = planned.entry(state, batch).compiled.bound.families
-    assert [f.bounds.requested for f in families] == [4 * 2 * BAG, 4 * 2]
+    plan = autopar.plan(planned, state, batch)
+    assert [table.sizes.requested for table in plan.tables] == [2 * BAG, 2]
 
 
 def _sampled(state: Any, batch: Any) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -161,11 +162,11 @@ _PARTS = ("scale_by_", "centralize", "normalize", "apply_every")
 ROWS, WIDTH, IDS = 300, 4, (6, 5)
 
 
-def names() -> dict[str, Make]:
+def names(modules: Sequence[ModuleType] = MODULES) -> dict[str, Make]:
     """Every public name that makes a GradientTransformation, with what makes it: `optax.adam`, ..."""
     found: dict[str, Make] = {}
     known: set[int] = set()
-    for module in MODULES:
+    for module in modules:
         for name, member in sorted(vars(module).items()):
             full = f"{module.__name__}.{name}"
             if name.startswith("_") or not callable(member) or id(member) in known or full in NOT_MADE:

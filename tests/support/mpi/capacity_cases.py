@@ -33,7 +33,7 @@ def check_growth() -> None:
         theirs, _ = PLAIN(theirs, batch)
         warned += [k for w in told if issubclass(w.category, autopar.CapacityWarning)]
         assert planned.plan is not None
-        capacities.append(planned.latest.compiled.bound.families[0].bounds.capacity)
+        capacities.append(planned.plan.tables[0].capacity)
     assert len(warned) == 1 and capacities[-1] > capacities[0], (warned, capacities)
     assert len(set(ALL.gather(json.dumps([capacities, warned]).encode(), "growth"))) == 1
     agree(start, state, theirs)
@@ -57,7 +57,7 @@ def check_larger_capacities() -> None:
         theirs, _ = PLAIN(theirs, asking(n))
         warned += [str(w.message) for w in told if issubclass(w.category, autopar.CapacityWarning)]
         assert planned.latest is not None and (made.here == 0 or not warned)
-        capacities.append((planned.latest.compiled.bound.families[0].bounds.capacity, planned.latest.larger is None))
+        capacities.append((planned.plan.tables[0].capacity, planned.latest.larger is None))
     assert len(warned) == 1 and "compiled beside" in warned[0], warned
     assert [c for c, _ in capacities] == [32] * 7 + [56] * 2 and not capacities[4][1], capacities
     assert len(set(ALL.gather(json.dumps([capacities, warned]).encode(), "larger"))) == 1

@@ -13,7 +13,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.backends import watched
 from autopar.backends.watched import Watched, jit_on
 from autopar.launch.progress import Progress
 
@@ -43,10 +42,9 @@ def test_no_program_of_a_mesh_is_made_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_program_of_several_processes(monkeypatch: pytest.MonkeyPatch, sharded: bool) -> None:
+def test_a_program_of_several_processes(sharded: bool) -> None:
     here = Progress()
     here.watched = True
-    monkeypatch.setattr(watched, "PROGRESS", here)
     mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
     options = {"out_shardings": [NamedSharding(mesh, P("data")), None]} if sharded else {}
     kinds: list[str] = []
@@ -55,7 +53,7 @@ def test_a_program_of_several_processes(monkeypatch: pytest.MonkeyPatch, sharded
         jax.debug.callback(lambda: kinds.append(here.seen.kind))
         return [x + y, x.sum()]
 
-    program = Watched(run, {2, 3}, "on the devices", {**options, "donate_argnums": 0})
+    program = Watched(run, {2, 3}, "on the devices", {**options, "donate_argnums": 0}, here)
     for k in range(2):
         made, total = program(jnp.full(3, float(k)), jnp.ones(3))
         assert made.tolist() == [k + 1.0] * 3 and float(total) == 3 * k

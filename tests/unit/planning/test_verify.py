@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -135,11 +136,13 @@ def test_a_step_that_is_no_function_of_its_arguments() -> None:
         autopar.verify(autopar.parallelize(impure), *example())
 
 
-def test_a_replay_may_err_only_where_programs_do_not_repeat_their_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replay_may_err_only_where_programs_do_not_repeat_their_bits(
+    monkeypatch: pytest.MonkeyPatch, environment: Callable[..., None]
+) -> None:
     """On GPUs scatters add by atomics."""
     rounding, lost_push = 3e-6, 0.1
     assert replayed("w", 1.0, 0.0).ok and not replayed("w", 1.0, rounding).ok
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert replayed("w", 1.0, rounding).ok and not replayed("w", 1.0, lost_push).ok
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_deterministic_ops=true")
+    environment(XLA_FLAGS="--xla_gpu_deterministic_ops=true")
     assert not replayed("w", 1.0, rounding).ok
