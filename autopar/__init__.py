@@ -9,7 +9,7 @@ from typing import Any
 from autopar.collection import paused_collection
 
 # A collection while modules are made walks all of JAX's: a tenth of the time.
-with paused_collection():
+with paused_collection(lasting=True):
     from autopar import sync as sync
     from autopar.api import parallelize as parallelize
     from autopar.mpi.world import launched
@@ -71,7 +71,7 @@ def __getattr__(name: str) -> Any:
     """Loads a public name."""
     if name not in _HOME_OF and name not in _MODULES:
         raise AttributeError(f"module 'autopar' has no attribute {name!r}", name=name, obj=import_module("autopar"))
-    with paused_collection():
+    with paused_collection(lasting=True):
         module = import_module(f"autopar.{_HOME_OF.get(name, name)}")
     globals()[name] = found = module if name in _MODULES else getattr(module, name)
     return found

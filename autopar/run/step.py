@@ -36,8 +36,7 @@ from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
 from autopar.run.slow_plans import warn_of_slow_plan
 from autopar.tables.kinds import is_table, layout_of, materialize
-from autopar.tables.replica import Replica
-from autopar.tables.served import ServedLeaf
+from autopar.tables.leaf import TableLeaf
 
 #: A step is stopped here whose batches keep changing shapes: each of them costs a compilation.
 MAX_PLANS = 16
@@ -264,7 +263,8 @@ class ParallelStep(PickledByOptions):
 
     def _is_of_another_kind(self, leaf: Any) -> bool:
         """Returns whether a leaf is of a state that steps with another `sync=` train."""
-        return isinstance(leaf, (Replica, ServedLeaf)) and not isinstance(leaf, self.planner.way.leaves)
+        of_clients = isinstance(leaf, TableLeaf) and leaf.of_clients
+        return of_clients and not isinstance(leaf, self.planner.way.leaves)
 
     def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
         """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An

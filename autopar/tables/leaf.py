@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,8 @@ class TableLeaf(abc.ABC):
     and Flax's `to_bytes` write an ordinary array, if this process has all of it. docs/leaves.md lists it all.
     """
 
+    #: Each client has its own (`sync=`), so that only steps of clients take it.
+    of_clients: ClassVar[bool] = False
     #: NumPy's operators leave the work to those of this class, as they do for arrays of JAX.
     __array_priority__ = 100
 

@@ -22,6 +22,8 @@ class ServedLeaf(StandingLeaf[Session]):
     collective, the same ones on all processes.
     """
 
+    of_clients = True
+
     def __init__(self, session: Session, place: int, aval: Any) -> None:
         """Takes the input of the step that it is (`place`), and its shape and dtype (`aval`)."""
         super().__init__(session, place, aval)

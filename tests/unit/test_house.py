@@ -49,7 +49,10 @@ def loaded(code: str) -> set[str]:
 
 
 #: Rooms that `import autopar` leaves for later.
-LATER = ("batches", "integrations", "kvstore", "planning", "report", "retrieval", "schedules", "state", "testing")
+LATER = (
+    *("batches", "integrations", "kvstore", "planning", "report", "retrieval", "schedules", "servers", "state"),
+    "testing",
+)
 
 
 def test_importing_autopar_leaves_rooms_for_later() -> None:
@@ -57,6 +60,16 @@ def test_importing_autopar_leaves_rooms_for_later() -> None:
     assert "autopar.api" in found
     assert [name for name in found if name.split(".")[1] in LATER] == ["autopar.report"]  # the empty package
     assert not any(name.startswith("autopar.launch.start") for name in found)
+    assert {name for name in found if name.startswith("autopar.ways.")} == {"autopar.ways.table", "autopar.ways.way"}
+
+
+def test_a_step_loads_its_own_way_alone() -> None:
+    found = loaded(
+        "import autopar, jax.numpy as jnp; "
+        "step = autopar.parallelize(lambda w, x: (w - x.mean(), x.sum())); step(jnp.ones(3), jnp.ones(3))"
+    )
+    ways = {name.split(".")[2] for name in found if name.startswith("autopar.ways.")}
+    assert ways == {"table", "way", "devices"} and not any(name.startswith("autopar.servers.") for name in found)
 
 
 def test_public_names_are_loaded_when_they_are_used() -> None:
