@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.cost.rates import StageRates
 from autopar.cost.stage_time import pipeline_memory
 from autopar.passes.staging import stages as search
 from autopar.passes.staging.loads import StageLoad
@@ -83,8 +84,8 @@ def test_a_state_that_fits_in_no_other_way(tmp_path: Any) -> None:
     """Whether a device has room for it decides, without an option. (No table can be elsewhere.)"""
     step, make = language_model(CLIPPED, tied=True)
     size = sum(x.nbytes for x in jax.tree.leaves(make()))
-    memory = int(1.3 * size)
-    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=memory)
+    memory, rates = int(1.3 * size), StageRates(1e-9, 1e-9, 1e-6, 1e-9)
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=memory, stages=rates)
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
     assert max(pipeline_memory(plan)) < memory and len(plan.stages) > 1
@@ -94,10 +95,10 @@ def test_a_state_that_fits_in_no_other_way(tmp_path: Any) -> None:
     again = autopar.restore(tmp_path, jax.eval_shape(make), step=planned, batch=batch(0)).state
     for a, b in zip(jax.tree.leaves(again["params"]), jax.tree.leaves(state["params"]), strict=True):
         assert np.array_equal(a, b) and a.sharding == b.sharding
-    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=size // 40)
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=size // 40, stages=rates)
     shown = explained(planned, make(), batch(0))
     assert "in stages it doesn't run" in shown and "at least" in shown
-    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=2 * size)
+    planned = on_machine(autopar.parallelize(step, mesh=mesh_of(4)), memory=2 * size, stages=rates)
     assert autopar.plan(planned, make(), batch(0)).pipeline is None
 
 
