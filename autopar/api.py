@@ -17,6 +17,7 @@ from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Results, Sparse, Strategy, check_choices
+from autopar.jax_types import Pytree
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import NOWHERE, Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
@@ -55,13 +56,13 @@ class _Given(TypedDict, total=False):
 
 
 @overload
-def parallelize(step: Callable[..., Any], /, **options: Unpack[_Given]) -> ParallelStep: ...
+def parallelize(step: Callable[..., Pytree], /, **options: Unpack[_Given]) -> ParallelStep: ...
 @overload
 def parallelize(step: None = None, /, **options: Unpack[_Given]) -> Callable[[Callable[..., Any]], ParallelStep]: ...
 
 
 def parallelize(
-    step: Callable[..., Any] | None = None,
+    step: Callable[..., Pytree] | None = None,
     /,
     *,
     mesh: Any = None,
@@ -249,6 +250,6 @@ def _decided(
     return plan, plan.strategy, plan.sparse, None
 
 
-def planned_by(devices: Devices, step: Callable[..., Any], method: str) -> ParallelStep:
+def planned_by(devices: Devices, step: Callable[..., Pytree], method: str) -> ParallelStep:
     """Plans a step by one method, to be timed."""
     return parallelize(step, strategy=method, mesh=devices.mesh, data_axis=devices.axis, replan="off")

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar import jax_compat
+from autopar.jax_types import Leaf
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -44,7 +45,7 @@ def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return outside
 
 
-def _on_mesh(leaf: Any, mesh: Any) -> Any:
+def _on_mesh(leaf: Leaf, mesh: Any) -> Leaf:
     """Returns an array as one of a mesh over the same devices, without a copy, where that mesh can say where it is."""
     old = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(old, NamedSharding):
@@ -58,13 +59,13 @@ def _on_mesh(leaf: Any, mesh: Any) -> Any:
     return jax.device_put(leaf, new) if new.is_equivalent_to(old, leaf.ndim) else leaf
 
 
-def is_explicit(leaf: Any) -> bool:
+def is_explicit(leaf: Leaf) -> bool:
     """Returns whether a leaf is an array on a mesh with Explicit axes."""
     sharding = leaf.sharding if type(leaf) is jax_compat.ConcreteArray else None
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
-def on_auto_mesh(leaf: Any) -> Any:
+def on_auto_mesh(leaf: Leaf) -> Leaf:
     """Returns an array of a mesh with Explicit axes as one of the same mesh with Auto axes; anything else, and an array
     that is deleted, as it is."""
     if not is_explicit(leaf) or leaf.is_deleted():

@@ -34,6 +34,8 @@ from jax.extend import core as jex_core
 from jax.profiler import StepTraceAnnotation
 from jax.sharding import AbstractMesh, AxisType
 
+from autopar.jax_types import AnyJaxpr, Dtype, Leaf, Params, Pytree
+
 JaxLiteral = jex_core.Literal
 transpose_p = _lax.transpose_p
 clamp_p = _lax.clamp_p
@@ -62,12 +64,12 @@ CALLS: Mapping[str, str] = {
 REMATS = frozenset({"checkpoint", "remat", "remat2"})
 
 
-def open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def open_jaxpr(jaxpr: AnyJaxpr) -> tuple[AnyJaxpr, Sequence[AnyJaxpr]]:
     """Returns the jaxpr and its constants; since jax 0.11 a closed jaxpr and a jaxpr are one class."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def lowered(jaxpr: Any) -> Any:
+def lowered(jaxpr: AnyJaxpr) -> AnyJaxpr:
     """Returns a closed jaxpr whose primitives are those that XLA is given.
 
     jax 0.12 traces some (`jnp.searchsorted`) as a `call_hi_primitive`, which stands for a program of such.
@@ -75,12 +77,12 @@ def lowered(jaxpr: Any) -> Any:
     return _partial_eval.lower_jaxpr2(jaxpr) if getattr(jaxpr, "is_high", False) else jaxpr
 
 
-def literal_value(literal: Any) -> Any:
+def literal_value(literal: Any) -> Leaf:
     """Returns a literal's value; that of JAX is a view, without the mesh of the `shard_map` that it was traced in."""
     return literal.val.view() if isinstance(literal.val, np.ndarray) else literal.val
 
 
-def is_jaxpr(value: Any) -> bool:
+def is_jaxpr(value: object) -> bool:
     """Returns whether a parameter is a nested program (one class since jax 0.11)."""
     return isinstance(value, (jex_core.Jaxpr, jex_core.ClosedJaxpr))  # pyright: ignore[reportPrivateImportUsage]
 
@@ -97,7 +99,7 @@ def in_backward_pass(info: Any) -> bool:
     return any(isinstance(part, kind) and getattr(part, "name", "") == "transpose" for part in parts)
 
 
-def call_body(eqn: Any) -> Any | None:
+def call_body(eqn: Any) -> AnyJaxpr | None:
     """Returns the body of a call that is to be inlined, or None if `eqn` is no such call."""
     name = CALLS.get(eqn.primitive.name)
     if name is None:
@@ -106,7 +108,7 @@ def call_body(eqn: Any) -> Any | None:
     return getattr(body, "solve", body)
 
 
-def call_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def call_operands(eqn: Any, operands: Sequence[Leaf]) -> Sequence[Leaf]:
     """Returns the operands of a call that its body takes: a linear solve's come with those of its transposes."""
     lengths = eqn.params.get("const_lengths")
     if lengths is None:
@@ -115,7 +117,7 @@ def call_operands(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return [*operands[first : first + lengths.solve], *operands[sum(lengths) :]]
 
 
-def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+def scan_counts(params: Params) -> tuple[int, int]:
     """Returns the numbers of constants and of carries of a scan equation; jax 0.12 keeps them in a flat tree."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -125,7 +127,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     return parts[0], parts[1]
 
 
-def bind(primitive: Any, args: Sequence[Any], params: Mapping[str, Any]) -> list[Any]:
+def bind(primitive: Any, args: Sequence[Pytree], params: Params) -> list[Leaf]:
     """Applies a primitive; returns a list of results, always."""
     out = primitive.bind(*args, **primitive.get_bind_params(dict(params)))
     return list(out) if primitive.multiple_results else [out]
@@ -144,7 +146,7 @@ def equation_context(context: Any, source_info: Any) -> Iterator[None]:
         yield
 
 
-def frames(source_info: Any) -> list[tuple[str, int, str]]:
+def frames(source_info: object) -> list[tuple[str, int, str]]:
     """Lists (file, line, function) of an equation's Python stack, innermost first."""
     traceback = getattr(source_info, "traceback", None)
     if traceback is None:
@@ -152,7 +154,7 @@ def frames(source_info: Any) -> list[tuple[str, int, str]]:
     return [(f.file_name, f.line_num, f.function_name) for f in traceback.frames]
 
 
-def body_file(jaxpr: Any) -> str:
+def body_file(jaxpr: AnyJaxpr) -> str:
     """Returns the file that defines the function a jaxpr was traced from ('' where JAX doesn't say)."""
     info = getattr(open_jaxpr(jaxpr)[0], "debug_info", None)
     return str(getattr(info, "func_src_info", "") or "")
@@ -175,7 +177,7 @@ def contexts() -> Callable[[], None]:
     return enter
 
 
-def exported(function: Callable[..., Any], like: Sequence[Any]) -> _export.Exported:
+def exported(function: Callable[..., Pytree], like: Sequence[Leaf]) -> _export.Exported:
     """Compiles a function of flat arrays for CPUs, so that other processes with this version of JAX can call it.
 
     It can be pickled; `Exported.serialize` would need another package.
@@ -201,7 +203,7 @@ def share_compilations() -> None:
     def hash_without_numbers(hash_: Any, options: Any, **_: Any) -> Any:
         return hash_options(hash_, options, strip_device_assignment=True)
 
-    def written(*args: Any) -> None:
+    def written(*args: Pytree) -> None:
         state = _distributed.global_state
         own, state.process_id = state.process_id, 0
         try:
@@ -225,28 +227,30 @@ def is_manual(eqn: Any) -> bool:
     return any(kind == AxisType.Manual for kind in getattr(eqn.ctx.cur_abstract_mesh, "axis_types", ()))
 
 
-def is_key(dtype: Any) -> bool:
+def is_key(dtype: Dtype) -> bool:
     """Returns whether a dtype is that of typed PRNG keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)
 
 
-def is_ready(array: Any) -> bool:
+def is_ready(array: Leaf) -> bool:
     """Returns whether an array is computed; also of typed PRNG keys."""
-    data: Any = jax.random.key_data(array) if is_key(array.dtype) else array
+    data: Leaf = jax.random.key_data(array) if is_key(array.dtype) else array
     return data.is_ready()
 
 
-def wrap_keys(data: Any, dtype: Any) -> Any:
+def wrap_keys(data: Leaf, dtype: Dtype) -> Leaf:
     """Makes typed PRNG keys of their data."""
     return jax.random.wrap_key_data(data, impl=jax.random.key_impl(jax.numpy.zeros((), dtype)))
 
 
-def is_float(dtype: Any) -> bool:
+def is_float(dtype: Dtype) -> bool:
     """Returns whether a dtype is a real floating-point one, the small ones (bfloat16, float8) included."""
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
-def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], **jit_options: Any) -> Any:
+def trace(
+    fun: Callable[..., Pytree], args: tuple[Pytree, ...], kwargs: Mapping[str, Pytree], **jit_options: Any
+) -> jax.stages.Traced:
     """Traces a function by `jax.jit(fun).trace`: has `.jaxpr`, `.out_info` (a tree of shapes), `.out_tree`."""
     return jax.jit(fun, **jit_options).trace(*args, **kwargs)
 
@@ -256,7 +260,7 @@ def set_mesh_here() -> Any:
     return _mesh.get_concrete_mesh()
 
 
-def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def jit_arguments(fun: Callable[..., Pytree], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the positions and names that a function's `jax.jit` was given; none if `jax.jit` hasn't wrapped it.
 
     Args:
@@ -268,8 +272,8 @@ def jit_arguments(fun: Callable[..., Any], kind: str) -> tuple[tuple[int, ...], 
 
 
 def vmap_inferred(
-    fun: Callable[..., Sequence[Any]], in_axes: Sequence[int | None], axis_name: str, axis_size: int
-) -> Callable[..., tuple[Sequence[Any], Sequence[int | None]]]:
+    fun: Callable[..., Sequence[Pytree]], in_axes: Sequence[int | None], axis_name: str, axis_size: int
+) -> Callable[..., tuple[Sequence[Leaf], Sequence[int | None]]]:
     """Wraps a function of flat arrays in a `jax.vmap` that returns (results, the batch axis of each, or None)."""
     inferring: Any = jax.vmap(fun, tuple(in_axes), _batching.infer, axis_name=axis_name, axis_size=axis_size)
     return inferring
@@ -299,23 +303,23 @@ def repeats_bits() -> bool:
     return told or jax.default_backend() not in ("gpu", "cuda", "rocm")
 
 
-def holds_floats(wide: Any, narrow: Any) -> bool:
+def holds_floats(wide: Dtype, narrow: Dtype) -> bool:
     """Returns whether every value of the narrow float dtype is a value of the wide one."""
     a, b = jax.numpy.finfo(narrow), jax.numpy.finfo(wide)
     return bool(a.nmant <= b.nmant and a.nexp <= b.nexp)
 
 
-def is_weak(value: Any) -> bool:
+def is_weak(value: Leaf) -> bool:
     """Returns whether JAX lets this value's dtype yield to others."""
     return bool(getattr(jax.typeof(value), "weak_type", False))
 
 
-def weak(value: Any) -> Any:
+def weak(value: Leaf) -> Leaf:
     """Returns the value with a dtype that yields to others, as a Python number's does."""
     return _lax._convert_element_type(value, value.dtype, weak_type=True)
 
 
-def strong(value: Any) -> Any:
+def strong(value: Leaf) -> Leaf:
     """Returns the value with a dtype that doesn't yield to others."""
     return jax.lax.convert_element_type(value, value.dtype) if is_weak(value) else value
 
@@ -342,7 +346,7 @@ def process() -> tuple[int, int]:
     return _distributed.global_state.process_id, _distributed.global_state.num_processes
 
 
-def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, ...]:
+def type_keys(leaves: Sequence[Leaf], other: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Returns a hashable key of arrays, numbers and tracers: a step is planned once for each.
 
     `other`: the same of what is none of these; None of what there is nothing for, which is a TypeError.
@@ -350,12 +354,12 @@ def type_keys(leaves: Sequence[Any], other: Callable[[Any], Any]) -> tuple[Any, 
     return tuple([leaf.aval if type(leaf) is ConcreteArray else _type_key(leaf, other) for leaf in leaves])
 
 
-def shardings(leaves: Sequence[Any]) -> tuple[Any, ...]:
+def shardings(leaves: Sequence[Leaf]) -> tuple[Any, ...]:
     """Returns the shardings of concrete arrays; None for anything else."""
     return tuple([leaf.sharding if type(leaf) is ConcreteArray else None for leaf in leaves])
 
 
-def _type_key(leaf: Any, other: Callable[[Any], Any]) -> Any:
+def _type_key(leaf: Leaf, other: Callable[[Any], Any]) -> Any:
     if isinstance(leaf, Tracer):
         return Tracer, leaf.aval
     if isinstance(leaf, (np.ndarray, np.generic)):
@@ -390,7 +394,7 @@ def uses_x64() -> bool:
     return _config.enable_x64.value
 
 
-def is_tracer(value: Any) -> bool:
+def is_tracer(value: object) -> bool:
     """Returns whether a value is a tracer: it has no number yet."""
     return isinstance(value, Tracer)
 

@@ -27,6 +27,7 @@ from autopar.backends.clients import Clients, checked_servers
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import balanced
+from autopar.jax_types import Array, Dtype, Leaf, Pytree
 from autopar.launch.group import everyone
 from autopar.measure.cluster import reductions_here
 from autopar.mpi.alone import check_ranks
@@ -34,7 +35,6 @@ from autopar.mpi.exchange import Exchange
 from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
 from autopar.servers.link import Link
 
-Array = Any
 #: "sync": a key's value is updated once by the sum of all workers' pushes. "async": by each push as it comes. "-mpi":
 #: a worker is several ranks, whose values are summed by MPI first.
 Kind = Literal["sync", "async", "sync-mpi", "async-mpi"]
@@ -95,7 +95,7 @@ class KVStore:
         #: What makes the state of a value, and updates both.
         self._optimizer: tuple[Callable[[Array], Any], Update] | None = None
         self._homes: dict[Key, int] = {}
-        self._types: dict[Key, tuple[tuple[int, ...], Any]] = {}
+        self._types: dict[Key, tuple[tuple[int, ...], Leaf]] = {}
         group = clients.members
         self._members = None if group is None else Exchange(group.rank, group.size, group.comm)
         if self._members is not None:
@@ -137,7 +137,7 @@ class KVStore:
         if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
             raise ArgumentsError(f"kvstore.set_optimizer({optimizer!r}): give an Optax transformation, optax.sgd(0.1)")
 
-        def update(pushed: Array, state: Any, value: Array) -> tuple[Array, Any]:
+        def update(pushed: Array, state: Pytree, value: Array) -> tuple[Array, Leaf]:
             updates, state = optimizer.update((rescale * pushed).astype(value.dtype), state, value)
             return (value + updates).astype(value.dtype), state
 
@@ -166,7 +166,7 @@ class KVStore:
         updates = {type_: rules[key].exported(jnp.asarray(values[key])) for type_, key in some.items()}
         return {key: rule.portable(updates[types[key]]) for key, rule in rules.items()}
 
-    def push(self, keys: K | Sequence[K], values: Any) -> None:
+    def push(self, keys: K | Sequence[K], values: Leaf) -> None:
         """Sends values, to be summed or applied. Returns at once. With "-mpi" collective within the worker.
 
         Args:
@@ -192,7 +192,7 @@ class KVStore:
                 )
             self._link.tell(home, PushKey(self.rank, key, self._reduced(pushed)))
 
-    def pull(self, keys: K | Sequence[K]) -> Any:
+    def pull(self, keys: K | Sequence[K]) -> Leaf:
         """Returns values of a key, or of a list of them, as NumPy arrays.
 
         By "sync" once all workers' pushes of the same round are in them, by "async" as they are. With "-mpi" collective
@@ -204,7 +204,7 @@ class KVStore:
         pulled = [self._link.ask(self._home(key), PullKey(self.rank, key)) for key, _ in _pairs(keys, None)]
         return pulled if isinstance(keys, list) else pulled[0]
 
-    def pushpull(self, keys: K | Sequence[K], values: Any) -> Any:
+    def pushpull(self, keys: K | Sequence[K], values: Leaf) -> Leaf:
         """Pushes and pulls in one.
 
         With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce, in which no server takes
@@ -225,11 +225,11 @@ class KVStore:
         return value if self._members is None else self._members.reduce([value])[0]
 
 
-def _type_of(value: np.ndarray) -> tuple[tuple[int, ...], Any]:
+def _type_of(value: np.ndarray) -> tuple[tuple[int, ...], Dtype]:
     return value.shape, jax.dtypes.canonicalize_dtype(value.dtype)
 
 
-def _pairs(keys: Any, values: Any) -> list[tuple[Key, Any]]:
+def _pairs(keys: Any, values: Leaf) -> list[tuple[Key, Leaf]]:
     if not isinstance(keys, list):
         return [(keys, values)]
     if values is not None and len(values) != len(keys):

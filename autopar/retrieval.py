@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from autopar.errors import ArgumentsError
-
-Array = Any
+from autopar.jax_types import Array, Leaf
 
 
 def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple[Array, Array]:
@@ -42,7 +39,7 @@ def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple
     size = min(count, max(k, block))
     whole = count // size
 
-    def better(found: tuple[Array, Array], rows: Array, first: Any) -> tuple[Array, Array]:
+    def better(found: tuple[Array, Array], rows: Array, first: Leaf) -> tuple[Array, Array]:
         scores = queries @ rows.T
         numbers = jnp.broadcast_to(first + jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
         values, places = jax.lax.top_k(jnp.concatenate([found[0], scores], -1), k)

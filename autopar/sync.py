@@ -9,9 +9,10 @@ from __future__ import annotations
 import abc
 import math
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from autopar.errors import ArgumentsError, StabilityWarning, warn
+from autopar.jax_types import Pytree
 
 
 class Replicated(abc.ABC):
@@ -19,7 +20,7 @@ class Replicated(abc.ABC):
 
     clients: int | None
     #: As of `Average`: all weights are exchanged at once, and waited for.
-    outer: Any = None
+    outer: Pytree = None
     fragments: int = 1
     delay: int = 0
     #: With whom: all other clients at once, a neighbour in a ring at once, servers that keep a centre, or neighbours in
@@ -124,7 +125,7 @@ class Average(Replicated):
     """
 
     every: int = 1
-    outer: Any = field(default=None, repr=False)
+    outer: Pytree = field(default=None, repr=False)
     fragments: int = 1
     delay: int = 0
     clients: int | None = None

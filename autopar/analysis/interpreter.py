@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 from autopar.ir.program import Atom, Block, Equation, Var
+from autopar.jax_types import Leaf
 
 V = TypeVar("V")
 
@@ -87,7 +88,7 @@ class Interpreter(abc.ABC, Generic[V]):
 
     def run(self, equations: Sequence[Equation]) -> None:
         """Interprets equations, which are in an order that can be run."""
-        values: dict[Any, V] = self.values
+        values: dict[Leaf, V] = self.values
         unknown = self.unknown
         for equation in equations:
             operands = [values[a] if a in values else unknown(a) for a in equation.inputs]

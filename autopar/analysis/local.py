@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir import reductions
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Equation
+from autopar.jax_types import Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def place_spread(
     return _agreed(equation, spread, needed, at)
 
 
-def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Mapping[str, Any]:
+def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Params:
     """Returns the parameters of an equation that is run on a part of its operands (operand -> the axis of which it is
     one), where `axis` of its results has `size`."""
     if equation.op not in RESIZE:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from autopar.ir.rowspace import (
     representative,
 )
 from autopar.ir.slicing import hoist, needed_equations
+from autopar.jax_types import Leaf
 
 
 @dataclass(frozen=True, eq=False)
@@ -498,7 +499,7 @@ class RowFlow(Interpreter[Value]):
 
     def run(self, equations: Sequence[Equation]) -> None:
         outer, self._equations = self._equations, equations
-        known: dict[Any, Value] = self.values
+        known: dict[Leaf, Value] = self.values
         for equation in equations:
             self.equation(equation, [known.get(a) for a in equation.inputs])
         self._equations = outer

@@ -25,6 +25,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Access, Index, KnownIds, RowIds, RowSpace
 from autopar.ir.slicing import hoist
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf, Params
 
 
 def index_atoms(access: Access) -> tuple[Atom, ...]:
@@ -41,7 +42,7 @@ def index_atoms(access: Access) -> tuple[Atom, ...]:
     return ()
 
 
-def id_params(access: Access, extent: int) -> Mapping[str, Any]:
+def id_params(access: Access, extent: int) -> Params:
     """Returns the parameters of an access's `row_ids` (dynamic) or `row_range` (static) operation.
 
     `position`: which component of the index vectors is the row; `clip`: whether ids out of range mean the nearest
@@ -74,7 +75,7 @@ def _mode(equation: Equation) -> str:
     return str(equation.params["mode"])
 
 
-def ids_equation(params: Mapping[str, Any], index: Atom | None) -> Equation:
+def ids_equation(params: Params, index: Atom | None) -> Equation:
     """Returns the operation that makes flat ids of an access's index operand."""
     if index is None:
         size = len(range(params["start"], params["stop"], params["stride"]))
@@ -282,7 +283,7 @@ class _Candidates:
             equation = self.producers.get(atom)
         return self._elements(atom)
 
-    def _elements(self, atom: Atom) -> Callable[..., Any] | None:
+    def _elements(self, atom: Atom) -> Callable[..., Leaf] | None:
         """Returns the function for a value in the shape in which it was picked; None of floats.
 
         A second computation of floats could round otherwise.
@@ -305,7 +306,7 @@ class _Candidates:
             return None
         params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
 
-        def compute(values: Any) -> Any:
+        def compute(values: Leaf) -> Leaf:
             operands = [part(values) for part in parts if part is not None]
             shape = max((np.shape(x) for x in operands), key=len)
             if equation.op == "select_n":  # which takes no scalars among arrays
@@ -314,7 +315,7 @@ class _Candidates:
 
         return compute
 
-    def _scalar(self, atom: Atom) -> Callable[..., Any]:
+    def _scalar(self, atom: Atom) -> Callable[..., Leaf]:
         if isinstance(atom, Literal):
             return lambda values: np.asarray(atom.value, atom.dtype)
         if atom not in self.scalars:
@@ -322,21 +323,21 @@ class _Candidates:
         place = 1 + self.scalars.index(atom)
         return lambda values: values[place]
 
-    def _pick(self, equation: Equation) -> Callable[..., Any] | None:
+    def _pick(self, equation: Equation) -> Callable[..., Leaf] | None:
         """Returns the function for what is picked from the source, by one gather, so that elements belong together."""
         if self._picked not in (None, equation) or np.dtype(equation.outputs[0].dtype).kind not in "iu":
             return None
         self._picked, self.source = equation, equation.inputs[0]
         fill = _filled(equation)
 
-        def compute(values: Any) -> Any:
+        def compute(values: Leaf) -> Leaf:
             flat = values[0].reshape(-1)
             return flat if fill is None else jnp.append(flat, jnp.asarray(fill, flat.dtype))
 
         return compute
 
 
-def _filled(equation: Equation) -> Any:
+def _filled(equation: Equation) -> Leaf:
     if "FILL" not in str(equation.params["mode"]):
         return None
     fill, dtype = equation.params["fill_value"], np.dtype(equation.outputs[0].dtype)

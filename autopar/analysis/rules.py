@@ -21,6 +21,7 @@ from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
 from autopar.ir.program import Equation, Literal
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Refusal, RefusalKind, Row, Same, Value
+from autopar.jax_types import Dtype, Leaf, Params
 
 # --- why rows can't be followed, and what to write instead ---
 
@@ -149,7 +150,7 @@ def fold(equation: Equation, offs: Sequence[Off]) -> Off:
     return _of_equals(equation, offs) if known == UNKNOWN and op in _OF_EQUALS else known
 
 
-def _as(equation: Equation, value: Any) -> Any:
+def _as(equation: Equation, value: Leaf) -> Leaf:
     return np.asarray(value).astype(equation.outputs[0].dtype)
 
 
@@ -235,7 +236,7 @@ def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
     return UNKNOWN
 
 
-def _holds(wide: Any, narrow: Any) -> bool:
+def _holds(wide: Dtype, narrow: Dtype) -> bool:
     both_float = jax_compat.is_float(wide) and jax_compat.is_float(narrow)
     return both_float and jax_compat.holds_floats(wide, narrow)
 
@@ -425,7 +426,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
     return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
 
 
-def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Any:
+def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Leaf:
     """Returns a rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
 
     `keeps`: whether the op leaves a row of equal elements as it is.
@@ -502,14 +503,14 @@ RULES |= {
 ALIGNED |= {"concatenate", "sort"}
 
 
-def _resize_shape(name: str) -> Any:
-    def resize(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+def _resize_shape(name: str) -> Leaf:
+    def resize(equation: Equation, axis: int, rows: int) -> Params:
         return {**equation.params, name: resized(equation.params[name], axis, rows)}
 
     return resize
 
 
-def _resize_convolution(equation: Equation, axis: int, size: int) -> Mapping[str, Any]:
+def _resize_convolution(equation: Equation, axis: int, size: int) -> Params:
     p, numbers, features = equation.params, equation.params["dimension_numbers"], equation.outputs[0].shape
     if axis != numbers.out_spec[1]:
         return p
@@ -723,7 +724,7 @@ for _op in ("scatter", *(f"scatter-{f}" for f in ("add", "sub", "mul", "min", "m
     RULES[_op] = scatter
 
 
-def _resize_gather(equation: Equation, axis: int, rows: int) -> Mapping[str, Any]:
+def _resize_gather(equation: Equation, axis: int, rows: int) -> Params:
     numbers = equation.params["dimension_numbers"]
     operand_axis = _window(equation, numbers.collapsed_slice_dims)[numbers.offset_dims.index(axis)]
     return {**equation.params, "slice_sizes": resized(equation.params["slice_sizes"], operand_axis, rows)}

@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from autopar.analysis.primitives import IDENTITIES, SHAPED, those_that
 from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 from autopar.ir.slicing import eliminate_dead
+from autopar.jax_types import Index, Leaf
 
 # The values and rules of `analysis.scale_only`: what equations make of zeros, of scaled leaves, and of numbers.
 
@@ -49,7 +51,7 @@ class ScaledLeaf:
 class Number:
     """A number that is the same in all rows."""
 
-    value: Any
+    value: Leaf
     literal: bool = False
 
 
@@ -76,7 +78,7 @@ class Assumptions:
       not_negative: Leaves in which no element may be negative.
     """
 
-    xp: Any
+    xp: ModuleType
     assumed: list[Any] = field(default_factory=list)
     not_negative: set[int] = field(default_factory=set)
 
@@ -84,7 +86,7 @@ class Assumptions:
         """Notes what must hold of the step's numbers."""
         self.assumed.append(self.xp.all(condition))
 
-    def holds(self) -> Any:
+    def holds(self) -> Leaf:
         """Returns whether all of that holds, bool[]."""
         xp = self.xp
         return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
@@ -102,7 +104,7 @@ def is_scalar(number: Number) -> bool:
     return np.size(number.value) == 1
 
 
-def scalar_of(walk: Assumptions, number: Number) -> Any:
+def scalar_of(walk: Assumptions, number: Number) -> Leaf:
     return walk.xp.asarray(number.value).reshape(())
 
 
@@ -142,7 +144,7 @@ def _plus_number(walk: Assumptions, value: ScaleValue, number: Number) -> ScaleV
     return None
 
 
-def _tiny(number: Number) -> Any:
+def _tiny(number: Number) -> Leaf:
     dtype = number.value.dtype
     return jax.numpy.finfo(dtype).tiny if jax_compat.is_float(dtype) else 1
 
@@ -308,7 +310,7 @@ def _select(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue])
     return one_of(walk, scalar_of(walk, which), cases)
 
 
-def one_of(walk: Assumptions, index: Any, cases: Sequence[ScaleValue]) -> ScaleValue:
+def one_of(walk: Assumptions, index: Index, cases: Sequence[ScaleValue]) -> ScaleValue:
     """Returns one of several, which a number of the step chooses."""
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
@@ -324,7 +326,7 @@ def one_of(walk: Assumptions, index: Any, cases: Sequence[ScaleValue]) -> ScaleV
     return ScaledLeaf(scaled[0].leaf, unit, _chosen(walk, index, [c.rest + (c.unit - unit) for c in scaled]))
 
 
-def _chosen(walk: Assumptions, index: Any, numbers: Sequence[Any]) -> Any:
+def _chosen(walk: Assumptions, index: Index, numbers: Sequence[Leaf]) -> Leaf:
     chosen = numbers[-1]
     for k in range(len(numbers) - 2, -1, -1):
         chosen = walk.xp.where(index == k, numbers[k], chosen)
@@ -367,10 +369,10 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
 class ScaleOnlyWalk(Assumptions):
     """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
 
-    def run(self, body: Block, inputs: Sequence[Any]) -> list[Any]:
+    def run(self, body: Block, inputs: Sequence[Leaf]) -> list[Leaf]:
         env: dict[Atom, Any] = dict(zip(body.inputs, inputs, strict=True))
 
-        def read(atom: Atom) -> Any:
+        def read(atom: Atom) -> Leaf:
             if isinstance(atom, Literal):
                 key = jax_compat.is_key(atom.dtype)
                 return self.of(None if key else Number(np.asarray(atom.value), literal=True))
@@ -384,7 +386,7 @@ class ScaleOnlyWalk(Assumptions):
                 env.update(dict.fromkeys(equation.outputs, self.apply(equation, values)))
         return [read(a) for a in body.outputs]
 
-    def of(self, value: ScaleValue) -> Any:
+    def of(self, value: ScaleValue) -> Leaf:
         """Returns what is kept of a value that no leaf entered."""
         return value
 
@@ -392,22 +394,22 @@ class ScaleOnlyWalk(Assumptions):
         """Returns what is kept of a value that may be anything."""
         return None
 
-    def known(self, kept: Any) -> ScaleValue:
+    def known(self, kept: Leaf) -> ScaleValue:
         """Returns the value in what is kept."""
         return kept
 
-    def apply(self, equation: Equation, values: Sequence[Any]) -> Any:
+    def apply(self, equation: Equation, values: Sequence[Leaf]) -> Any:
         """Returns the result of an equation."""
         rule = SCALE_RULES.get(equation.op)
         if rule is None or len(equation.outputs) != 1 or equation.bodies:
             return None
         return rule(self, equation, values)
 
-    def choose(self, index: Any, cases: Sequence[Any]) -> Any:
+    def choose(self, index: Index, cases: Sequence[Any]) -> Any:
         """Returns one of several, which a number of the step chooses."""
         return one_of(self, index, cases)
 
-    def _cond(self, equation: Equation, values: Sequence[Any]) -> list[Any]:
+    def _cond(self, equation: Equation, values: Sequence[Leaf]) -> list[Leaf]:
         """Interprets each branch by itself; what it assumes must hold only if it is taken."""
         which, operands = self.known(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
@@ -450,7 +452,9 @@ def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> 
     return ScaleOnly(zero, scaled, dtypes, near_one, tuple(sorted(walk.not_negative)))
 
 
-def factors(body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any) -> list[Any]:
+def factors(
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
+) -> list[Leaf]:
     """Returns a step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they
     hold."""
     walk = ScaleOnlyWalk(xp)
@@ -532,7 +536,7 @@ class FadingWalk(ScaleOnlyWalk):
             return Near(value, None)
         return Near(value, rule(self, equation, values))
 
-    def choose(self, index: Any, cases: Sequence[Near]) -> Near:
+    def choose(self, index: Index, cases: Sequence[Near]) -> Near:
         value = super().choose(index, [c.value for c in cases])
         if value is None:
             return Near(value, None)
@@ -543,7 +547,7 @@ class FadingWalk(ScaleOnlyWalk):
 # --- what values are at least ---
 
 
-def _least_of(walk: FadingWalk, near: Near) -> Any:
+def _least_of(walk: FadingWalk, near: Near) -> Leaf:
     if isinstance(near.value, Number):
         return walk.xp.min(near.value.value)
     if isinstance(near.value, ScaledLeaf) and near.value.leaf in walk.floors:
@@ -551,7 +555,7 @@ def _least_of(walk: FadingWalk, near: Near) -> Any:
     return near.least
 
 
-def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Any:
+def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Leaf:
     """Returns the least of a result that isn't negative, or zero where that isn't known."""
     xp, op = walk.xp, equation.op
     least = [_least_of(walk, v) for v in values]
@@ -588,7 +592,7 @@ def _largest(walk: FadingWalk, values: Sequence[Near]) -> _Reach:
     return None if any(v.reach is None for v in values) else _merged(values, walk.xp.maximum)
 
 
-def _times(walk: FadingWalk, near: Near, number: Any) -> _Reach:
+def _times(walk: FadingWalk, near: Near, number: Leaf) -> _Reach:
     by = walk.xp.max(walk.xp.abs(number))
     return {leaf: reach * by for leaf, reach in (near.reach or {}).items()}
 
@@ -659,8 +663,8 @@ def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> 
 
 
 def fading_numbers(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Any], xp: Any
-) -> list[Any]:
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Leaf], xp: ModuleType
+) -> list[Leaf]:
     """Returns a step's factor of each leaf that fades (NaN: not known), and each pair's reaches, [F]."""
     own = _own(body, changed, read, scale_only, values, xp)
     assert own is not None, "as it was when it was planned"
@@ -671,8 +675,14 @@ def fading_numbers(
 
 
 def _near(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, floors: Sequence[int], values: Sequence[Any], xp: Any
-) -> list[Any]:
+    body: Block,
+    changed: int,
+    read: int,
+    scale_only: ScaleOnly,
+    floors: Sequence[int],
+    values: Sequence[Leaf],
+    xp: ModuleType,
+) -> list[Leaf]:
     """Returns the new rows of changed leaves, nearly."""
     leaves = [
         Near(Zero(), {k: np.ones((), v.dtype)})
@@ -685,8 +695,8 @@ def _near(
 
 
 def _own(
-    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Any], xp: Any
-) -> list[Any] | None:
+    body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
+) -> list[Leaf] | None:
     """Returns what leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
     alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
     walk = ScaleOnlyWalk(xp)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import jax
 import numpy as np
@@ -19,17 +19,16 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
 from autopar.backends.watched import jit_on
+from autopar.jax_types import Array, Index, Leaf
 from autopar.launch.progress import PROGRESS
 
-Array = Any
 
-
-def is_global(value: Any) -> bool:
+def is_global(value: Leaf) -> bool:
     """Returns whether the value is an array that has parts on other processes."""
     return isinstance(value, jax.Array) and not jax_compat.is_tracer(value) and not value.is_fully_addressable
 
 
-def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
+def place_array(value: Leaf, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
     """Does what `jax.device_put` does, also where a process has some of the devices only.
 
     Args:
@@ -46,14 +45,14 @@ def place_array(value: Any, sharding: NamedSharding, *, own: bool = False) -> ja
     host = np.asarray(value)
     dtype = jax.dtypes.canonicalize_dtype(host.dtype)
 
-    def part(index: Any) -> np.ndarray:
+    def part(index: Index) -> np.ndarray:
         return np.array(host[index], dtype, copy=True if own else None)
 
     placed = jax.make_array_from_callback(host.shape, sharding, part)
     return jax_compat.weak(placed) if jax_compat.is_weak(value) else placed
 
 
-def local(value: Any) -> Any:
+def local(value: Leaf) -> Leaf:
     """Returns the whole of a global array on a device of this process (collective); anything else as it is."""
     value = whole_everywhere(value)
     if not is_global(value):
@@ -64,7 +63,7 @@ def local(value: Any) -> Any:
         return value.addressable_data(0)
 
 
-def whole_everywhere(value: Any) -> Any:
+def whole_everywhere(value: Leaf) -> Leaf:
     """Returns a global array as one of which every device has the whole, so that NumPy reads it on every process.
 
     Anything else stays as it is. Collective. It takes the array's whole size on each device, or, where that isn't

@@ -25,10 +25,10 @@ from autopar.backends.devices import Devices
 from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.ring import Ring
+from autopar.jax_types import Array, Json, Leaf
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
 from autopar.mpi.world import SERVERS_VARIABLE, job
 
-Array = Any
 #: The axis of the clients in a mesh of all devices.
 _AXIS = "clients"
 
@@ -65,6 +65,7 @@ class Clients:
         place = all_.mesh.axis_names.index(all_.axis)
         grid = np.moveaxis(all_.mesh.devices, place, 0)
         each = len(members) // count
+        # [C, ...]: the data axis is cut into clients, each of which has adjacent devices.
         if all_.count % count == 0:
             grid = np.moveaxis(grid.reshape(count, -1, *grid.shape[1:]), 1, 1 + place)
         theirs = [members[k * each : (k + 1) * each] for k in range(count)]
@@ -112,7 +113,7 @@ class Clients:
         size = self.processes.size // self.count
         return None if size == 1 else part_of_ranks(self.own, self.count)
 
-    def said(self, value: Any) -> list[Any]:
+    def said(self, value: Json) -> list[Json]:
         """Gives what each process of this client says, on all of them. Collective within the client."""
         if self.members is None:
             return [value]
@@ -146,7 +147,7 @@ class Clients:
         """Returns the bits that any client has set. Collective."""
         return self._joined(bits, _union)
 
-    def first(self, arrays: Sequence[Any]) -> list[jax.Array]:
+    def first(self, arrays: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the first client's arrays, random keys among them. Collective."""
         keys = {n: x for n, x in enumerate(arrays) if jax_compat.is_key(getattr(x, "dtype", None))}
         data = [jax.random.key_data(x) if n in keys else jnp.asarray(x) for n, x in enumerate(arrays)]
@@ -155,7 +156,7 @@ class Clients:
             made[n] = jax.random.wrap_key_data(made[n], impl=jax.random.key_impl(key))
         return made
 
-    def stacked(self, arrays: Sequence[Any], about: str) -> list[np.ndarray]:
+    def stacked(self, arrays: Sequence[Leaf], about: str) -> list[np.ndarray]:
         """Returns all clients' arrays, [C, ...], in host memory; each process has its client's whole arrays.
         Collective."""
         own: list[np.ndarray] = []
@@ -270,7 +271,7 @@ def _part(array: jax.Array, like: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
 
 
-def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Any, Any]]:
+def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Leaf, Leaf]]:
     own = {shard.device: shard for shard in like.addressable_shards}
     return [(shard, own[shard.device]) for shard in array.addressable_shards]
 
@@ -283,6 +284,7 @@ def _program(
 
     With `turn` each client joins its own and its partner's.
     """
+    # The mesh has the last client first (`Clients._mesh`).
     places = range(count)[::-1]
 
     def joined_by_all(flat: Array) -> Array:

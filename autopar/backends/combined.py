@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.jax_types import Array, Dtype, Leaf
 
-Array = Any
 Eqn = Any
 Fun = Callable[..., Sequence[Array]]
 #: Collectives of a device's program. Those that only move elements are combined here.
@@ -54,7 +54,7 @@ def combined(fun: Fun) -> Fun:
 
 def schedule(equations: Sequence[Eqn]) -> Iterator[Sequence[Eqn]]:
     """Yields JAX's equations in an order in which they can run, round by round; several together are one collective."""
-    known: dict[Any, int] = {}  # behind how many rounds
+    known: dict[Leaf, int] = {}  # behind how many rounds
     rounds: dict[int, list[Eqn]] = collections.defaultdict(list)
     meetings: dict[int, dict[Hashable, list[Eqn]]] = collections.defaultdict(dict)
     effects = 0  # they stay in their order
@@ -92,7 +92,7 @@ def _kind(equation: Eqn) -> Hashable:
     return name, str(params["axis_name"]), _bits(equation.invars[0].aval.dtype)
 
 
-def _bits(dtype: Any) -> Any:
+def _bits(dtype: Dtype) -> Leaf:
     """Returns what elements travel as: bits, where there is an integer of their size."""
     if not jnp.issubdtype(dtype, np.integer) and not jax_compat.is_float(dtype):
         return dtype
@@ -120,5 +120,5 @@ def _result(equation: Eqn, received: Array, sent: Array) -> Array:
     return stacked.reshape(equation.outvars[0].aval.shape)
 
 
-def _as(value: Array, dtype: Any) -> Array:
+def _as(value: Array, dtype: Dtype) -> Array:
     return value if value.dtype == dtype else jax.lax.bitcast_convert_type(value, dtype)

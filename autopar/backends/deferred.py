@@ -32,8 +32,7 @@ from autopar.backends.deferred_tables import NEVER, DeferredTables, row_elements
 from autopar.backends.segments import Entries, Suffixes, beside, close, multiplied, scales
 from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
-
-Array = Any
+from autopar.jax_types import Array, Leaf
 
 #: Elements of a leaf in a group of rows, and rows at least: all wait for the slowest, but loops cost something as well.
 _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
@@ -203,7 +202,7 @@ class Deferred:
         new, p = self.catch_up(rows, stamps, entries), self.replay
         return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
-    def lags(self, stamps: Any, segment: Any) -> Any:
+    def lags(self, stamps: Any, segment: Any) -> Leaf:
         """Returns bool[rows]: which rows have to be brought up to the end of the older part in time."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
@@ -272,6 +271,7 @@ class Deferred:
         def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             return jax.lax.while_loop(lambda state: state[0] < until, partial(step, begin), (k, changed))[1]
 
+        # All rows of a group are computed from its earliest step on; a row moves from its own.
         start = jnp.minimum(jnp.min(begin), now)
         if suffixes is None:
             return list(steps(begin, start, now, tuple(changed)))

@@ -10,7 +10,6 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ import numpy as np
 
 from autopar.backends.indices import along, set_rows
 from autopar.ir.deferred import Replay
+from autopar.jax_types import Array
 
-Array = Any
 #: Some rows of a table, of each leaf, and their stamps.
 Rows = tuple[Sequence[Array], Array]
 #: Rows and stamps -> new rows of the changed leaves, and perhaps new stamps.

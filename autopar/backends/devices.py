@@ -6,7 +6,6 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from autopar.backends.indices import lengthened
 from autopar.backends.reductions import reduce_across
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.group import StoreGroup
-
-Array = Any
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Devices:
         """Tells XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
 
-    def local(self, fun: Callable[..., Any], axes: Sequence[int | None], returned: Any, *operands: Array) -> Any:
+    def local(self, fun: Callable[..., Pytree], axes: Sequence[int | None], returned: Leaf, *operands: Array) -> Leaf:
         """Runs a function on each device's part of the operands.
 
         Args:
@@ -99,11 +97,11 @@ class Devices:
 
     def mapped(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., Pytree],
         axes: Sequence[int | None],
-        returned: Any,
+        returned: Leaf,
         tensors: tuple[Sequence[int | None], Sequence[int | None]] | None = None,
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Leaf]:
         """Returns the function of global arrays that `local` calls.
 
         Zeros are put behind an operand that these don't divide, so that results may be longer as well.
@@ -121,10 +119,10 @@ class Devices:
             out = tuple(self.sharding(*pair).spec for pair in zip(returned, tensors[1], strict=True))
         map_ = functools.partial(jax.shard_map, mesh=self.mesh, out_specs=out, check_vma=False)
 
-        def reading(some: Array, *operands: Array) -> Any:
+        def reading(some: Array, *operands: Array) -> Leaf:
             return jax.lax.optimization_barrier((some, fun(*operands)))[1]
 
-        def run(*operands: Array) -> Any:
+        def run(*operands: Array) -> Pytree:
             pairs = zip(operands, axes, strict=True)
             operands = tuple(x if k is None else lengthened(x, k, -x.shape[k] % parts) for x, k in pairs)
             if not operands or any(x.size for x in operands):
@@ -163,7 +161,7 @@ class OwnPart(Devices, abc.ABC):
         """Returns the value on the first device, zeros on the others."""
         return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
 
-    def only_examples(self, value: Array, axis: int, size: int, fill: Any) -> Array:
+    def only_examples(self, value: Array, axis: int, size: int, fill: Leaf) -> Array:
         """Returns this device's shard of `size` elements, `fill` in place of what is beyond the end."""
         own = value.shape[axis]
         number = self.position() * own + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)

@@ -31,8 +31,8 @@ from autopar.backends.single import SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.trace import block_of
+from autopar.jax_types import AnyType, Array, Leaf, Params, Pytree
 
-Array = Any
 #: Operations over the devices of the tensor axis.
 _TENSOR = f"{PREFIX}tensor_"
 
@@ -100,6 +100,7 @@ class _Emitter:
             return [ROW_OPS[equation.op](equation.params, *operands)]
         if equation.op in REWRITTEN:
             return REWRITTEN[equation.op](equation.params, *operands)
+        # Operations of ours, then loops whose bodies a pass has changed; anything else is bound as it was traced.
         op, devices = self._over(equation.op)
         if op in _ON_DEVICES:
             assert devices is not None, "one device has everything"
@@ -295,7 +296,7 @@ class _Emitter:
         return [needed]
 
 
-def _is(value: Array, known: Any) -> Array:
+def _is(value: Array, known: Leaf) -> Array:
     """Compares elementwise, NaN being equal to NaN."""
     return jnp.isnan(value) if known != known else value == jnp.asarray(known, value.dtype)
 
@@ -375,7 +376,7 @@ def _check(equation: Equation, var: Var, value: Array) -> None:
         assert same, f"{equation.op} ({equation.where}) gave {dtype}{list(shape)}, planned was {var.type}"
 
 
-def _typed(value: Array, type_: Any) -> Array:
+def _typed(value: Array, type_: AnyType) -> Array:
     return jnp.asarray(value, type_.dtype) if not hasattr(value, "dtype") else value
 
 
@@ -408,7 +409,7 @@ _Dims = Sequence[tuple[str, ...]]
 
 
 def of_whole_arrays(
-    params: Mapping[str, Any], run: Callable[[Block, Sequence[jax.Array]], Sequence[jax.Array]], operands: Sequence[Any]
+    params: Params, run: Callable[[Block, Sequence[jax.Array]], Sequence[jax.Array]], operands: Sequence[Leaf]
 ) -> list[jax.Array]:
     """Returns the results of a `shard_map` equation, whole.
 
@@ -427,7 +428,7 @@ def of_whole_arrays(
     return [_join(x, dims, sizes, there) for x, dims, there in zip(results, after, along, strict=True)]
 
 
-def _dims(spec: Any, value: Any, sizes: Mapping[str, int]) -> _Dims:
+def _dims(spec: Any, value: Leaf, sizes: Mapping[str, int]) -> _Dims:
     """Returns the mesh's axes along each dimension, of those that are the program's own."""
     entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
     entries += [()] * (len(value.shape) - len(entries))
@@ -459,7 +460,7 @@ def _join(x: jax.Array, dims: _Dims, sizes: Mapping[str, int], there: Sequence[s
 
 
 def _over(
-    run: Callable[..., Sequence[Any]], axes: Sequence[tuple[str, int]], used: Sequence[set[str]]
+    run: Callable[..., Sequence[Pytree]], axes: Sequence[tuple[str, int]], used: Sequence[set[str]]
 ) -> Callable[..., tuple[Sequence[jax.Array], Sequence[Sequence[str]]]]:
     """Returns the function over axes of a mesh, the first one outermost; its results, and along which axes each is."""
     if not axes:
@@ -484,14 +485,14 @@ def _names(names: Any) -> tuple[str, ...]:
     return tuple(names) if isinstance(names, (tuple, list)) else (names,)
 
 
-def _scatter(params: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
+def _scatter(params: Params, x: jax.Array) -> list[jax.Array]:
     axis, tiled, groups = params["scatter_dimension"], params["tiled"], params["axis_index_groups"]
     for name in _names(params["axis_name"]):
         x = jax.lax.psum_scatter(x, name, scatter_dimension=axis, axis_index_groups=groups, tiled=tiled)
     return [x]
 
 
-def _gather(params: Mapping[str, Any], x: jax.Array) -> list[jax.Array]:
+def _gather(params: Params, x: jax.Array) -> list[jax.Array]:
     axis, tiled, groups = params["all_gather_dimension"], params["tiled"], params.get("axis_index_groups")
     for name in reversed(_names(params["axis_name"])):
         x, tiled = jax.lax.all_gather(x, name, axis=axis, axis_index_groups=groups, tiled=tiled), True
@@ -512,13 +513,13 @@ REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]
 # --- JAX's while loop, of one example or of many side by side ---
 
 
-def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], start: Any) -> Any:
+def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], start: Leaf) -> Pytree:
     """Runs `lax.while_loop` with a condition that may have axes, as `vmap` makes it.
 
     They are the first axes of all that the loop carries, and each element says whether that example's loop goes on.
     """
 
-    def kept(state: Any) -> Any:
+    def kept(state: Pytree) -> Pytree:
         going, new = jnp.asarray(condition(state)), turn(state)
         if not going.shape:
             return new

@@ -9,15 +9,14 @@ and its caller looks at the flag (`run.devices.LateFallback`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.ir.program import Program
+from autopar.jax_types import Array
 
-Array = Any
 Run = Callable[..., Sequence[Array]]
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,8 @@ import jax.numpy as jnp
 from autopar.backends import single
 from autopar.backends.devices import OwnPart
 from autopar.backends.indices import as_bits, find, local_index, scatter_rows, sorted_unique, untouched
-from autopar.backends.protocol import Params
 from autopar.backends.single import SingleDevice
-
-Array = Any
+from autopar.jax_types import Array, Params
 
 
 @jax.tree_util.register_dataclass

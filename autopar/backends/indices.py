@@ -11,8 +11,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-
-Array = Any
+from autopar.jax_types import Array, Index, Leaf, Params
 
 
 def in_range(ids: Array, extent: int, clip: bool) -> Array:
@@ -24,7 +23,7 @@ def in_range(ids: Array, extent: int, clip: bool) -> Array:
     return jnp.where(inside, ids.astype(jnp.int32), extent)
 
 
-def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
+def flat_ids(params: Params, index: Array) -> Array:
     """Returns the rows that an access's index operand means: flat int32, `extent` for no row.
 
     With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch,
@@ -41,7 +40,7 @@ def flat_ids(params: Mapping[str, Any], index: Array) -> Array:
     return lengthened(jnp.moveaxis(ids, params["batch"], 0), 0, params.get("more", 0), extent).reshape(-1)
 
 
-def lengthened(value: Array, axis: int, more: int, fill: Any = 0) -> Array:
+def lengthened(value: Array, axis: int, more: int, fill: Leaf = 0) -> Array:
     """Appends elements to an array along an axis."""
     if not more:
         return value
@@ -87,7 +86,7 @@ def find_own(rows: Array, ids: Array) -> Array:
 
 
 def local_index(
-    params: Mapping[str, Any],
+    params: Params,
     rows: Array,
     index: Array,
     *,
@@ -112,7 +111,7 @@ def local_index(
 _OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "axis", "batch", "spread"})
 
 
-def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
+def gather_rows(params: Params, rows: Array, local: Array) -> Array:
     """Gathers a lookup's rows from some of the table's rows."""
     options = {k: v for k, v in params.items() if k not in _OURS}
     options["indices_are_sorted"] = False
@@ -121,7 +120,7 @@ def gather_rows(params: Mapping[str, Any], rows: Array, local: Array) -> Array:
     return jax_compat.bind(jax.lax.gather_p, [rows, local], options)[0]
 
 
-def scatter_rows(params: Mapping[str, Any], base: Array, local: Array, updates: Array) -> Array:
+def scatter_rows(params: Params, base: Array, local: Array, updates: Array) -> Array:
     """Scatters a push's updates into some of the table's rows."""
     primitive = params["primitive"]
     options = {k: v for k, v in params.items() if k not in _OURS}
@@ -156,7 +155,7 @@ def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
     return jax.lax.dynamic_update_slice_in_dim(rows, new, number, axis)
 
 
-def along(axis: int, index: Any) -> tuple[Any, ...]:
+def along(axis: int, index: Index) -> tuple[Index, ...]:
     """Returns an index along one axis, and everything along those before it."""
     return (slice(None),) * axis + (index,)
 
@@ -217,14 +216,14 @@ def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Arra
 # --- operations of ours that need their parameters and operands only ---
 
 
-def numbered(p: Mapping[str, Any], numbers: Array) -> Array:
+def numbered(p: Params, numbers: Array) -> Array:
     """Returns rows' numbers along an axis, as an iota."""
     shape = [1] * len(p["shape"])
     shape[p["axis"]] = numbers.shape[0]
     return jnp.broadcast_to(numbers.reshape(shape), p["shape"]).astype(p["dtype"])
 
 
-def _only_rows(p: Mapping[str, Any], value: Array, numbers: Array) -> Array:
+def _only_rows(p: Params, value: Array, numbers: Array) -> Array:
     """Puts another value where there is no row (its number is -1). `factor` elements along the axis are of one row."""
     shape = [1] * value.ndim
     shape[p["axis"]] = value.shape[p["axis"]]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ from autopar.backends.across import is_global, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.watched import jit_on
 from autopar.ir.layout import RowLayout, even_axis
-
-Array = Any
+from autopar.jax_types import Array, Index, Leaf
 
 #: Bytes that are brought to every device at a time while a table is read.
 _PART = 1 << 26
@@ -175,7 +173,7 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
     shape = resized(rows.shape, axis, layout.stored)
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
 
-    def shard_rows(index: Any) -> Any:
+    def shard_rows(index: Index) -> Leaf:
         places = np.arange(layout.stored)[index[axis]]
         wanted = np.minimum(layout.row(places), layout.extent - 1)
         if isinstance(rows, jax.Array):

@@ -5,17 +5,15 @@ Sums of 16-bit floats are kept in float32 and rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.ir.reductions import REDUCERS, neutral
-
-Array = Any
+from autopar.jax_types import Array, Dtype, Params
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Microbatch:
 
 
 def run_microbatches(
-    params: Mapping[str, Any],
+    params: Params,
     gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
     operands: Sequence[Array],
     *,
@@ -67,6 +65,7 @@ def run_microbatches(
         if isinstance(join, str)
     )
 
+    # What is reduced is carried, and what is of examples is stacked.
     def turn(sums: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         results = _one(params, gradient, operands, Microbatch(number, count))
         parts = iter(x for x, join in zip(results, joins, strict=True) if isinstance(join, str))
@@ -85,7 +84,7 @@ def run_microbatches(
 
 
 def _one(
-    params: Mapping[str, Any],
+    params: Params,
     gradient: Callable[[Microbatch, Sequence[Array]], Sequence[Array]],
     operands: Sequence[Array],
     microbatch: Microbatch,
@@ -97,7 +96,7 @@ def _one(
     return tuple(map(jnp.asarray, gradient(microbatch, parts)))
 
 
-def wide(dtype: Any) -> Any:
+def wide(dtype: Dtype) -> Dtype:
     """Returns the dtype that sums of a dtype are kept in."""
     return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 

@@ -8,7 +8,7 @@ global: over several devices a backend works under XLA's partitioner, or in `sha
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from autopar.backends.indices import numbered
 from autopar.backends.reductions import Others
 from autopar.ir.reductions import REDUCERS
+from autopar.jax_types import Array, Params
 
-Array = Any
 Route = Any
-Params = Mapping[str, Any]
 
 
 class RowBackend(abc.ABC):

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.ir.reductions import REDUCERS, neutral
-
-Array = Any
+from autopar.jax_types import Array, Leaf, Params
 
 
 @dataclass(frozen=True)
@@ -26,11 +24,11 @@ class Others:
     """
 
     needed: Array
-    rows: Callable[[Any], Array]
+    rows: Callable[[Leaf], Array]
     block: int
 
 
-def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
+def reduce_some(params: Params, rows: Array, which: Array) -> Array:
     """Reduces some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
     op, axis = params["op"], params["axis"]
     shape = [1] * rows.ndim
@@ -39,7 +37,7 @@ def reduce_some(params: Mapping[str, Any], rows: Array, which: Array) -> Array:
 
 
 def reduce_routed(
-    params: Mapping[str, Any], rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
+    params: Params, rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
 ) -> Array:
     """Reduces all `extent` rows, or the routed ones `alone`. `is_row`: bool[U], False for padding."""
     kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]

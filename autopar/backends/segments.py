@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar.ir.deferred import FLOORS, Fading, Replay, ScaleOnly
-
-Array = Any
+from autopar.jax_types import Array
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +162,7 @@ class Suffixes:
             for scale, rate, near_one in zip(self.scales, rates, scale_only.near_one, strict=True)
         ]
         fades = [jnp.where(new, 1, fade) for fade in self.fades]
+        # What elements don't fall below sinks by each step's factor; one outside of [0, 1] leaves no bound.
         sinks = [
             jnp.where(new, 1, sink) * jnp.where((by[leaf] >= 0) & (by[leaf] <= 1), by[leaf], 0)
             for leaf, sink in zip(fading.floors, self.sinks, strict=True)

@@ -20,8 +20,8 @@ from autopar.backends.watched import jit_on
 from autopar.ir.printer import block_text
 from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker, ServedStep, ServerPart
+from autopar.jax_types import AnyType, Array, Leaf
 
-Array = Any
 #: What a server runs: leaves and ids -> what is pulled; leaves, clocks and what was pushed -> new leaves and clocks.
 PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
@@ -153,7 +153,7 @@ class ExportedPrograms:
 
 def _server_functions(
     step: ServedStep, part: ServerPart, program: Program
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
+) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
     places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
     return _own(part.pull), _typed(emit(part.update), types)
@@ -203,7 +203,7 @@ def _mapped(worker: LocalWorker, devices: Devices) -> Callable[..., Sequence[Arr
     return devices.mapped(lambda *inputs: tuple(map(jnp.asarray, run(*inputs))), worker.axes, returned)
 
 
-def _typed(run: Callable[..., Sequence[Array]], types: Sequence[Any]) -> Callable[..., list[Array]]:
+def _typed(run: Callable[..., Sequence[Array]], types: Sequence[AnyType]) -> Callable[..., list[Array]]:
     """Returns the function with the plain step's types, weak or strong."""
 
     def typed(*inputs: Array) -> list[Array]:
@@ -212,7 +212,7 @@ def _typed(run: Callable[..., Sequence[Array]], types: Sequence[Any]) -> Callabl
     return typed
 
 
-def _like(value: Array, type_: Any) -> Array:
+def _like(value: Array, type_: AnyType) -> Array:
     if jax_compat.is_key(value.dtype):
         return value
     return jax_compat.weak(value) if getattr(type_, "weak_type", False) else jax_compat.strong(value)

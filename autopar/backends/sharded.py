@@ -10,7 +10,6 @@ aggregation).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,11 +30,10 @@ from autopar.backends.indices import (
     spread_last_row,
     untouched,
 )
-from autopar.backends.protocol import Params, RowBackend
+from autopar.backends.protocol import RowBackend
 from autopar.backends.reductions import Others, reduce_across, reduce_routed, reduce_some
 from autopar.ir.layout import RowLayout
-
-Array = Any
+from autopar.jax_types import Array, Params
 
 
 @jax.tree_util.register_dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from autopar.backends.combined import combined
 from autopar.backends.devices import Devices, Mapped, OwnPart
@@ -15,8 +14,7 @@ from autopar.backends.sharded import ShardedRows
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import LocalFacts, Spread
 from autopar.ir.program import ArrayType, Program
-
-Array = Any
+from autopar.jax_types import Array
 
 
 def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:

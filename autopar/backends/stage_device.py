@@ -12,8 +12,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
-
-Array = Any
+from autopar.jax_types import Array, Leaf
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class StageDevice:
         """Returns the sharding of an array that is here, divided along an axis or whole on each device."""
         return sharding_over([self], axis)
 
-    def put(self, value: Any, axis: int | None = None) -> Array:
+    def put(self, value: Leaf, axis: int | None = None) -> Array:
         """Puts a value here, without a copy if it is here already."""
         sharding = self.sharding(axis)
         if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and _is_there(value, sharding):

@@ -15,6 +15,7 @@ from autopar.backends.deferred import Deferred
 from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
 from autopar.ir.printer import block_text
+from autopar.jax_types import Leaf
 
 
 class UpdateLogSpec:
@@ -56,7 +57,7 @@ class UpdateLog(abc.ABC, Generic[Spec]):
 
     @property
     @abc.abstractmethod
-    def steps(self) -> Sequence[Any]:
+    def steps(self) -> Sequence[Leaf]:
         """Returns what steps wrote down: now, segment, records, segments."""
 
     @abc.abstractmethod
@@ -68,7 +69,7 @@ class UpdateLog(abc.ABC, Generic[Spec]):
         """Brings all rows up to date, in place; the log is empty then."""
 
     @abc.abstractmethod
-    def _turned(self) -> list[Any] | None:
+    def _turned(self) -> list[Leaf] | None:
         """Makes the newer part the older one. Returns that: now, records; None if a flush has to do it."""
 
     @abc.abstractmethod
@@ -110,6 +111,7 @@ class UpdateLog(abc.ABC, Generic[Spec]):
         now, *records = self.older
         _, segment, *rest = self.steps
         closed = [now, segment, *records, *rest[len(records) :]]
+        # Evenly over the newer part's steps: all rows are brought up when it is full.
         for which in range(self.seen, times * (position + 1 - part) // part):
             self._catch_up_some(closed, which)
             self.seen = which + 1

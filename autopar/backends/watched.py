@@ -20,7 +20,7 @@ from autopar import jax_compat
 from autopar.launch.progress import PROGRESS, Progress
 
 
-def jit_on(mesh: Mesh, run: Callable[..., Any], *, what: str = "on the devices", **options: Any) -> Any:
+def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the devices", **options: Any) -> Any:
     """Returns `jax.jit(run, **options)`, a function with `lower`, for the devices of a mesh.
 
     Args:
@@ -50,7 +50,7 @@ class Watched:
         progress: Progress = PROGRESS,
     ) -> None:
         @functools.wraps(run)
-        def run_with_token(*operands: Any) -> tuple[Any, Any]:
+        def run_with_token(*operands: Leaf) -> tuple[Leaf, Leaf]:
             return run(*operands), jnp.zeros((), bool)
 
         if "out_shardings" in options:
@@ -59,11 +59,11 @@ class Watched:
         self._needs = range(min(members), max(members) + 1)
         self._what, self._is_compiled, self._progress = what, False, progress
 
-    def lower(self, *operands: Any) -> Any:
+    def lower(self, *operands: Leaf) -> Any:
         """Lowers the program as `jax.jit(...).lower` does: what is compiled of it is called."""
         return self._program.lower(*operands)
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: Leaf) -> Pytree:
         if not self._is_compiled:
             with self._progress.during("compiling", "compiles"):
                 self.lower(*operands).compile()

@@ -29,6 +29,7 @@ from autopar.errors import ArgumentsError
 from autopar.interrupts import Loop
 from autopar.ir.examples import BatchAxis
 from autopar.ir.paths import path_name
+from autopar.jax_types import Index, Json, Leaf, Pytree
 from autopar.launch.group import StoreGroup, everyone, odd_one
 
 
@@ -78,14 +79,14 @@ def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, proce
     )
 
 
-def _leaves(part: Part | None) -> list[list[Any]] | None:
+def _leaves(part: Part | None) -> list[list[Pytree]] | None:
     """Returns what must agree on all processes: paths, dtypes, shapes but for examples, and what isn't by example."""
     if part is None:
         return None
     descriptions = []
     leaves = jax.tree_util.tree_leaves_with_path({"batch": part.batch})
     for (path, leaf), axis in zip(leaves, part.axes, strict=True):
-        shape: list[Any] = list(leaf.shape)
+        shape: list[Leaf] = list(leaf.shape)
         contents = None
         if axis is not None and shape[axis] == part.size:
             shape[axis] = "examples"
@@ -150,14 +151,14 @@ class Batches(Iterator[Any]):
         self._compared = False
         self._go_to(0, 0)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Pytree]:
         group = everyone()
         options = self._options
         if group.members != options.group.members:
             return Loop(self, tuple)
         return Loop(self, telling(group, seldom=options.clients is not None))
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Pytree:
         try:
             while self._failed is None and len(self._waiting) <= self._ahead:
                 placed = next(self._coming, None)
@@ -176,7 +177,7 @@ class Batches(Iterator[Any]):
         self._position, batch = self._waiting.popleft()
         return batch
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         """Returns the position of the next batch that wasn't given out yet, whatever was read ahead.
 
         Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
@@ -190,12 +191,12 @@ class Batches(Iterator[Any]):
           source: The position that the source keeps by itself, a text; not where it keeps none, or `per_process`.
         """
         o, (epoch, batch, kept) = self._options, self._position
-        own: dict[str, Any] = {} if kept is None or o.sources > 1 else {"source": kept}
+        own: dict[str, Json] = {} if kept is None or o.sources > 1 else {"source": kept}
         if isinstance(self._source, Examples):
             own["batch_size"] = self._source.batch_size
         return {"epoch": epoch, "batch": batch, "seed": o.seed, "sources": o.sources, **own}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Json]) -> None:
         """Goes on from a position.
 
         Examples that can be indexed are found at once, and so are batches of a source whose iterator keeps its own
@@ -238,7 +239,7 @@ class Batches(Iterator[Any]):
         self._coming = self._placed(*self._position)
         self._failed: Exception | None = None
 
-    def _placed(self, epoch: int, start: int, kept: str | None) -> Iterator[tuple[Position, Any]]:
+    def _placed(self, epoch: int, start: int, kept: str | None) -> Iterator[tuple[Position, Pytree]]:
         """Yields all batches from a position on, each with the position after it."""
         while self._options.epochs is None or epoch < self._options.epochs:
             number = None
@@ -274,7 +275,7 @@ class Batches(Iterator[Any]):
                 )
             yield filled(part, full)
 
-    def _place(self, part: Part) -> Any:
+    def _place(self, part: Part) -> Pytree:
         """Puts what this process has of a batch on its devices."""
         options, count = self._options, self._options.devices.count
         if part.total % count and options.sources > 1:
@@ -285,7 +286,7 @@ class Batches(Iterator[Any]):
         batch = map_axes(lambda leaf, axis: _put(leaf, axis, part, options.devices), part.batch, part.axes)
         return batch if options.last != "pad" else self._with_weights(batch, part)
 
-    def _with_weights(self, batch: Any, part: Part) -> dict[str, Any]:
+    def _with_weights(self, batch: Pytree, part: Part) -> dict[str, Pytree]:
         mask, devices = self._options.mask, self._options.devices
         if not isinstance(batch, dict):
             kind = type(batch).__name__
@@ -299,7 +300,7 @@ class Batches(Iterator[Any]):
         return {**batch, mask: _placed(weights, None if part.total % devices.count else axis, devices)}
 
 
-def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array:
+def _put(leaf: Leaf, axis: int | None, part: Part, devices: Devices) -> jax.Array:
     if axis is None or leaf.shape[axis] != part.size:
         return _placed(leaf, None, devices)
     along = None if part.total % devices.count else axis
@@ -308,7 +309,7 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
     shape = (*leaf.shape[:axis], part.total, *leaf.shape[axis + 1 :])
     dtype = jax.dtypes.canonicalize_dtype(leaf.dtype)
 
-    def own(index: Any) -> np.ndarray:
+    def own(index: Index) -> np.ndarray:
         held = part.held.find(index[axis], part.total)
         if held is None:
             raise ArgumentsError(
@@ -320,7 +321,7 @@ def _put(leaf: Any, axis: int | None, part: Part, devices: Devices) -> jax.Array
     return jax.make_array_from_callback(shape, devices.sharding(along), own)
 
 
-def _placed(leaf: Any, along: int | None, devices: Devices) -> jax.Array:
+def _placed(leaf: Leaf, along: int | None, devices: Devices) -> jax.Array:
     """Puts a leaf on the devices; on an only one like any other array, not committed to it.
 
     A step makes a committed state of a committed batch, and would be compiled once more for that state. Of a NumPy

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from autopar.batches.iterator import Batches
 from autopar.batches.sources import Examples
 from autopar.interrupts import Loop
+from autopar.jax_types import Json, Pytree
 from autopar.launch.group import everyone
 from autopar.servers.link import Link
 from autopar.servers.minibatches import MinibatchServerSpec, Position, Take
@@ -34,10 +34,10 @@ class BatchesOnDemand(Batches):
             self._link.ask(0, Position(0, epoch * source.batches + batch))
         everyone().gather(b"", "a position in the minibatches")
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Pytree]:
         return Loop(self, self._told)
 
-    def __next__(self) -> Any:
+    def __next__(self) -> Pytree:
         while self._next is None and self._told(()):
             pass  # signals, which a `for` loop answers
         if self._next is None:
@@ -46,7 +46,7 @@ class BatchesOnDemand(Batches):
         self._next = None
         return self._place(next(self._examples.read(epoch, batch)))
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Json]:
         number = self._link.ask(0, Position(self._link.number))
         epoch, batch = divmod(number, self._examples.batches)
         self._position = epoch, batch, None

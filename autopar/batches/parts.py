@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.paths import path_name
+from autopar.jax_types import Leaf, Pytree
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Part:
     """
 
     number: int
-    batch: Any
+    batch: Pytree
     axes: Sequence[int | None]
     size: int
     total: int
@@ -77,7 +77,7 @@ class Part:
     kept: str | None = None
 
 
-def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
+def axes_of(batch: Pytree, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
     """Returns the batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
     leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
     known = [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
@@ -89,13 +89,13 @@ def axes_of(batch: Any, batch_axis: BatchAxis, added: Sequence[str] = ()) -> lis
     return example_axes(batch_axis, [*known, *((f"batch/{name}", (1,)) for name in added)])[: len(known)]
 
 
-def map_axes(fun: Callable[[Any, int | None], Any], batch: Any, axes: Sequence[int | None]) -> Any:
+def map_axes(fun: Callable[[Pytree, int | None], Pytree], batch: Pytree, axes: Sequence[int | None]) -> Pytree:
     """Maps a function of leaves and their batch axes over a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return jax.tree.unflatten(tree, [fun(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
 
 
-def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
+def size_of(batch: Pytree, axes: Sequence[int | None], name: str) -> int:
     """Counts the examples in a batch: the most frequent size along the batch axes, the larger one if two are equally
     frequent."""
     sizes = [leaf.shape[axis] for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
@@ -111,7 +111,7 @@ def size_of(batch: Any, axes: Sequence[int | None], name: str) -> int:
 def filled(part: Part, full: int) -> Part:
     """Returns a part with its last example repeated until there are `full`."""
 
-    def fill(leaf: Any, axis: int | None) -> Any:
+    def fill(leaf: Leaf, axis: int | None) -> Leaf:
         if axis is None or leaf.shape[axis] != part.size or part.size == full:
             return leaf
         last = np.take(np.asarray(leaf), [-1], axis)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -17,10 +17,11 @@ from autopar.batches.parts import Held
 from autopar.batches.sources import Examples, Last, Stream, reader_of
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, check_batch_axis
+from autopar.jax_types import Pytree
 
 
 def shard(
-    source: Iterable[Any] | Any,
+    source: Iterable[Pytree] | Pytree,
     *,
     batch_size: int | None = None,
     epochs: int | None = 1,
@@ -135,7 +136,7 @@ def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, las
 
 
 def _examples(
-    source: Any, batch_size: int, shuffle: int | None, options: Options, added: list[str], *, on_demand: bool
+    source: Pytree, batch_size: int, shuffle: int | None, options: Options, added: list[str], *, on_demand: bool
 ) -> Examples:
     size, rest = divmod(batch_size, options.sources)
     if rest:

@@ -9,7 +9,7 @@ import base64
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -18,9 +18,10 @@ from autopar.batches.parts import Held, Part, axes_of, map_axes, size_of
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis
 from autopar.ir.paths import path_name
+from autopar.jax_types import Leaf, Pytree
 
 
-def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
+def reader_of(source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
     """Returns what reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
     is_leaf = jax.tree_util.all_leaves([source])
     if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
@@ -40,19 +41,19 @@ def reader_of(source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> Reade
 class Arrays:
     """A pytree of arrays with the examples, `count` of them, along their batch axes."""
 
-    def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
+    def __init__(self, source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), source)
         axes = axes_of(self._source, batch_axis, added)
         self.count = size_of(self._source, axes, "the source")
         leaves = zip(axes, jax.tree.leaves(self._source), strict=True)
         self._axes = [a if a is not None and leaf.shape[a] == self.count else None for a, leaf in leaves]
 
-    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+    def read(self, numbers: np.ndarray) -> tuple[Pytree, list[int | None]]:
         """Reads examples as a batch; returns that and its batch axes."""
         in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
         picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
 
-        def rows(leaf: Any, axis: int | None) -> np.ndarray:
+        def rows(leaf: Leaf, axis: int | None) -> np.ndarray:
             return np.asarray(leaf if axis is None else leaf[(slice(None),) * axis + (picked,)])
 
         return map_axes(rows, self._source, self._axes), self._axes
@@ -61,13 +62,13 @@ class Arrays:
 class Items:
     """An object that gives one example at an integer, `count` of them."""
 
-    def __init__(self, source: Any, batch_axis: BatchAxis, added: Sequence[str]) -> None:
+    def __init__(self, source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = source
         self._batch_axis = batch_axis
         self._added = added
         self.count = len(source)
 
-    def read(self, numbers: np.ndarray) -> tuple[Any, list[int | None]]:
+    def read(self, numbers: np.ndarray) -> tuple[Pytree, list[int | None]]:
         """Reads examples as a batch; returns that and its batch axes."""
         examples = [jax.tree.map(np.asarray, self._source[int(k)]) for k in numbers]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), examples[0])
@@ -89,7 +90,7 @@ class Items:
 Reader = Arrays | Items
 
 
-def _difference(first: Any, other: Any) -> str | None:
+def _difference(first: Pytree, other: Pytree) -> str | None:
     if jax.tree.structure(first) != jax.tree.structure(other):
         return f"its structure is {jax.tree.structure(other)} instead of {jax.tree.structure(first)}"
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(first), jax.tree.leaves(other), strict=True):
@@ -111,7 +112,9 @@ class Stream:
       latest: The latest batch, once there is one.
     """
 
-    def __init__(self, source: Iterable[Any], batch_axis: BatchAxis, added: Sequence[str], epochs: int | None) -> None:
+    def __init__(
+        self, source: Iterable[Pytree], batch_axis: BatchAxis, added: Sequence[str], epochs: int | None
+    ) -> None:
         self._source = source
         self._batch_axis = batch_axis
         self._added = added
@@ -157,14 +160,14 @@ class Stream:
         if batch is not None:
             self.latest = self._part(number, batch)
 
-    def _part(self, number: int, batch: Any) -> Part:
+    def _part(self, number: int, batch: Pytree) -> Part:
         batch = jax.tree.map(lambda x: x if isinstance(x, (jax.Array, np.ndarray)) else np.asarray(x), batch)
         axes = axes_of(batch, self._batch_axis, self._added)
         size = size_of(batch, axes, f"batch {number}")
         return Part(number, batch, axes, size, size, (size,), Held(((0, size),)))
 
 
-def _position_of(batches: Any, full: int) -> str | None:
+def _position_of(batches: Pytree, full: int) -> str | None:
     """Returns a source's own position, and the size of its first batch, as JSON; None if it keeps none."""
     if not hasattr(batches, "get_state"):
         return None
@@ -176,7 +179,7 @@ def _position_of(batches: Any, full: int) -> str | None:
         return None  # it can't be kept
 
 
-def _set_position(batches: Any, kept: str) -> int:
+def _set_position(batches: Pytree, kept: str) -> int:
     """Takes a source to a position; returns how many examples its first batch had."""
     try:
         known = json.loads(kept)

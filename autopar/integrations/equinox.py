@@ -29,6 +29,7 @@ import numpy as np
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
+from autopar.jax_types import Leaf, Pytree
 from autopar.run.object_step import ObjectStep
 from autopar.run.step import ParallelStep
 from autopar.tables.kinds import is_table
@@ -39,11 +40,11 @@ from autopar.tables.kinds import is_table
 class Static:
     """A tree's structure and the leaves of it that are no arrays (their places, and they)."""
 
-    tree: Any
-    leaves: tuple[tuple[int, Any], ...]
+    tree: Pytree
+    leaves: tuple[tuple[int, Leaf], ...]
 
 
-def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) -> Any:
     """Runs a step of Equinox modules by a plan that autopar makes of it.
 
     Args:
@@ -80,12 +81,12 @@ class FilteredStep(ObjectStep):
     """A step of pytrees of which only the arrays are traced; made by `parallelize`."""
 
     @uninterrupted
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         step, args, kwargs = self.pure(args, kwargs)
         static, *out = step(*args, **kwargs)
         return _combined(static, out)
 
-    def pure(self, args: Any, kwargs: Any) -> tuple[ParallelStep, Any, Any]:
+    def pure(self, args: Pytree, kwargs: Pytree) -> tuple[ParallelStep, Pytree, Pytree]:
         """Returns the ordinary step, and its arguments."""
         static, (args, kwargs) = _partitioned((tuple(args), dict(kwargs)))
         try:
@@ -101,26 +102,26 @@ class FilteredStep(ObjectStep):
         return self._step_of(static, make, change, remedy), args, kwargs
 
 
-def _is_array(x: Any) -> bool:
+def _is_array(x: Leaf) -> bool:
     return isinstance(x, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)) or is_table(x)
 
 
-def _partitioned(tree: Any) -> tuple[Static, Any]:
+def _partitioned(tree: Pytree) -> tuple[Static, Pytree]:
     leaves, structure = jax.tree.flatten(tree)
     static = tuple((k, x) for k, x in enumerate(leaves) if not _is_array(x))
     return Static(structure, static), structure.unflatten([x if _is_array(x) else None for x in leaves])
 
 
-def _combined(static: Static, tree: Any) -> Any:
+def _combined(static: Static, tree: Pytree) -> Pytree:
     known, arrays = dict(static.leaves), iter(jax.tree.leaves(tree))
     return static.tree.unflatten([known[k] if k in known else next(arrays) for k in range(static.tree.num_leaves)])
 
 
-def _pure(fun: Callable[..., Any], static: Static) -> Callable[..., Any]:
+def _pure(fun: Callable[..., Pytree], static: Static) -> Callable[..., Pytree]:
     """Returns the step as a function of arrays: it returns what is static of its result, then the result's parts."""
 
     @functools.wraps(fun)
-    def pure(*args: Any, **kwargs: Any) -> Sequence[Any]:
+    def pure(*args: Pytree, **kwargs: Pytree) -> Sequence[Pytree]:
         own_args, own_kwargs = _combined(static, (args, kwargs))
         outputs, out = _partitioned(fun(*own_args, **own_kwargs))
         return outputs, *(out if type(out) is tuple else (out,))

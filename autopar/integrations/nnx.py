@@ -36,6 +36,7 @@ from flax import nnx
 import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
+from autopar.jax_types import Leaf, Pytree
 from autopar.run.object_step import ObjectStep
 from autopar.run.positions import NamedArguments
 from autopar.run.step import ParallelStep
@@ -54,15 +55,15 @@ class Values:
 
     place: tuple[Any, ...]
     paths: tuple[str, ...]
-    leaves: tuple[Any, ...]
+    leaves: tuple[Leaf, ...]
 
 
-def _flatten_values(values: Values) -> tuple[list[tuple[Any, Any]], Any]:
+def _flatten_values(values: Values) -> tuple[list[tuple[Pytree, Pytree]], Pytree]:
     keys = map(jax.tree_util.GetAttrKey, values.paths)
     return list(zip(keys, values.leaves, strict=True)), (values.place, values.paths)
 
 
-def _unflatten_values(data: Any, leaves: Any) -> Values:
+def _unflatten_values(data: Leaf, leaves: Leaf) -> Values:
     place, paths = data
     return Values(place, paths, tuple(leaves))
 
@@ -75,10 +76,10 @@ jax.tree_util.register_pytree_with_keys(Values, _flatten_values, _unflatten_valu
 class Graphs:
     """Structures of nnx objects, by their place. Static in the arguments and results of the ordinary step."""
 
-    found: tuple[tuple[Any, Any], ...]
+    found: tuple[tuple[Leaf, Leaf], ...]
 
 
-def parallelize(step: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) -> Any:
     """Runs a step of nnx objects by a plan that autopar makes of it.
 
     Args:
@@ -130,7 +131,7 @@ class NnxStep(ObjectStep):
     """A step of nnx objects that runs by a plan; made by `parallelize`."""
 
     @uninterrupted
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         with nnx.update_context(_TAG):
             split, args, kwargs = self._split(args, kwargs)
             out, graphs, *new = self._step(split.structure)(*args, **kwargs)
@@ -141,8 +142,8 @@ class NnxStep(ObjectStep):
                 return _merged([new, out], dict(graphs.found), context)[1]
 
     def pure(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+        self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
+    ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
         """Returns the ordinary step, and its arguments."""
         with nnx.update_context(_TAG):
             split, args, kwargs = self._split(args, kwargs)
@@ -152,7 +153,9 @@ class NnxStep(ObjectStep):
     def _static(self) -> NamedArguments:
         return autopar.parallelize(self.fun, **self.options).static
 
-    def _split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Split, tuple[Any, ...], dict[str, Any]]:
+    def _split(
+        self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
+    ) -> tuple[_Split, tuple[Pytree, ...], dict[str, Pytree]]:
         """Splits a call into one of the ordinary step, and what was taken out of the arguments for it."""
         with nnx.split_context(_TAG) as context:
             split = _Split(context)
@@ -176,7 +179,7 @@ class _Split:
         self.graphs: dict[Any, Any] = {}
         self.variables: dict[Any, list[Any]] = {}
 
-    def __call__(self, name: Any, tree: Any) -> Any:
+    def __call__(self, name: Any, tree: Pytree) -> Pytree:
         """Returns the tree with Values in place of objects."""
         leaves, treedef = jax.tree.flatten(tree, is_leaf=_is_object)
         objects = list(map(_is_object, leaves))
@@ -193,7 +196,7 @@ class _Split:
     def structure(self) -> Graphs:
         return Graphs(tuple(self.graphs.items()))
 
-    def update(self, new: Any) -> None:
+    def update(self, new: Pytree) -> None:
         """Puts what the step returned into the Variables."""
         for values in _values_in(new):
             for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
@@ -214,27 +217,27 @@ class _Split:
 _OUT = None
 
 
-def _is_object(x: Any) -> bool:
+def _is_object(x: Leaf) -> bool:
     return nnx.graphlib.is_graph_node(x) or isinstance(x, nnx.Variable)
 
 
-def _is_values(x: Any) -> bool:
+def _is_values(x: Leaf) -> bool:
     return isinstance(x, Values)
 
 
-def _values_in(tree: Any) -> Iterator[Values]:
+def _values_in(tree: Pytree) -> Iterator[Values]:
     return filter(_is_values, jax.tree.leaves(tree, is_leaf=_is_values))
 
 
-def _merged(tree: Any, graphs: Mapping[Any, Any], context: Any) -> Any:
+def _merged(tree: Pytree, graphs: Mapping[Any, Any], context: Any) -> Pytree:
 
-    def made(v: Any) -> Any:
+    def made(v: Any) -> Pytree:
         return context.unflatten(graphs[v.place], list(v.leaves)) if _is_values(v) else v
 
     return jax.tree.map(made, tree, is_leaf=_is_values)
 
 
-def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., Any]:
+def _pure(fun: Callable[..., Pytree], graphs: Mapping[Any, Any]) -> Callable[..., Pytree]:
     """Returns the step as a function of arrays, for objects of a structure.
 
     It returns what the step returns; the new structures, or None if they are the old ones; and of each argument that
@@ -242,7 +245,7 @@ def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., A
     """
 
     @functools.wraps(fun)
-    def pure(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    def pure(*args: Pytree, **kwargs: Pytree) -> tuple[Pytree, ...]:
         with nnx.update_context(_TAG):
             with nnx.merge_context(_TAG, inner=True) as merging:
                 own_args, own_kwargs = _merged((args, kwargs), graphs, merging)
@@ -266,5 +269,5 @@ def _pure(fun: Callable[..., Any], graphs: Mapping[Any, Any]) -> Callable[..., A
     return pure
 
 
-def _is_same(old: Any, new: Any) -> bool:
+def _is_same(old: Pytree, new: Pytree) -> bool:
     return all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))

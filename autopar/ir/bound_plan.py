@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan, TablePlan
@@ -108,7 +107,7 @@ class BoundPlan:
         return not kept or self.devices > 1 or bool(self.tensors) or self.plan.microbatches > 1
 
     @property
-    def decisions(self) -> tuple[Any, ...]:
+    def decisions(self) -> tuple[object, ...]:
         """Returns what the program depends on: plans of one step whose decisions are equal are compiled to the same."""
         families = [
             (f.family, f.table.taken, f.table.log_steps, dataclasses.replace(f.bounds, imbalance=None))
@@ -131,7 +130,7 @@ class BoundPlan:
         """Returns the plan of a family, None if it stays dense."""
         return next((f for f in self.families if f.family == family), None)
 
-    def noting(self, **fields: Any) -> BoundPlan:
+    def noting(self, **fields: object) -> BoundPlan:
         """Returns the same with fields of the plan that passes find out: who reduces, and stages."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
 

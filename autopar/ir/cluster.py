@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from autopar.errors import ArgumentsError
+from autopar.jax_types import Json
 
 #: The part of a device's memory that states may take; the rest is for batches, activations and gradients.
 STATE_SHARE = 0.7
@@ -138,7 +139,7 @@ class ClusterSpec:
     def __str__(self) -> str:
         return f"{self.name}: {self.machines} x {self.devices} {self.device.name}"
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Json]:
         """Returns nested mappings of texts and numbers, as the sections of a `cluster.toml`."""
         fields = asdict(self)
         levels = {"inside": fields.pop("inside"), "between": fields.pop("between"), "host": fields.pop("to_host")}

@@ -13,11 +13,11 @@ newer takes its place. A *flush* brings all rows up to date, and the update log 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar.ir.program import ArrayType, Block, Equation
+from autopar.jax_types import Dtype
 
 #: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
 FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
@@ -43,7 +43,7 @@ class ScaleOnly:
 
     zero: tuple[int, ...]
     scaled: tuple[int, ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[Dtype, ...]
     near_one: tuple[bool, ...]
     not_negative: tuple[int, ...] = ()
 
@@ -67,7 +67,7 @@ class Fading:
     zero: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
     floors: tuple[int, ...]
-    dtypes: tuple[Any, ...]
+    dtypes: tuple[Dtype, ...]
 
     def moving(self, leaf: int) -> int:
         """Returns how many leaves move a scaled one."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from autopar.errors import ArgumentsError
 from autopar.ir.paths import matches
@@ -12,7 +11,7 @@ from autopar.ir.paths import matches
 BatchAxis = int | Mapping[str, int | None]
 
 
-def check_batch_axis(batch_axis: Any) -> None:
+def check_batch_axis(batch_axis: object) -> None:
     """Raises ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
     axes = [a for a in batch_axis.values() if a is not None] if isinstance(batch_axis, Mapping) else [batch_axis]
     patterns = list(batch_axis) if isinstance(batch_axis, Mapping) else []

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-Array = Any
+from autopar.jax_types import Array
 
 
 @dataclass(frozen=True, slots=True)

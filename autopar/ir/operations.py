@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
+
+from autopar.jax_types import Params
 
 PREFIX = "ap."
 
@@ -31,7 +33,7 @@ PASSES = (
 )
 
 #: Parameters of an equation -> how many operands are of a group.
-Count = Callable[[Mapping[str, Any]], int]
+Count = Callable[[Params], int]
 #: All operands that are left.
 REST = -1
 
@@ -54,7 +56,7 @@ class Operation:
     groups: Mapping[str, int | Count]
     takes_padding: bool = False
 
-    def split(self, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
+    def split(self, params: Params, operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
         """Returns operands (of any kind: atoms, arrays) by group."""
         parts, start = {}, 0
         for name, count in self.groups.items():
@@ -179,7 +181,7 @@ OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def split(op: str, params: Mapping[str, Any], operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
+def split(op: str, params: Params, operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
     """Returns the operands of one of our operations, by group."""
     return OPERATIONS[op].split(params, operands)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
 
-def path_name(path: Sequence[Any]) -> str:
+def path_name(path: Sequence[object]) -> str:
     """Returns a pytree path as text."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 

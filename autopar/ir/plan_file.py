@@ -9,10 +9,11 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 from autopar.errors import PlanError
 from autopar.ir.typed_json import MalformedError, from_json, to_json
+from autopar.jax_types import Pytree
 
 FORMAT, VERSION = "autopar plan", 1
 #: What plans once said, and say no more.
@@ -26,13 +27,20 @@ _LINE = 100
 T = TypeVar("T")
 
 
-def plan_text(made: Any) -> str:
+@runtime_checkable
+class Readable(Protocol):
+    """A path of any kind: on a disk, or in an object store."""
+
+    def read_text(self, encoding: str | None = None) -> str: ...
+
+
+def plan_text(made: Pytree) -> str:
     """Returns what a dataclass's file holds."""
     text = json.dumps({"format": FORMAT, "version": VERSION, "plan": to_json(made)}, indent=2, ensure_ascii=False)
     return _FLAT.sub(_on_one_line, _FLAT.sub(_on_one_line, text)) + "\n"
 
 
-def write_plan(path: str | Path, made: Any) -> None:
+def write_plan(path: str | Path, made: Pytree) -> None:
     """Writes a dataclass to a file, all or nothing.
 
     Raises:
@@ -56,7 +64,7 @@ def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:
-        place: Any = path if hasattr(path, "read_text") else Path(path)
+        place = path if isinstance(path, Readable) else Path(path)
         contents = json.loads(place.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: the plan can't be read: {error.strerror}") from error

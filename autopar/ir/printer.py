@@ -6,14 +6,14 @@ Variables are numbered in the order of their appearance, so equal programs print
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.program import ArrayType, Atom, Block, Literal, Program, Var
+from autopar.jax_types import Leaf, Params
 
 _HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "weak_type"}
 
@@ -49,7 +49,7 @@ def format_block(block: Block, names: dict[Var, str] | None = None, indent: str 
 
 
 @jax_compat.outside_traces()
-def digest_of(value: Any) -> str:
+def digest_of(value: Leaf) -> str:
     """Returns a digest of an array's elements, those that this process has."""
     if jax_compat.is_key(value.dtype):
         value = jax.random.key_data(value)
@@ -61,7 +61,7 @@ def digest_of(value: Any) -> str:
     return made.hexdigest()
 
 
-def block_text(block: Block, digest: Callable[[Any], str | None] = digest_of) -> list[str]:
+def block_text(block: Block, digest: Callable[[object], str | None] = digest_of) -> list[str]:
     """Returns a text that blocks have in common only if they compute the same of their inputs, whenever they were
     traced.
 
@@ -101,12 +101,12 @@ def _is_shown(atom: Literal) -> bool:
     return not (isinstance(atom.value, jax.Array) and atom.value.is_deleted())
 
 
-def _params(params: Mapping[str, Any]) -> str:
+def _params(params: Params) -> str:
     shown = [f"{k}={_value(v)}" for k, v in sorted(params.items()) if k not in _HIDDEN and v is not None]
     return f"[{', '.join(shown)}]" if shown else ""
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
         return np.dtype(value).name
     if callable(value):

@@ -14,11 +14,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
+from jax.extend.core import Primitive
 
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import AnyType, Dtype, Leaf, Params
 
 if TYPE_CHECKING:  # they are made of programs
     from autopar.ir.local import LocalFacts, OncePerRow
@@ -26,13 +28,14 @@ if TYPE_CHECKING:  # they are made of programs
     from autopar.ir.rowspace import Refusal, RowFacts, RowIds
     from autopar.ir.served import ServedStep
     from autopar.ir.stages import Stages
+    from autopar.ir.trace import Origin
 
 Found = TypeVar("Found")
 
 _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c", "bool": "bool"}
 
 
-def short_dtype(dtype: Any) -> str:
+def short_dtype(dtype: Dtype) -> str:
     """Returns `f32` for `float32`: dtypes in the way jaxprs print them."""
     name = str(np.dtype(dtype).name) if not hasattr(dtype, "_impl") else str(dtype)
     stem = name.rstrip("0123456789")
@@ -44,7 +47,7 @@ class ArrayType:
     """Shape and dtype of a value. `weak_type` is JAX's: a Python scalar's dtype, which yields to others."""
 
     shape: tuple[int, ...]
-    dtype: Any
+    dtype: Dtype
     weak_type: bool = False
 
     @property
@@ -93,14 +96,14 @@ Type = ArrayType | RouteType | OpaqueType
 class _Typed:
     __slots__ = ()
 
-    type: Any
+    type: AnyType
 
     @property
     def shape(self) -> tuple[int, ...]:
         return getattr(self.type, "shape", ())
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return getattr(self.type, "dtype", None)
 
 
@@ -108,18 +111,18 @@ class _Typed:
 class Var(_Typed):
     """A value, defined once: by an equation or as a block's input. Compared by identity."""
 
-    type: Any
+    type: AnyType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Literal(_Typed):
     """A constant: a scalar written in the program, or an array that the step closes over."""
 
-    value: Any
-    type: Any
+    value: Leaf
+    type: AnyType
 
     @staticmethod
-    def scalar(value: Any, dtype: Any) -> Literal:
+    def scalar(value: Leaf, dtype: Dtype) -> Literal:
         """Returns a number of a dtype."""
         return Literal(np.asarray(value, dtype), ArrayType((), dtype))
 
@@ -128,7 +131,7 @@ class Literal(_Typed):
         return getattr(self.type, "shape", ())
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return getattr(self.type, "dtype", None)
 
 
@@ -187,14 +190,14 @@ class Equation:
     op: str
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
-    params: Mapping[str, Any] = field(default_factory=dict)
+    params: Params = field(default_factory=dict)
     bodies: tuple[Block, ...] = ()
-    primitive: Any = None
-    original: Mapping[str, Any] | None = None
+    primitive: Primitive | None = None
+    original: Params | None = None
     effects: bool = False
-    context: Any = None
-    info: Any = None
-    origin: Any = None
+    context: object = None
+    info: object = None
+    origin: Origin | None = None
 
     @property
     def source(self) -> Source | None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-
-Array = Any
+from autopar.jax_types import Array, Dtype
 
 
 def _once(value: Array, count: Array) -> Array:
@@ -40,10 +38,10 @@ class Reducer:
     """
 
     joined: str
-    reduce: Callable[[Array, Any], Array]
+    reduce: Callable[[Array, tuple[int, ...]], Array]
     neutral: Callable[[np.dtype], np.ndarray]
     repeated: Callable[[Array, Array], Array] = _once
-    across: Callable[[Array, Any], Array] | None = None
+    across: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:
         """Joins two results: of NumPy arrays in NumPy."""
@@ -91,6 +89,6 @@ REDUCERS: Mapping[str, Reducer] = {
 REDUCTION_PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in REDUCERS}
 
 
-def neutral(name: str, dtype: Any) -> np.ndarray:
+def neutral(name: str, dtype: Dtype) -> np.ndarray:
     """Returns what a reduction of elements of a dtype leaves as it is, in that dtype and without axes."""
     return REDUCERS[name].neutral(np.dtype(dtype))

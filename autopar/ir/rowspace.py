@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from autopar import jax_compat
 from autopar.ir.program import Atom, Equation, Program, Source, Var
+from autopar.jax_types import Dtype, Leaf
 
 
 @dataclass(frozen=True, slots=True)
 class Const:
     """Off the touched rows the value is this scalar everywhere."""
 
-    value: Any
+    value: Leaf
 
     @property
     def is_zero(self) -> bool:
@@ -46,7 +47,7 @@ class Same:
     """Off the touched rows the value is the old value of a state leaf (in whatever float that holds it exactly)."""
 
     leaf: int
-    dtype: Any
+    dtype: Dtype
 
     def __str__(self) -> str:
         return "unchanged"

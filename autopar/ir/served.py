@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.program import Block
+from autopar.jax_types import Array, Leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Piece:
     start: int
     stop: int
 
-    def of(self, array: Any) -> Any:
+    def of(self, array: Leaf) -> Leaf:
         """Returns this part of the whole."""
         return array[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
@@ -120,13 +120,13 @@ class ServedStep:
         """Returns the leaf that a number stands for, or a piece of which."""
         return self.pieces[number].leaf if number in self.pieces else number
 
-    def kept(self, number: int, leaves: Sequence[Any]) -> Any:
+    def kept(self, number: int, leaves: Sequence[Leaf]) -> Leaf:
         """Returns what a server keeps by a number, of the step's flat arguments."""
         return self.pieces[number].of(leaves[self.pieces[number].leaf]) if number in self.pieces else leaves[number]
 
-    def whole_leaves(self, kept: Mapping[int, Any]) -> dict[int, Any]:
+    def whole_leaves(self, kept: Mapping[int, Leaf]) -> dict[int, Leaf]:
         """Returns leaves by number of the step's input, of what servers keep: pieces are put together."""
-        cut: dict[int, list[Any]] = {}
+        cut: dict[int, list[Array]] = {}
         for number in sorted(kept.keys() & self.pieces.keys()):
             cut.setdefault(self.pieces[number].leaf, []).append(kept[number])
         axes = {piece.leaf: piece.axis for piece in self.pieces.values()}
@@ -134,6 +134,6 @@ class ServedStep:
         return {k: x for k, x in kept.items() if k not in self.pieces} | joined
 
 
-def _concatenated(parts: Sequence[Any], axis: int) -> Any:
+def _concatenated(parts: Sequence[Leaf], axis: int) -> Leaf:
     is_numpy = all(isinstance(x, np.ndarray) for x in parts)
     return np.concatenate(parts, axis) if is_numpy else jnp.concatenate(parts, axis)

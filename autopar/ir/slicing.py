@@ -19,7 +19,7 @@ def eliminate_dead(
     """Returns the block with its live outputs only, and which inputs it still reads (all inputs are kept).
 
     Args:
-      block: Any block.
+      block: A block.
       live: Which outputs are wanted; all by default.
       effects: Whether effects are live by themselves. They are not in a second copy of a block.
     """

@@ -7,8 +7,8 @@ crosses segments; the first match wins.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
 from typing import Literal as Choice
+from typing import NamedTuple
 
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.paths import matches
@@ -88,7 +88,7 @@ def without_hosts(strategy: Strategy) -> Strategy:
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
 
 
-def check_choices(strategy: Any, sparse: Any, donate: Any, results: Any = None) -> None:
+def check_choices(strategy: object, sparse: object, donate: object, results: object = None) -> None:
     """Checks what a user chose.
 
     Raises:

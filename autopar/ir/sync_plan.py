@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NewType
 
 from autopar.ir.figures import wire_bytes
+
+#: The number of a fragment of the weights: dicts by fragments and by inputs of a step can't be confused.
+FragmentIndex = NewType("FragmentIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +76,11 @@ class SyncPlan:
         )
         return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
 
-    def due(self, step: int) -> Sequence[int]:
+    def due(self, step: int) -> Sequence[FragmentIndex]:
         """Returns the fragments whose mean is taken after a step, which are counted from 1."""
         distance = self.every // len(self.fragments)
-        return [k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0]
+        due = (k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0)
+        return [FragmentIndex(k) for k in due]
 
 
 @dataclass(frozen=True, slots=True)

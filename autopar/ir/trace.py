@@ -12,15 +12,17 @@ import functools
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from jax.extend.core import JaxprEqn
 
 from autopar import jax_compat
 from autopar.collection import paused_collection
 from autopar.errors import is_library
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, OpaqueType, Source, Type, Var
+from autopar.jax_types import AnyJaxpr, Leaf
 
 
-def type_of(aval: Any) -> Type:
+def type_of(aval: Leaf) -> Type:
     """Returns the type of an abstract value."""
     if hasattr(aval, "shape") and hasattr(aval, "dtype") and type(aval).__name__ == "ShapedArray":
         return ArrayType(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
@@ -28,7 +30,7 @@ def type_of(aval: Any) -> Type:
 
 
 @paused_collection()
-def block_of(jaxpr: Any) -> Block:
+def block_of(jaxpr: AnyJaxpr) -> Block:
     """Copies a (closed) jaxpr into a Block."""
     return _block(jax_compat.lowered(jaxpr), ())
 
@@ -37,7 +39,7 @@ def block_of(jaxpr: Any) -> Block:
 class Origin:
     """Source infos of an equation and of the calls it was inlined from, innermost first."""
 
-    infos: tuple[Any, ...]
+    infos: tuple[object, ...]
 
     @functools.cached_property
     def source(self) -> Source | None:
@@ -63,7 +65,7 @@ def _shown(file: str) -> str:
     return cell[1] if cell else file
 
 
-def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:
+def _block(jaxpr: AnyJaxpr, outer: tuple[JaxprEqn, ...]) -> Block:
     jaxpr, consts = jax_compat.open_jaxpr(jaxpr)
     inputs = tuple(Var(type_of(v.aval)) for v in jaxpr.invars)
     equations: list[Equation] = []
@@ -72,13 +74,17 @@ def _block(jaxpr: Any, outer: tuple[Any, ...]) -> Block:
 
 
 def _run(
-    jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], equations: list[Equation], outer: tuple[Any, ...]
+    jaxpr: AnyJaxpr,
+    consts: Sequence[Leaf],
+    inputs: Sequence[Atom],
+    equations: list[Equation],
+    outer: tuple[JaxprEqn, ...],
 ) -> Sequence[Atom]:
     """Appends the equations of an open jaxpr; returns its outputs."""
-    env: dict[Any, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
+    env: dict[object, Atom] = {v: Literal(c, type_of(v.aval)) for v, c in zip(jaxpr.constvars, consts, strict=True)}
     env.update(zip(jaxpr.invars, inputs, strict=True))
 
-    def read(atom: Any) -> Atom:
+    def read(atom: object) -> Atom:
         if isinstance(atom, jax_compat.JaxLiteral):
             return Literal(jax_compat.literal_value(atom), type_of(atom.aval))
         return env[atom]
@@ -98,7 +104,7 @@ def _run(
     return [read(a) for a in jaxpr.outvars]
 
 
-def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equation:
+def _equation(eqn: JaxprEqn, operands: Sequence[Atom], outer: tuple[JaxprEqn, ...]) -> Equation:
     primitive, params = eqn.primitive, eqn.params
     name = primitive.name
     infos = (eqn.source_info, *(e.source_info for e in outer))
@@ -106,7 +112,7 @@ def _equation(eqn: Any, operands: Sequence[Atom], outer: tuple[Any, ...]) -> Equ
     library = [k for k, e in enumerate(outer) if is_library(_defined_in(jax_compat.call_body(e)))]
     if library:
         infos = infos[library[-1] + 1 :]
-    bodies: Sequence[Any] = ()
+    bodies: Sequence[AnyJaxpr] = ()
     original = params
     if name == "scan":
         consts, carry = jax_compat.scan_counts(params)
@@ -172,5 +178,5 @@ def _file_of(text: str) -> str:
     return text.rpartition(" at ")[2].rpartition(":")[0]
 
 
-def _defined_in(body: Any) -> str:
+def _defined_in(body: AnyJaxpr) -> str:
     return _file_of(jax_compat.body_file(body)) if body is not None else ""

@@ -12,16 +12,19 @@ import operator
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any
 
 from autopar.errors import ArgumentsError
+from autopar.jax_types import Json
+
+#: What else a file holds, and its name in messages.
+_KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 class MalformedError(ValueError):
     """Says what is wrong, and where in the data."""
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: Json) -> Json:
     """Returns a value as JSON has it, without fields that aren't `saved`, by their metadata."""
     if dataclasses.is_dataclass(value):
         kept = (f for f in dataclasses.fields(value) if f.metadata.get("saved", True))
@@ -35,15 +38,15 @@ def to_json(value: Any) -> Any:
     return operator.index(value)
 
 
-def from_json(kind: Any, value: Any, where: str) -> Any:
+def from_json(kind: object, value: Json, where: str) -> Json:
     """Returns a value of a type, of what JSON made of it. `where`: what messages call it.
 
     Raises:
       MalformedError: it is none of that type.
     """
-    if kind is Any:
+    if kind is Json:
         return value
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return _fields(kind, value, where)
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):  # with None
@@ -59,14 +62,14 @@ def from_json(kind: Any, value: Any, where: str) -> Any:
     if origin in (collections.abc.Mapping, dict):
         items = value if isinstance(value, dict) else _fail("an object", value, where)
         return {key: from_json(parts[1], x, f"{where}.{key}") for key, x in items.items()}
-    assert kind in (bool, int, float, str), f"{where}: no file holds a {kind}"
+    assert kind in _KINDS, f"{where}: no file holds a {kind}"
     accepted = (int, float) if kind is float else (kind,)
     if type(value) not in accepted:
-        _fail({bool: "true or false", int: "a whole number", float: "a number", str: "a text"}[kind], value, where)
+        _fail(_KINDS[kind], value, where)
     return value
 
 
-def _fields(kind: Any, value: Any, where: str) -> Any:
+def _fields(kind: type[Json], value: Json, where: str) -> Json:
     values = value if isinstance(value, dict) else _fail("an object", value, where)
     hints, fields = typing.get_type_hints(kind), dataclasses.fields(kind)
     for key in values:
@@ -83,5 +86,5 @@ def _fields(kind: Any, value: Any, where: str) -> Any:
         raise MalformedError(f"{where}: {error}") from error
 
 
-def _fail(wanted: str, value: Any, where: str) -> typing.NoReturn:
+def _fail(wanted: str, value: Json, where: str) -> typing.NoReturn:
     raise MalformedError(f"{where} is {wanted}, not {json.dumps(value, default=str)[:40]}")

@@ -13,7 +13,7 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
     """Raises AssertionError, naming the equation, unless the program is well formed.
 
     Args:
-      program: Any.
+      program: The program.
       verified: A block that is known to be: a pass that only says something of the program leaves it as it is.
       after: The pass that has made it, which says what may be written in it.
     """

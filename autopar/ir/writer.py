@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +14,7 @@ from autopar import jax_compat
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.trace import block_of
+from autopar.jax_types import AnyType, Params, Pytree
 
 #: Of zeros these make zeros.
 _KEEPS_ZERO = frozenset(
@@ -40,8 +40,8 @@ class Writer:
         self,
         op: str,
         inputs: Sequence[Atom],
-        type_: Any,
-        params: Mapping[str, Any] | None = None,
+        type_: AnyType,
+        params: Params | None = None,
         bodies: tuple[Block, ...] = (),
     ) -> Var:
         """Appends an operation of ours; returns its result."""
@@ -81,7 +81,7 @@ class ZeroWriter(Writer):
 
 
 def expand(
-    fun: Callable[..., Any], like: Equation, atoms: Sequence[Atom], output: Var | None = None, *, again: bool = False
+    fun: Callable[..., Pytree], like: Equation, atoms: Sequence[Atom], output: Var | None = None, *, again: bool = False
 ) -> list[Equation]:
     """Returns the equations of `fun(*atoms)`, with the line and context of `like`.
 
@@ -105,7 +105,7 @@ def expand(
 
 
 @functools.lru_cache(maxsize=256)
-def _traced(fun: Callable[..., Any], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
+def _traced(fun: Callable[..., Pytree], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
     return eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))[
         0
     ]  # a scatter of no updates leaves ids that none reads

@@ -55,6 +55,7 @@ from typing import Any
 from autopar.errors import LaunchError
 from autopar.ir.cluster import Device, Link
 from autopar.ir.typed_json import MalformedError, from_json
+from autopar.jax_types import Json
 
 #: What `measured` may name: collectives on the devices, and between ranks MPI's, in rings, and beside programs.
 DEVICE_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
@@ -239,7 +240,7 @@ def _read_resources(path: Path, text: str) -> list[Host]:
     return hosts
 
 
-def format_toml(values: Mapping[str, Any], name: str = "") -> str:
+def format_toml(values: Mapping[str, Json], name: str = "") -> str:
     """Returns the text of nested mappings of texts and finite or infinite numbers; read again it is the same.
 
     Keys are made of letters, digits and underscores. Empty tables are left out. `name`: of the table that they are.
@@ -255,5 +256,5 @@ def _format_value(value: str | int | float) -> str:
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f") if isinstance(value, str) else repr(value)
 
 
-def _is_whole(value: Any, least: int) -> bool:
+def _is_whole(value: object, least: int) -> bool:
     return type(value) is int and value >= least

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from autopar import errors, jax_compat
 from autopar.errors import ArgumentsError, AutoparError, LaunchError
+from autopar.jax_types import Json
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import World, world
@@ -58,7 +59,7 @@ def before_waiting(call: Callable[[Group], None]) -> None:
         _before_waiting.append(call)
 
 
-def _as_it_is(value: Any) -> Any:
+def _as_it_is(value: Json) -> Json:
     return value
 
 
@@ -117,7 +118,7 @@ class Group(abc.ABC):
         """Gives what messages call the process at this place among them."""
         return f"{self.noun} {self.members[number]}"
 
-    def values(self, value: Any, about: str) -> list[Any]:
+    def values(self, value: Json, about: str) -> list[Json]:
         """Asks each process for a value that JSON holds; gives them in their order. Collective."""
         sent = self.gather(json.dumps(value).encode(), about)
         return self._read(sent, about, lambda data: read_json(data, value))
@@ -127,7 +128,7 @@ class Group(abc.ABC):
         sent = self.gather(b"".join(x.tobytes() for x in own), about)
         return self._read(sent, about, lambda data: read_arrays(data, own))
 
-    def first(self, value: Any, about: str) -> Any:
+    def first(self, value: Json, about: str) -> Json:
         """Takes the first process's value, which JSON holds: all must choose by the same figures. Collective."""
         return self.values(value, about)[0]
 
@@ -147,7 +148,7 @@ class Group(abc.ABC):
             one of autopar's, else of `kind`.
         """
         own: Exception | None = None
-        result: Any = None
+        result: Json = None
         try:
             result = work()
         except Exception as error:
@@ -178,7 +179,7 @@ class Group(abc.ABC):
         """
         failure: AutoparError | None = None
 
-        def lead() -> list[Any]:
+        def lead() -> list[Json]:
             nonlocal failure
             try:
                 return [None, work() if self.rank == 0 else None]
@@ -234,7 +235,7 @@ class MpiGroup(Group):
         if self.several:
             self.comm.Bcast(array.reshape(-1).view(np.uint8), root=source)  # MPI doesn't know all dtypes
 
-    def objects(self, value: Any, about: str) -> list[Any]:
+    def objects(self, value: Json, about: str) -> list[Json]:
         """Asks each rank for an object that can be pickled; gives them in their order. Collective."""
         return [pickle.loads(data) for data in self.gather(pickle.dumps(value), about)]
 
@@ -346,7 +347,7 @@ class StoreGroup(Group):
         raise AssertionError("itertools.count doesn't end")
 
 
-def odd_one(values: Sequence[Any]) -> int | None:
+def odd_one(values: Sequence[object]) -> int | None:
     """Returns the place of the first value that isn't like the first one; None if all are alike."""
     return next((k for k, value in enumerate(values) if value != values[0]), None)
 
@@ -407,7 +408,7 @@ def text_of(error: Exception) -> str:
     return str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
 
 
-def read_outcome(value: Any) -> tuple[Failure | None, Any]:
+def read_outcome(value: Json) -> tuple[Failure | None, Json]:
     """Reads the failure of a process's work, or None, and what the work returned."""
     match value:
         case [None, result]:
@@ -417,7 +418,7 @@ def read_outcome(value: Any) -> tuple[Failure | None, Any]:
     raise ValueError("it says neither what was found nor which error it was")
 
 
-def read_json(data: bytes, like: Any) -> Any:
+def read_json(data: bytes, like: Json) -> Json:
     """Reads a value of the same kind as another one: an object, a list, a text, or anything else."""
     value = json.loads(data)
     kinds = ((dict, dict), (list, (list, tuple)), (str, str))

@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from autopar.jax_types import Leaf, Request
+
 #: What a process does: it computes (or runs the user's code), it waits for other ranks, for servers, which answer as
 #: long as their process is there, it compiles a program, for which no time can be foreseen, or, a dedicated server, it
 #: serves: it has nothing to do until somebody asks.
@@ -74,7 +76,7 @@ class Progress:
         self._page: mmap.mmap | None = None
         self._flags = 0
         #: Of programs that were dispatched and may be under way: a result, and the ranks that they need.
-        self._under_way: tuple[tuple[Any, range], ...] = ()
+        self._under_way: tuple[tuple[Request, range], ...] = ()
         #: Whether there is a watchdog, which asks what is `seen`.
         self.watched = False
 
@@ -112,7 +114,7 @@ class Progress:
     def last(self) -> Mark:
         return self._last
 
-    def dispatched(self, result: Any, needs: range = ANYBODY) -> None:
+    def dispatched(self, result: Leaf, needs: range = ANYBODY) -> None:
         """Says that a program is under way. `result`: a `jax.Array` that it makes, and nobody else has: a small one."""
         if self.watched:
             self._under_way = (*self._unfinished(), (result, needs))
@@ -148,7 +150,7 @@ class Progress:
             PAGE.pack_into(self._page, 0, self._flags, *PAGE.unpack_from(self._page, 0)[1:])
 
 
-def _is_ready(result: Any) -> bool:
+def _is_ready(result: Leaf) -> bool:
     """Returns whether an array is there. One that is gone counts: its backend is."""
     try:
         return result.is_ready()

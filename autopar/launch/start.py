@@ -23,13 +23,14 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
 from autopar import jax_compat
 from autopar.errors import LaunchError
 from autopar.interrupts import SIGNALS
+from autopar.jax_types import Comm
 from autopar.launch.binding import bind
 from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
@@ -382,7 +383,7 @@ def serve(heartbeat: Heartbeat) -> NoReturn:
 _NAMES = "/dev/shm/mpich_shm_"
 
 
-def unlink_segments(comm: Any, maps: Path = Path("/proc/self/maps")) -> None:
+def unlink_segments(comm: Comm, maps: Path = Path("/proc/self/maps")) -> None:
     """Removes the names of what this process has mapped of that. Collective.
 
     Args:

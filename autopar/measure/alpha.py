@@ -7,7 +7,6 @@ which only the shapes are known, the number of ids is an upper bound. Parallax (
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -21,6 +20,7 @@ from autopar.ir.figures import Alpha, RowGrowth
 from autopar.ir.program import Block, Equation, Program
 from autopar.ir.rowspace import RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
+from autopar.jax_types import Leaf
 from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
 
@@ -28,7 +28,7 @@ from autopar.tables.kinds import materialize
 _MOVES = those_that(lambda p: p.moves) | {"select_n"}
 
 
-def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int = 1) -> Alpha:
+def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int = 1) -> Alpha:
     """Measures alpha of one family: of all devices together (the union), and of one. `leaves`: as in `example_ids`."""
     ids: RowIds = program.ids[space.family]
     ids_of_examples = example_ids(program, ids, leaves)
@@ -67,7 +67,7 @@ def rows_together(requested: Sequence[np.ndarray], n: int) -> float:
     return float(np.mean([np.unique(np.concatenate(group)).size for group in groups]))
 
 
-def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> list[np.ndarray] | None:
+def example_ids(program: Program, ids: RowIds, leaves: Sequence[Leaf] | None) -> list[np.ndarray] | None:
     """Returns the flat ids of a family in an example, int32; None where they aren't known. Collective for global
     leaves.
 
@@ -76,14 +76,14 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Any] | None) -> 
     return None if leaves is None else id_reader(program, ids)(leaves)
 
 
-def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Any]], list[np.ndarray] | None]:
+def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
     """Compiles `example_ids` of one family, once for many examples."""
     block, used = id_program(program, ids)
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
     has_effects = any(e.effects for e in block.walk())
 
-    def read(leaves: Sequence[Any]) -> list[np.ndarray] | None:
+    def read(leaves: Sequence[Leaf]) -> list[np.ndarray] | None:
         needed = [x for x, u in zip(leaves, used, strict=True) if u]
         if has_effects or any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed):
             return None

@@ -24,6 +24,7 @@ from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
 from autopar.cost.rates import Rates, planned_rates
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.measure import loops
 from autopar.measure.budget import AT_FIRST_S, Budget
 from autopar.measure.cache import Advance, cache_file, measuring, write_cache
@@ -205,7 +206,6 @@ def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Pr
 # whole step nothing waits in a cache, and threads wait for each other: what a loop of one operation takes says little
 # of it.
 
-Array = Any
 Step = Callable[[Any, Any], tuple[Any, Array]]
 #: Gives the planned form of a step by a method.
 StepPlanner = Callable[[Step, str], Any]
@@ -273,10 +273,10 @@ class WholeSteps:
         return seconds["step"] - seconds["base"]
 
 
-def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
+def _dense_step(state: Pytree, ids: Array) -> tuple[Pytree, Array]:
     """Trains a chain of square matrices, beside the table."""
 
-    def loss_fn(dense: Any) -> Array:
+    def loss_fn(dense: Leaf) -> Array:
         x = ids[:, None].astype(jnp.float32) * 1e-6 * jnp.ones((1, dense[0].shape[0]))
         for w in dense:
             x = jnp.tanh(x @ w + x)
@@ -285,16 +285,16 @@ def _dense_step(state: Any, ids: Array) -> tuple[Any, Array]:
     return _trained(state, ids, jax.grad(loss_fn)(state["dense"]))
 
 
-def _perceptron(state: Any, batch: Any) -> tuple[Any, Array]:
+def _perceptron(state: Pytree, batch: Pytree) -> tuple[Pytree, Array]:
 
-    def loss_fn(dense: Any) -> Array:
+    def loss_fn(dense: Leaf) -> Array:
         y = jax.nn.relu(batch["x"] @ dense[0]) @ dense[1]
         return jnp.mean((y - batch["x"]) ** 2)
 
     return _trained(state, batch["ids"], jax.grad(loss_fn)(state["dense"]))
 
 
-def _trained(state: Any, ids: Array, grads: Any) -> tuple[Any, Array]:
+def _trained(state: Pytree, ids: Array, grads: Pytree) -> tuple[Pytree, Array]:
     """Updates the table by `_step`, dense parameters by Adagrad on their gradients, clipped by their norm."""
     new_state, loss = _step({k: state[k] for k in ("table", "slot")}, ids)
     scale = jnp.minimum(1.0, jax.lax.rsqrt(sum(jnp.sum(g * g) for g in grads)))
@@ -304,7 +304,7 @@ def _trained(state: Any, ids: Array, grads: Any) -> tuple[Any, Array]:
     return {**new_state, "dense": dense, "slots": slots}, loss
 
 
-def _with_dense(shapes: list[tuple[int, int]]) -> Any:
+def _with_dense(shapes: list[tuple[int, int]]) -> Pytree:
     dense, slots = ([jnp.full(shape, x, jnp.float32) for shape in shapes] for x in (1e-3, 1.0))
     return {**_table(), "dense": dense, "slots": slots}
 
@@ -333,11 +333,11 @@ def _times(steps: Mapping[str, Timed], devices: Devices) -> dict[str, float]:
     return {name: min(seconds) for name, seconds in timed.items()}
 
 
-def _table() -> Any:
+def _table() -> Pytree:
     return {"table": jnp.ones((_ROWS, _WIDTH)), "slot": jnp.ones((_ROWS, _WIDTH))}
 
 
-def _step(state: Any, ids: Array) -> tuple[Any, Array]:
+def _step(state: Pytree, ids: Array) -> tuple[Pytree, Array]:
     """Updates by Adagrad on the sum of squares of some rows, clipped by its norm."""
     loss, g = jax.value_and_grad(lambda table: jnp.sum(table[ids] ** 2))(state["table"])
     g = g * jnp.minimum(1.0, 1.0 / jnp.sqrt(jnp.sum(g * g)))

@@ -22,6 +22,7 @@ from autopar.backends.devices import Devices
 from autopar.cost.collectives import Reductions, fit_collective, reductions
 from autopar.errors import ArgumentsError, AutoparError
 from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
+from autopar.jax_types import Comm, Json, Pytree
 from autopar.launch.cluster_file import DEVICE_COLLECTIVES, RANK_COLLECTIVES, format_toml, read_cluster
 from autopar.launch.group import Group, MpiGroup, everyone
 from autopar.measure.budget import Budget
@@ -101,7 +102,7 @@ class Cluster(ClusterSpec):
         return Cluster.of_dict({"name": Path(path).name, **fields}, like, str(path))
 
     @staticmethod
-    def of_dict(values: Mapping[str, Any], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
+    def of_dict(values: Mapping[str, Json], like: Cluster | None = None, where: str = "a cluster") -> Cluster:
         """Makes a cluster of the mappings that `as_dict` returns.
 
         Args:
@@ -436,7 +437,7 @@ def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, lis
     return points
 
 
-def _reduced_s(exchange: Exchange, comm: Any, compute: Callable[..., jax.Array], size: int) -> dict[str, float]:
+def _reduced_s(exchange: Exchange, comm: Comm, compute: Callable[..., jax.Array], size: int) -> dict[str, float]:
     """Measures the seconds of sums of so many bytes; `compute`: multiplies matrices, so often."""
     array = np.ones(size // 4, np.float32)
     memory = np.empty(exchange.packed_bytes([array]), np.uint8)
@@ -457,7 +458,7 @@ def _reduced_s(exchange: Exchange, comm: Any, compute: Callable[..., jax.Array],
     return seconds
 
 
-def _sent_s(exchange: Exchange, comm: Any, size: int) -> dict[str, float]:
+def _sent_s(exchange: Exchange, comm: Comm, size: int) -> dict[str, float]:
     """Measures the seconds of so many bytes of rows from each rank to each other one."""
     count = size // 4 // _WIDTH
     requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
@@ -469,7 +470,7 @@ def _products(x: jax.Array, count: jax.Array) -> jax.Array:
     return jax.lax.fori_loop(0, count, lambda _, y: (x @ y) * (1 / _BESIDE_LENGTH), x)
 
 
-def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
+def _added_seconds(comm: Comm, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
     """Measures how many seconds longer a program takes with one run beside it than alone."""
 
     def both() -> None:
@@ -480,7 +481,7 @@ def _added_seconds(comm: Any, program: Callable[[], jax.Array], run: Callable[[b
     return max(_seconds(comm, both) - _seconds(comm, lambda: program().block_until_ready()), _LEAST_S)
 
 
-def _seconds(comm: Any, run: Callable[[], Any]) -> float:
+def _seconds(comm: Comm, run: Callable[[], Pytree]) -> float:
     """Measures the seconds of one run, on the slowest rank; the fastest of some rounds."""
 
     def turns(count: int) -> float:

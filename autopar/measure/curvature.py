@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Array = Any
+from autopar.jax_types import Array
+
 #: Products with the Jacobian at most, and the relative change of the eigenvalue that ends them.
 _PRODUCTS, _TOLERANCE = 64, 1e-3
 

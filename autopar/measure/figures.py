@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from autopar.cost.rates import Curve, Rates, RowRate
 from autopar.ir.strategy import METHODS
+from autopar.jax_types import Leaf
 from autopar.measure.loops import undisturbed
 
 #: Figure -> where it was measured (bytes, ids, a method) -> seconds. What a file holds.
@@ -44,7 +44,7 @@ def rates_of_figures(figures: Figures, assumed: Rates) -> Rates:
     measured at fewer than two sizes, or not of all methods.
     """
     points = {name: _by_size(figures, name) for name in (*_CURVES, *_ROW_RATES, "update")}
-    found: dict[str, Any] = {name: _curve(points[name], getattr(assumed, name)) for name in _CURVES}
+    found: dict[str, Leaf] = {name: _curve(points[name], getattr(assumed, name)) for name in _CURVES}
     found |= {name: _row_rate(points[name], getattr(assumed, name)) for name in _ROW_RATES}
     found["update"] = _curve(points["update"], found["walk"]) if points["update"] else None
     missing = [name for name, measured in points.items() if len(measured) < 2]

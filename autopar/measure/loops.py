@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,7 @@ import numpy as np
 from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.watched import jit_on
-
-Array = Any
+from autopar.jax_types import Array
 
 _TARGET_S, _RUNS = 0.008, 6
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from autopar.backends.devices import Devices
 from autopar.cost.rates import Rates, StageRates
 from autopar.ir.program import Program
+from autopar.jax_types import Leaf
 from autopar.measure.alpha import example_ids
 
 
@@ -55,7 +55,7 @@ def memory_of(devices: Devices) -> int | None:
 NOWHERE = Machine()
 
 
-def looked_up(program: Program, example: Sequence[Any] | None) -> dict[int, Sequence[np.ndarray]]:
+def looked_up(program: Program, example: Sequence[Leaf] | None) -> dict[int, Sequence[np.ndarray]]:
     """Maps families to the flat ids that an example batch looks up, where they are known.
 
     `example`: flat arguments; None (or a shape, or a tracer) for those whose values aren't known.

@@ -19,6 +19,7 @@ from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch
 from autopar.cost.rates import StageRates, planned_stage_rates
 from autopar.ir.program import Block, Var
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import StoreGroup
 from autopar.launch.notices import LOG
 from autopar.measure.budget import AT_FIRST_S, Budget
@@ -31,7 +32,7 @@ _SIDE = 512
 _WALKED, _BYTES = 1 << 26, 1 << 24
 _RUNS = 5
 
-_known: dict[tuple[Any, ...], StageRates] = {}
+_known: dict[tuple[Leaf, ...], StageRates] = {}
 
 
 def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
@@ -69,7 +70,7 @@ def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: 
     return rates.scaled(max(seconds - rates.call_s, 0.0) / max(predicted - rates.call_s, 1e-12))
 
 
-def _example(var: Var) -> Any:
+def _example(var: Var) -> Leaf:
     if jax_compat.is_key(var.dtype):
         return jnp.zeros(var.shape, var.dtype)
     return jnp.full(var.shape, 0.01 if jax_compat.is_float(var.dtype) else 0, var.dtype)
@@ -121,7 +122,7 @@ def _message_seconds(ranks: Sequence[int]) -> float:
     return _seconds(swap)
 
 
-def _seconds(run: Callable[[], Any]) -> float:
+def _seconds(run: Callable[[], Pytree]) -> float:
     """Measures the median of some runs: a step meets what disturbs them, too."""
     jax.block_until_ready(run())
     seconds = []
@@ -132,5 +133,5 @@ def _seconds(run: Callable[[], Any]) -> float:
     return statistics.median(seconds)
 
 
-def _own(devices: Iterable[Any]) -> list[Any]:
+def _own(devices: Iterable[Any]) -> list[Leaf]:
     return [device for device in devices if device.process_index == jax.process_index()]

@@ -30,6 +30,7 @@ import ml_dtypes
 import numpy as np
 
 from autopar.errors import ArgumentsError
+from autopar.jax_types import Comm, Leaf, Request
 from autopar.mpi.buffers import ALIGNMENT, Buffers, aligned
 from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, swap
 
@@ -81,7 +82,7 @@ class Exchange:
     """
 
     def __init__(
-        self, rank: int, size: int, comm: Any | None, *, polling: bool | None = None, shares_cores: bool = False
+        self, rank: int, size: int, comm: Comm | None, *, polling: bool | None = None, shares_cores: bool = False
     ) -> None:
         """Prepares exchanges. Collective.
 
@@ -232,7 +233,7 @@ class Exchange:
         self.sent_bytes["reduce"] += plan.sent
         return results
 
-    def packed_bytes(self, arrays: Sequence[Any], op: str = "sum") -> int:
+    def packed_bytes(self, arrays: Sequence[Leaf], op: str = "sum") -> int:
         """Returns the bytes of memory that `reduce` needs for arrays of these shapes and dtypes."""
         return packing(tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays), op).nbytes
 
@@ -525,7 +526,7 @@ class Rings:
     longer than a message may be.
     """
 
-    def __init__(self, comm: Any, waiting: Waiting, rings: int = RINGS) -> None:
+    def __init__(self, comm: Comm, waiting: Waiting, rings: int = RINGS) -> None:
         """Takes an mpi4py communicator that nothing else uses meanwhile."""
         self._comm, self._waiting, self._rings = comm, waiting, rings
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
@@ -561,7 +562,7 @@ class Rings:
     def _go_round(self, flat: np.ndarray, first: int, ufunc: np.ufunc | None) -> None:
         """Does p - 1 turns in all rings. `first`: which piece a rank begins with, counted from its own one."""
         rings = self._pieces(flat)
-        under_way: deque[tuple[int, int, list[Any]]] = deque()
+        under_way: deque[tuple[int, int, list[Request]]] = deque()
 
         def received(ring: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
             """Returns where a turn's piece belongs, and where it is received."""
@@ -592,7 +593,7 @@ class Rings:
 class NodeRings:
     """One rank's part in the AllReduce of a job whose machines have as many ranks each."""
 
-    def __init__(self, comm: Any, waiting: Waiting, machines: Sequence[Any]) -> None:
+    def __init__(self, comm: Comm, waiting: Waiting, machines: Sequence[Any]) -> None:
         """Takes by rank what machine it is on, beside the arguments of `Rings`. Collective."""
         rank = comm.Get_rank()
         number = list(machines[:rank]).count(machines[rank])
@@ -612,7 +613,7 @@ class NodeRings:
         self._near.all_gather(flat)
 
 
-def _combine(ufunc: np.ufunc, target: np.ndarray, other: np.ndarray, under_way: Sequence[Any]) -> None:
+def _combine(ufunc: np.ufunc, target: np.ndarray, other: np.ndarray, under_way: Sequence[Request]) -> None:
     """Combines two arrays into the first one, and looks at messages in between."""
     step = max(_BETWEEN_LOOKS // target.itemsize, 1)
     with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX

@@ -23,11 +23,11 @@ import math
 import os
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from autopar.jax_types import Comm
 from autopar.mpi.buffers import RESERVE, aligned, memory_refusal
 from autopar.mpi.exchange import Exchange, NodeRings, Requested, Rings, first_of, require_rows
 from autopar.mpi.limits import machine_name, memory_levels
@@ -75,7 +75,7 @@ class LeaderExchange(Exchange):
       near: Exchanges with the ranks of this machine.
     """
 
-    def __init__(self, rank: int, size: int, comm: Any, machines: Sequence[Hashable]) -> None:
+    def __init__(self, rank: int, size: int, comm: Comm, machines: Sequence[Hashable]) -> None:
         """Connects 2 ranks at least, by the arguments of `Exchange` and `connect`. Collective."""
         super().__init__(rank, size, comm)
         groups: dict[Hashable, list[int]] = {}

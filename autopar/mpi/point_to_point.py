@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.jax_types import Comm, Dtype, Request
 from autopar.mpi.waiting import LIMIT, Waiting, choose_waiting, pieces
 from autopar.mpi.world import world
 
@@ -23,7 +24,7 @@ class Incoming:
     """An array that is on its way to this rank."""
 
     def __init__(
-        self, buffer: np.ndarray, requests: list[Any], source: int, waiting: Waiting, open_: set[Incoming]
+        self, buffer: np.ndarray, requests: list[Request], source: int, waiting: Waiting, open_: set[Incoming]
     ) -> None:
         """Takes requests under way; `open_` keeps all that MPI still writes to, whoever has forgotten them."""
         self._buffer, self._requests, self.source, self._waiting, self._open = buffer, requests, source, waiting, open_
@@ -45,7 +46,7 @@ class PointToPoint:
       sent_bytes: What this rank has sent so far, by target.
     """
 
-    def __init__(self, comm: Any) -> None:
+    def __init__(self, comm: Comm) -> None:
         self._comm = comm.Dup()
         self._waiting = choose_waiting(self._comm)
         #: Ranks whose memory this one doesn't share, as MPI sees it.
@@ -63,7 +64,7 @@ class PointToPoint:
         self._outgoing = [sending for sending in self._outgoing if not _are_done(sending[0])]
         self._outgoing.append((requests, message, target))
 
-    def receive(self, shape: tuple[int, ...], dtype: Any, source: int) -> Incoming:
+    def receive(self, shape: tuple[int, ...], dtype: Dtype, source: int) -> Incoming:
         """Begins to receive an array."""
         buffer = np.empty(shape, dtype)
         requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
@@ -89,7 +90,7 @@ class PointToPoint:
         self._outgoing = []
 
 
-def _ranks_apart(comm: Any) -> set[int]:
+def _ranks_apart(comm: Comm) -> set[int]:
     """Finds the ranks on other machines. Collective."""
     from mpi4py import MPI
 
@@ -99,7 +100,7 @@ def _ranks_apart(comm: Any) -> set[int]:
     return apart
 
 
-def _are_done(requests: list[Any]) -> bool:
+def _are_done(requests: list[Request]) -> bool:
     return not requests or type(requests[0]).Testall(requests)
 
 

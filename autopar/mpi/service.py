@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from autopar.errors import AutoparError
+from autopar.jax_types import Comm, Sent
 from autopar.mpi.world import World, job
 
 #: Takes a rank's message, and returns the replies that are due now, each with the rank that it is for.
@@ -58,7 +59,7 @@ class Service:
         self._failure: Exception | None = None
         self.rank, self.size, self.servers = here.rank, here.size, here.servers
         self._thread: threading.Thread | None = None
-        self._comm: Any = None
+        self._comm: Comm = None
         if here.comm is None:
             return
         from mpi4py.util import pkl5
@@ -103,14 +104,14 @@ class Service:
             self._outgoing.extend((rank, (number, "ask", message)) for rank, message in farewells)
             self._outgoing.extend((rank, (number, "release", None)) for rank in range(self.size))
 
-    def send(self, number: int, rank: int, message: Any) -> None:
+    def send(self, number: int, rank: int, message: Sent) -> None:
         """Sends a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
         if rank == self.rank:
             self._answer(number, message)
         else:
             self._post(rank, (number, "ask", message))
 
-    def receive(self, number: int, rank: int) -> Any:
+    def receive(self, number: int, rank: int) -> Sent:
         """Waits for the next reply of a rank's handler, and returns it.
 
         Raises:
@@ -138,7 +139,7 @@ class Service:
         """Answers messages in this thread, until it `is_over` on all ranks. Collective, with their `stop`."""
         self._exchange(is_over)
 
-    def _answer(self, number: int, message: Any) -> None:
+    def _answer(self, number: int, message: Sent) -> None:
         with self._answering:
             handler = self._opened[number] if number in self._opened else self._handlers[number]
             assert handler is not None, "only those who haven't released it ask"
@@ -149,7 +150,7 @@ class Service:
                 else:
                     self._post(rank, (number, "reply", reply))
 
-    def _take(self, source: int, number: int, kind: str, content: Any) -> None:
+    def _take(self, source: int, number: int, kind: str, content: Sent) -> None:
         """Does what a message says."""
         if kind == "reply":
             self._replies.put((number, source, content))
@@ -169,7 +170,7 @@ class Service:
         if number < len(self._handlers):
             self._handlers[number] = None
 
-    def _post(self, rank: int, message: Any) -> None:
+    def _post(self, rank: int, message: Sent) -> None:
         if self._comm is None:
             self._take(rank, *message)
             return

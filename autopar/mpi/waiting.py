@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.jax_types import Comm, Pytree, Request
 from autopar.mpi.limits import affinity, cores, machine_name
 from autopar.mpi.world import world
 
@@ -62,7 +63,7 @@ class Waiting:
     yields: bool = True
     sleep: Callable[[float], None] = time.sleep
 
-    def finish(self, requests: Sequence[Any]) -> None:
+    def finish(self, requests: Sequence[Request]) -> None:
         """Returns when all these requests of mpi4py are done."""
         if not requests:
             return
@@ -72,14 +73,14 @@ class Waiting:
         else:
             kind.Waitall(requests)
 
-    def collective(self, comm: Any, name: str, *arguments: Any) -> None:
+    def collective(self, comm: Comm, name: str, *arguments: Pytree) -> None:
         """Runs a collective of mpi4py, such as "Allreduce", by its blocking or its nonblocking form."""
         if self.polling:
             self.finish([getattr(comm, "I" + name.lower())(*arguments)])
         else:
             getattr(comm, name)(*arguments)
 
-    def _poll(self, kind: Any, requests: Sequence[Any]) -> None:
+    def _poll(self, kind: Any, requests: Sequence[Request]) -> None:
         if kind.Testall(requests):
             return
         start = time.perf_counter()
@@ -103,7 +104,7 @@ BESIDE = Waiting(polling=True, patience_s=0, pause_s=200e-6, growth=0, yields=Fa
 
 
 def choose_waiting(
-    comm: Any, polling: bool | None = None, *, shares_cores: bool = False, own: Collection[int] | None = None
+    comm: Comm, polling: bool | None = None, *, shares_cores: bool = False, own: Collection[int] | None = None
 ) -> Waiting:
     """Chooses the way to wait that suits all ranks. Collective.
 
@@ -137,7 +138,7 @@ def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
 
 
 @functools.cache
-def signal_channel() -> tuple[Any, Waiting]:
+def signal_channel() -> tuple[Comm, Waiting]:
     """Returns a communicator of all ranks for signals alone, and how to wait on it. Collective, the first time."""
     comm = world().comm.Dup()
     return comm, choose_waiting(comm, shares_cores=True)  # steps are under way on all cores
@@ -167,7 +168,7 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
 
 
 def swap(
-    comm: Any,
+    comm: Comm,
     waiting: Waiting,
     send: Sequence[np.ndarray | None],
     receive: Sequence[np.ndarray | None],
@@ -181,7 +182,7 @@ def swap(
       limit: Bytes of one message at most.
     """
     size, sent = len(send), 0
-    requests: list[Any] = []
+    requests: list[Request] = []
     # Each rank begins with its neighbour, so that no rank is everyone's first.
     sources = [(comm.rank - step) % size for step in range(1, size)]
     for source in sources:

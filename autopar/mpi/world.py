@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import LaunchError
+from autopar.jax_types import Comm
 
 #: (variable of the rank, variable of the number of ranks if there is one, launcher). The first that is set counts.
 LAUNCHERS: tuple[tuple[str, str | None, str], ...] = (
@@ -91,7 +92,7 @@ class World:
 
     rank: int
     size: int
-    comm: Any
+    comm: Comm
     servers: int = 0
 
     @property

@@ -42,6 +42,7 @@ def analyze_rows(
             extent = program.block.inputs[k].shape[axis]
             refused.append(RowSpace(-1, extent, (k,), (axis,), (k,), (), reason, rows_read=read))
     taken = {k for space in (*spaces, *refused) for k in space.leaves}
+    # No tables, but `explain` has a reason: lookups that aren't followed, rows that are only written.
     for k, reason in program.unfollowed.items():
         if k not in taken:
             extent, read = program.block.inputs[k].shape[0], program.rows_read.get(k, 0)
@@ -90,6 +91,7 @@ class _Search:
     def run(self) -> tuple[Families, list[RowSpace]]:
         """Returns the families, and those that can be lifted."""
         self.axes = dict(self.program.candidates)
+        # Each finding (what is barred, read whole, dropped) begins the interpretation anew, until there is none.
         while True:
             flow = RowFlow(self.program, self.axes, barred=self.barred, reading_whole=self.reading_whole)
             flow.start()

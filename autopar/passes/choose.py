@@ -95,6 +95,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
     examples = {k: program.batch[v] for k, v in enumerate(program.block.inputs) if v in program.batch}
     sizes = {k: program.block.inputs[k].shape[axis] for k, axis in examples.items()}
+    # A batch that the devices don't divide comes whole, and each device takes its part within the program.
     undivided = min((size for size in sizes.values() if size % options.devices), default=0)
     uneven = {k: axis for k, axis in examples.items() if undivided and sizes[k] % undivided == 0}
     facts = (program.name, options.devices, None, options.sparse)
@@ -102,6 +103,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
     bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
     if bound.on_hosts:
+        # A rank uses as many of its devices as divide its examples.
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
         bound = dataclasses.replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
@@ -360,6 +362,7 @@ def _with_slots(program: Program, leaf: int) -> frozenset[int]:
     while waiting:
         k = waiting.pop()
         seen: set[Atom] = set()
+        # Back from the new value, through what is made element by element, to the states that it reads.
         atoms = [block.outputs[new[k]]] if k in new else []
         while atoms:
             atom = atoms.pop()

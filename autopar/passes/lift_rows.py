@@ -16,7 +16,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +39,7 @@ from autopar.ir.program import (
 )
 from autopar.ir.rowspace import Const, Free, Off, Refusal, Row, RowFacts, RowIds, RowSpace
 from autopar.ir.slicing import eliminate_dead, needed_equations
+from autopar.jax_types import Leaf
 from autopar.passes.lifting.deferral import NotDeferrable, StepUpdateLog, read_untouched_update
 from autopar.passes.lifting.equations import OffScope, off_scope, rewrite
 from autopar.passes.lifting.scope import Lifting, RowValue, Scope, UntouchedRows
@@ -130,6 +130,7 @@ class _Lift:
         waiting = list(block.equations)
         while waiting:
             left = [e for e in waiting if not self._try(e)]
+            # No equation can go on without a commit: families that are complete are written back.
             if len(left) == len(waiting):
                 ready = [f for f in self.spaces if f not in self.committed and self._is_complete(f)]
                 assert ready, f"nothing can go on at {left[0].op} ({left[0].where})"
@@ -262,6 +263,7 @@ class _Lift:
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
         if changed and log is None and not scope.lifting.moves_alone(family):
+            # Other rows are updated first: the touched ones are written into what the sweep returns.
             offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
             leaves = sweep(scope, family, offs, self.exceeded, first)
             first = []
@@ -425,7 +427,7 @@ def changes(
     form: OffForm,
     family: int,
     kept: Iterable[tuple[Atom, Atom, int]],
-    constant: Iterable[tuple[Atom, Any, int]],
+    constant: Iterable[tuple[Atom, Leaf, int]],
     exceeded: Atom | None = None,
     first: Sequence[Atom] = (),
 ) -> Var:
@@ -491,6 +493,7 @@ def sweep(
     operands = (needed, *(inputs[k] for k in form.leaves), *form.frontier)
     scope.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
     leaves: dict[int, Atom] = dict(zip(updates, outputs, strict=True))
+    # Leaves that are constant off the touched rows are filled with that constant, unless the sweep was needed.
     guard = () if exceeded is None else (exceeded,)
     for k in constants:
         filled = (leaves[k], rows[k], scope.route(family), needed, *guard)

@@ -54,6 +54,7 @@ def localize(
         state = None if axis is None or not (examples or k in owned) else Spread(axis, k in owned)
         inputs.append(walk.define(var, state))
     input_ = [walk.state(v) for v in program.block.inputs]
+    # A batch that the devices don't divide is whole at first: each device takes its part, padded.
     if examples:
         for k, axis in bound.uneven.items():
             walk.take_part(program.block.inputs[k], Spread(axis, examples=bound.undivided))
@@ -168,7 +169,9 @@ class Localizer(Forms):
         results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
         body = Block(inputs, (dataclasses.replace(equation, inputs=inputs, outputs=results),), results)
         self.append(
-            Equation(self.shared.op("first"), operands, parts, {}, (body,), equation.origin, effects=equation.effects)
+            Equation(
+                self.shared.op("first"), operands, parts, {}, (body,), effects=equation.effects, origin=equation.origin
+            )
         )
         for var, part in zip(equation.outputs, parts, strict=True):
             self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
@@ -237,6 +240,7 @@ class Localizer(Forms):
         for atom in equation.inputs:
             if isinstance(have := self.state(atom), Spread) and have.sums:
                 self.add_up(atom, have)
+        # Kinds of shards: examples, or the rows of an owner; one equation can't work on several.
         kinds = {s.moved(0) for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         try:
             if len(kinds) > 1:
@@ -500,7 +504,7 @@ class Localizer(Forms):
         params = {"by": 1 - k, "divides": equation.op == "div"}
         scaled = self.define(out, PARTIAL)
         self.note_sooner(equation)
-        self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), equation.origin))
+        self.append(Equation("ap.scaled", inputs, (scaled,), params, (body(False), body(True)), origin=equation.origin))
 
     def exchanges(self) -> bool:
         """Returns whether a nested block needs values of other devices."""
@@ -526,6 +530,7 @@ class Localizer(Forms):
         outputs: list[Var] = []
         for atom, join, var in zip(body.outputs, params["joins"], equation.outputs, strict=True):
             last, state = inner.producers.get(inner.read(atom)), inner.state(atom)
+            # The reduction over devices is taken out of the loop: one behind it does for all microbatches.
             if last is not None and last.op == self.shared.op("reduce") and last.params["op"] == join:
                 results.append(last.inputs[0])
                 outputs.append(Var(var.type))

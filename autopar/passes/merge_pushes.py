@@ -224,6 +224,7 @@ def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collec
             rest.append(atom)
     if not pushes and not deliveries:
         return False
+    # Deliveries by one route are added up before they travel, and land on what is here already.
     base = functools.reduce(editor.plus, (*rest, *pushes)) if rest or pushes else None
     for (route, axis), sums in deliveries.items():
         together = functools.reduce(editor.plus, sums)

@@ -40,6 +40,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Progra
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand
+from autopar.jax_types import Index, Leaf, Pytree
 
 #: What an element that is gathered or scattered costs, in operations of a product.
 _MOVED = 64.0
@@ -137,7 +138,7 @@ class Place:
         """Returns the numbers that axes have in a value by entries."""
         return tuple(dict.fromkeys(axis if axis < self.at else max(self.at, axis - self.rank + 1) for axis in axes))
 
-    def index(self, entries: Any) -> tuple[Any, ...]:
+    def index(self, entries: Leaf) -> tuple[Index, ...]:
         """Returns an index of a value by entries: these entries, and everything along the other axes."""
         return (*[slice(None)] * self.at, entries)
 
@@ -185,7 +186,9 @@ def place_before(equation: Equation, place: Place) -> Place | None:
     return next((inner for inner in places if place_after(equation, inner) == place), None)
 
 
-def params_by_entries(equation: Equation, places: Mapping[int, Place], place: Place, entries: int) -> Mapping[str, Any]:
+def params_by_entries(
+    equation: Equation, places: Mapping[int, Place], place: Place, entries: int
+) -> Mapping[str, Leaf]:
     """Returns the parameters of an equation by entries.
 
     Args:
@@ -385,7 +388,7 @@ class _Rewrite(Writer):
     backward: bool
     forms: dict[Atom, Form] = field(default_factory=dict)
     defined: set[Atom] = field(default_factory=set)
-    made: dict[tuple[Any, ...], Any] = field(default_factory=dict)
+    made: dict[tuple[Pytree, ...], Pytree] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(init=False)
     constant: dict[Atom, int] = field(default_factory=dict)
 
@@ -527,7 +530,7 @@ class _Rewrite(Writer):
 
     def expand(
         self,
-        fun: Callable[..., Any],
+        fun: Callable[..., Pytree],
         like: Equation,
         atoms: Sequence[Atom],
         output: Var | None = None,
@@ -539,7 +542,7 @@ class _Rewrite(Writer):
         self.extend(made)
         return made[-1].outputs[0]
 
-    def once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def once(self, key: tuple[Any, ...], make: Callable[[], Pytree]) -> Leaf:
         if key not in self.made:
             self.made[key] = make()
         return self.made[key]
@@ -570,7 +573,7 @@ class _Rewrite(Writer):
                 return looked_up
             last = ids.lookup.params["extent"] - 1
 
-            def apart(place: Any, index: Any) -> Any:
+            def apart(place: Any, index: Index) -> Leaf:
                 index = index[..., 0]
                 above = index > min(last, jnp.iinfo(index.dtype).max)
                 return jnp.where(index < 0, width, jnp.where(above, width + 1, place))
@@ -753,15 +756,15 @@ class _Rewrite(Writer):
 
 
 @functools.lru_cache(maxsize=256)
-def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
+def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Leaf]:
     return lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")
 
 
 @functools.lru_cache(maxsize=256)
-def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
+def _weigh(place: Place, by_count: bool) -> Callable[..., Leaf]:
     """Returns a value by entries, their counts -> its product with them, or itself; zero where they are."""
 
-    def weigh(x: Any, count: Any) -> Any:
+    def weigh(x: Leaf, count: Any) -> Leaf:
         count = count.reshape(place.beside(x.ndim))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return jnp.where(count > 0, (x * count.astype(wide)).astype(x.dtype) if by_count else x, 0)
@@ -770,9 +773,9 @@ def _weigh(place: Place, by_count: bool) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
+def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Leaf]:
 
-    def first(x: Any) -> Any:
+    def first(x: Leaf) -> Leaf:
         starts = tuple(slice(0, 1) if d == place.at else 0 if d in place.axes else slice(None) for d in range(x.ndim))
         return jnp.broadcast_to(x[starts], shape)
 
@@ -780,5 +783,5 @@ def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Any]:
 
 
 @functools.lru_cache(maxsize=256)
-def _scatter(place: Place, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Any]:
+def _scatter(place: Place, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Leaf]:
     return lambda x, i: jnp.zeros(shape, x.dtype).at[place.index(i.reshape(ids))].add(x, mode="promise_in_bounds")

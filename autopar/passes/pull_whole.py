@@ -16,7 +16,6 @@ import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +27,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.strategy import Strategy, asked_of
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf, Pytree
 
 #: Rows that an axis should have at least to be divided over ranks.
 _ENOUGH_ROWS = 64
@@ -117,7 +117,7 @@ class _AllRows:
     axis: int
     is_push: bool
 
-    def __call__(self, array: Any, numbers: Any) -> Any:
+    def __call__(self, array: Leaf, numbers: Leaf) -> Pytree:
         window = tuple(d for d in range(array.ndim) if d != self.axis)
         if array.dtype == bool:  # a mask, which isn't added to anything
             return self(array.astype(jnp.uint8), numbers) != 0

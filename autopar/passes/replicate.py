@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -107,7 +106,7 @@ def replicate(
     return bound.noting(sync=plan), f"{clients} clients, {len(found)} weights: {sync.name}"
 
 
-def check_replicas(earlier: Plan | None, name: str, old: Any, new: Any) -> None:
+def check_replicas(earlier: Plan | None, name: str, old: object, new: object) -> None:
     """Checks that an earlier plan, by which a step is to be run, has the same replicas or servers.
 
     Args:

@@ -16,6 +16,7 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf
 
 #: Of ids: others don't hold a table's numbers of rows, or wrap around.
 INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
@@ -118,7 +119,7 @@ class LookupRewriter(Rewriter):
         atoms = [forms.get(a, self.uniform.get(a, a)) for a in equation.inputs]
         params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
 
-        def compute(*operands: Any) -> Any:
+        def compute(*operands: Leaf) -> Leaf:
             pairs = zip(operands, equation.inputs, strict=True)
             operands = tuple(jnp.broadcast_to(x, shape) if a.shape else x for x, a in pairs)
             return jax_compat.bind(equation.primitive, operands, params)[0]

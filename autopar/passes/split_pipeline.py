@@ -306,6 +306,7 @@ class StageCutter:
         for equation in self.parts.after:
             atoms = [a for a in equation.inputs if isinstance(a, Var)]
             apart = [a for a in atoms if a not in self.anywhere and a not in self.shared]
+            # Small values (a learning rate, a count) are computed wherever they are read.
             large = [a for a in apart if getattr(a.type, "size", SMALL + 1) > SMALL]
             if not large:
                 self.anywhere.update(dict.fromkeys(equation.outputs, equation))

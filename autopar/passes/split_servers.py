@@ -95,6 +95,7 @@ class _Cutter:
                 f"sync=Async: no new state of {self._program.name} follows from what it is given with each call, so "
                 "there is nothing to train. Say with state_argnums= what the state is, or leave sync= out"
             )
+        # Servers compute what new states need; what that reads beside states, workers push.
         new = [self._new[k] for k in self._served]
         update = needed_equations(self._on_state, new)
         states = {self._inputs[k] for k in self._new}

@@ -120,6 +120,7 @@ class _Split:
         last = max([0, *self.stage.values()])
         self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
         items: list[ProgramStage | ExchangeStage] = []
+        # Within a level programs come before the exchanges of what they make; buckets of sums in between.
         for level in range(last + 1):
             here = [e for e in self.block.equations if self.stage.get(e) == level]
             exchanged = [e for e in here if e in self.exchanged]

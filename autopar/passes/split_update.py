@@ -218,6 +218,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
             equations.append(equation)
         if id(equation) not in copied or is_own or after.isdisjoint(equation.outputs):
             continue
+        # A copy for the microbatch itself, beside the one over the batch that the update reads.
         outputs = tuple(Var(v.type) for v in equation.outputs)
         new.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == _REDUCE:

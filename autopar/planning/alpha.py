@@ -16,6 +16,7 @@ from autopar.errors import ArgumentsError, RecompileWarning
 from autopar.ir.figures import RowGrowth
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowIds, RowSpace
+from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.plan import on_devices
@@ -89,9 +90,9 @@ class Alphas:
 
 def measure_alpha(
     step: AnyStep,
-    batches: Iterable[Any],
+    batches: Iterable[Pytree],
     *,
-    state: Any = None,
+    state: Pytree = None,
     workers: int = 1,
     per_machine: int = 1,
 ) -> Alphas:
@@ -178,7 +179,7 @@ class _Reader:
         self._own: dict[ParallelStep, ParallelStep] = {}
         self._readers: dict[Entry, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
 
-    def read(self, args: Sequence[Any], number: int) -> None:
+    def read(self, args: Sequence[Pytree], number: int) -> None:
         """Reads the rows of one call, the `number`th."""
         pure, arrays, named = unwrapped(self._step, args, {}, "measure_alpha")
         own = self._own.setdefault(pure, on_devices(pure, self._spread))
@@ -215,7 +216,7 @@ class _Reader:
         )
 
 
-def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Any]]]:
+def _readers(program: Program) -> Iterable[tuple[RowSpace, RowIds, Callable[..., Leaf]]]:
     for space in program.facts.spaces:
         if space.accesses:
             ids = program.ids[space.family]

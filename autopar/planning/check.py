@@ -20,7 +20,6 @@ import collections
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import numpy as np
@@ -36,6 +35,7 @@ from autopar.ir.reductions import REDUCERS
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.tensor_plan import TensorPlan
 from autopar.ir.timeline import Run, Send, Timeline
+from autopar.jax_types import Pytree
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
@@ -124,7 +124,7 @@ class Check:
     __repr__ = __str__
 
 
-def check(step: AnyStep, *args: Any, **kwargs: Any) -> Check:
+def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
     """Compiles a planned step, and compares its collectives with what the plan says. Nothing is run.
 
     Args:

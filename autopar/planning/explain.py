@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.text import Text
@@ -23,6 +22,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.stage_plan import PipelinePlan
+from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.notes import (
     emission_notes,
@@ -46,7 +46,7 @@ _LINES = 8
 
 
 def explain(
-    step: AnyStep, *args: Any, cluster: ClusterSpec | None = None, verbose: bool = False, **kwargs: Any
+    step: AnyStep, *args: Pytree, cluster: ClusterSpec | None = None, verbose: bool = False, **kwargs: Pytree
 ) -> Explanation:
     """Explains the plan of a step: each parameter, and why it is treated so.
 
@@ -72,7 +72,7 @@ def explain(
     if args or kwargs:
         pure, arrays, named = unwrapped(step, args, kwargs, "explain")
         entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
-        leaves: Sequence[Any] | None = pure.leaves(arrays, named)
+        leaves: Sequence[Leaf] | None = pure.leaves(arrays, named)
     else:
         latest = step.latest
         if latest is None:
@@ -84,7 +84,7 @@ def explain(
 
 
 def _explain(
-    entry: Entry, leaves: Sequence[Any] | None, name: str, cluster: ClusterSpec | None, verbose: bool
+    entry: Entry, leaves: Sequence[Leaf] | None, name: str, cluster: ClusterSpec | None, verbose: bool
 ) -> Explanation:
     program, plan = entry.compiled.analysed, entry.compiled.plan
     rows = [_table_row(entry, space, k, leaves) for space in program.facts.spaces for k in space.tables]
@@ -143,7 +143,7 @@ def _divided(plan: Plan, path: str, action: str, touched: int) -> tuple[str, int
     return "tensor", touched // plan.tensor.devices
 
 
-def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Any] | None) -> ExplainedLeaf:
+def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Leaf] | None) -> ExplainedLeaf:
     """Returns a table's row; the family's slots, and what is exchanged, are counted with its first table."""
     program, bound, plan = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan
     devices = plan.devices

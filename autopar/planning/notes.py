@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import RenderableType
 
@@ -16,6 +15,7 @@ from autopar.ir.schedule import Task
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
+from autopar.jax_types import Leaf
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
 from autopar.planning.text import LIST, Column, Columns, fold_paths
@@ -112,7 +112,7 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
     return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
 
 
-def hosted_text(entry: Entry, leaves: Sequence[Any] | None) -> str:
+def hosted_text(entry: Entry, leaves: Sequence[Leaf] | None) -> str:
     """Tells what is done between ranks, and for distinct rows by each of their devices."""
     plan = entry.compiled.plan
     why = plan.reduction_reason

@@ -34,6 +34,7 @@ from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.sizes import bucket_size
 from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, without_hosts
+from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
 from autopar.measure.machine import NOWHERE, Machine
@@ -48,10 +49,10 @@ if TYPE_CHECKING:  # whose own steps are planned here
 
 def plan(
     step: AnyStep,
-    *args: Any,
+    *args: Pytree,
     cluster: ClusterSpec | None = None,
     alphas: Alphas | None = None,
-    **kwargs: Any,
+    **kwargs: Pytree,
 ) -> Plan:
     """Makes the plan of a step, as plain data.
 
@@ -127,7 +128,7 @@ def on_devices(
 def plan_of(
     entry: Entry,
     name: str,
-    leaves: Sequence[Any] | None,
+    leaves: Sequence[Leaf] | None,
     cluster: ClusterSpec | None = None,
     alphas: Alphas | None = None,
 ) -> Plan:
@@ -162,7 +163,7 @@ def plan_of(
     return dataclasses.replace(changed, parts=parts)
 
 
-def _work(entry: Entry, leaves: Sequence[Any] | None) -> Work:
+def _work(entry: Entry, leaves: Sequence[Leaf] | None) -> Work:
     """Counts what the step computes; of devices' own programs with the sums that these have, which stand after loops.
     Those of tables that are trained whole aren't among them (`dense_load`)."""
     work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
@@ -200,7 +201,7 @@ def dense_load(decided: Plan) -> DenseLoad:
 
 
 def _touched(
-    program: Program, space: RowSpace, leaves: Sequence[Any] | None, devices: int, seen: RowGrowth | None
+    program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int, seen: RowGrowth | None
 ) -> tuple[Alpha | None, RowGrowth | None]:
     """Returns the rows that a step looks up in a family: those of the batch, where it is known, else those expected by
     what was seen of others, else as many as there can be."""
@@ -234,7 +235,7 @@ def _earlier_terms(entry: Entry, table: TablePlan) -> Mapping[str, tuple[Term, .
     return earlier.terms if earlier.sizes == table.sizes else {}
 
 
-def once_per_row_of(entry: Entry, leaves: Sequence[Any] | None) -> OncePerRow | None:
+def once_per_row_of(entry: Entry, leaves: Sequence[Leaf] | None) -> OncePerRow | None:
     """Returns what a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
 
     Args:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,13 +18,13 @@ from autopar.ir.asynchronous_timeline import asynchronous_timeline
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var, known
 from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.run.asynchronous import AsynchronousRunner
 from autopar.run.entry import Entry
 from autopar.run.stage_executor import CompiledProgram, joined, stage_executables
 from autopar.tables.kinds import copied, materialize
 
-Array = Any
 #: Told of each value when it is made, versions of leaves among them.
 Watch = Callable[[Value, Array], None]
 
@@ -171,7 +170,7 @@ def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[
     return found
 
 
-def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+def compare_replay(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares a run, drained at its end, with its replay, by `replayed`. Arguments as of `Way.replayed`."""
     program, runner = entry.compiled.analysed, entry.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
@@ -181,7 +180,7 @@ def compare_replay(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     first = [copied(materialize(leaf)) for leaf in leaves]
     expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=pipeline.tensor)
     given, found = [copied(leaf) for leaf in first], []
-    states: dict[int, Any] = {}
+    states: dict[int, Pytree] = {}
     for _ in range(steps):
         states, others = runner.call(given)
         found += [] if others is None else [others]

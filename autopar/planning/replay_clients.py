@@ -22,6 +22,7 @@ from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
 from autopar.ir.program import Program
 from autopar.ir.ring import Ring
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.protocols import Compute, Send
 from autopar.run.entry import Entry
@@ -41,14 +42,13 @@ from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
 
-Array = Any
 #: What clients are compared with: replicas, and a state that servers keep.
 _MEANS = "a sequential replay of all clients' steps and means, since replicas are another function than the plain step"
 _SERVED = "a sequential replay of what its servers did, since asynchronous training is another function than the step"
 _mean = jax.jit(mean_of)
 
 
-def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Any]]:
+def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Leaf]]:
     """Trains replicas in one process, one client after the other: what so many processes must have computed.
 
     A client's steps are run by the programs that it has itself. So on one kind of machine the numbers are those of the
@@ -90,7 +90,7 @@ def replay(step: ParallelStep, state: Any, minibatches: Iterable[Sequence[Any]])
         raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
     entry = _among(step, len(first)).entry(state, first[0])
 
-    def calls() -> Iterator[list[list[Any]]]:
+    def calls() -> Iterator[list[list[Leaf]]]:
         for k, batches in enumerate(itertools.chain([first], coming)):
             if len(batches) != len(first):
                 raise ArgumentsError(f"replay: step {k} has {len(batches)} minibatches, the first one had {len(first)}")
@@ -114,7 +114,7 @@ def _among(step: ParallelStep, clients: int, servers: int | None = None) -> Para
 
 def replay_replicas(
     program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
-) -> Iterator[list[list[Any]]]:
+) -> Iterator[list[list[Leaf]]]:
     """Yields each client's flat results of each step.
 
     Args:
@@ -124,7 +124,7 @@ def replay_replicas(
         have the same then.
     """
     states, touched = program.new_states, runner.touched
-    leaves: list[dict[int, Any]] = []
+    leaves: list[dict[int, Leaf]] = []
     shared: list[Replicas] = []
     for step in minibatches:
         if not leaves:
@@ -156,7 +156,7 @@ def replay_replicas(
         yield results
 
 
-def timeline(state: Any) -> Timeline:
+def timeline(state: Pytree) -> Timeline:
     """Returns what servers did with a state, since the first call with it: which push (or exchange) came after which,
     and what it had seen.
 
@@ -182,8 +182,8 @@ def timeline(state: Any) -> Timeline:
 
 
 def replay_timeline(
-    step: ParallelStep, state: Any, minibatches: Sequence[Sequence[Any]], timeline: Timeline
-) -> tuple[Any, list[list[Any]]]:
+    step: ParallelStep, state: Pytree, minibatches: Sequence[Sequence[Any]], timeline: Timeline
+) -> tuple[Pytree, list[list[Pytree]]]:
     """Computes in one process what workers and servers computed together, message by message as they came.
 
     The programs are theirs. So on one kind of machine the numbers are theirs, to the bit. Those of a worker of several
@@ -239,11 +239,11 @@ def replay_timeline(
 
 def replay_served(
     entry: Entry,
-    start: Sequence[Any],
-    calls: Sequence[Sequence[Sequence[Any]]],
+    start: Sequence[Leaf],
+    calls: Sequence[Sequence[Sequence[Leaf]]],
     timeline: Timeline,
     programs: ServedPrograms,
-) -> tuple[list[Any], list[list[list[Any]]]]:
+) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Does what a timeline says. Arguments and results as of `replay_center`; results have None for the state.
 
     `programs`: what workers and servers run.
@@ -269,8 +269,8 @@ def replay_served(
 
 
 def replay_center(
-    sync: Elastic, entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
-) -> tuple[list[Any], list[list[list[Any]]]]:
+    sync: Elastic, entry: Entry, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
+) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Does what a timeline says of a centre.
 
     Args:
@@ -299,8 +299,8 @@ def replay_center(
 
 
 def replay_ring(
-    entry: Entry, start: Sequence[Any], calls: Sequence[Sequence[Sequence[Any]]], timeline: Timeline
-) -> tuple[list[Any], list[list[list[Any]]]]:
+    entry: Entry, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
+) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Does what a timeline says of a ring. Arguments, results and errors as of `replay_center`."""
     weights, count, plan = _weights(entry, start), timeline.workers, entry.compiled.plan.sync
     assert plan is not None, "clients have replicas"
@@ -315,7 +315,7 @@ def replay_ring(
     return _ended(start, clients, {})
 
 
-def _weights(entry: Entry, start: Sequence[Any]) -> dict[int, Array]:
+def _weights(entry: Entry, start: Sequence[Leaf]) -> dict[int, Array]:
     plan = entry.compiled.plan.sync
     assert plan is not None, "clients have replicas"
     fragments = fragments_of(plan, entry.compiled.analysed)
@@ -324,8 +324,8 @@ def _weights(entry: Entry, start: Sequence[Any]) -> dict[int, Array]:
 
 def _run(
     entry: Entry,
-    start: Sequence[Any],
-    calls: Sequence[Sequence[Sequence[Any]]],
+    start: Sequence[Leaf],
+    calls: Sequence[Sequence[Sequence[Leaf]]],
     ends: Sequence[End],
     servers: Sequence[Center],
     timeline: Timeline,
@@ -346,11 +346,11 @@ class _Client:
     """
 
     def __init__(
-        self, runner: Runner, states: Mapping[int, int], start: Sequence[Any], calls: Sequence[Sequence[Any]], end: End
+        self, runner: Runner, states: Mapping[int, int], start: Sequence[Leaf], calls: Sequence[Sequence[Any]], end: End
     ) -> None:
         self._runner, self._states, self._calls, self._end = runner, states, calls, end
         self.leaves = {k: copied(materialize(start[k])) for k in self._states}
-        self.results: list[list[Any]] = []
+        self.results: list[list[Leaf]] = []
 
     def steps(self, number: int) -> Client:
         """Yields its messages. `number`: its own."""
@@ -374,8 +374,8 @@ class _Client:
 
 
 def _ended(
-    start: Sequence[Any], clients: Sequence[_Client], centre: Mapping[int, Array]
-) -> tuple[list[Any], list[list[list[Any]]]]:
+    start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[int, Array]
+) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Returns what a replay does: of leaves that aren't the centre's the clients' mean, the first one's if they aren't
     floats."""
     made = list(start)
@@ -385,7 +385,7 @@ def _ended(
     return made, [client.results for client in clients]
 
 
-def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+def compare_replicas(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares a run of clients that average all at once with its replay, by `replayed`. Collective.
 
     Replicas begin from the mean of what clients are given. Arguments as of `Way.replayed`.
@@ -398,7 +398,7 @@ def compare_replicas(entry: Entry, leaves: Sequence[Any], steps: int) -> Verific
     return _compared(runner.clients, program, [[pair] for pair in pairs], steps, _MEANS)
 
 
-def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+def compare_served(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
     Servers begin with the state once all pushes are applied. Arguments as of `Way.replayed`.
@@ -416,7 +416,7 @@ def compare_served(entry: Entry, leaves: Sequence[Any], steps: int) -> Verificat
     return _compared(clients, program, pairs, steps, _SERVED)
 
 
-def _calls_of_all(clients: Clients, program: Program, first: Sequence[Any]) -> list[list[Any]]:
+def _calls_of_all(clients: Clients, program: Program, first: Sequence[Leaf]) -> list[list[Leaf]]:
     """Returns all clients' flat arguments, of this one's; the state is one. Collective."""
     batch = [k for k in range(len(first)) if k not in program.new_states]
     keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
@@ -430,9 +430,9 @@ def _calls_of_all(clients: Clients, program: Program, first: Sequence[Any]) -> l
     return calls
 
 
-def _run_steps(runner: Runner, program: Program, first: Sequence[Any], steps: int) -> list[Any]:
+def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: int) -> list[Leaf]:
     """Returns the flat results of the last of some calls with the same minibatch, the state going around."""
-    found: list[Any] = []
+    found: list[Leaf] = []
     state = {k: copied(first[k]) for k in program.new_states}
     for _ in range(steps):
         found = jax.tree.leaves(runner([state.get(k, x) for k, x in enumerate(first)]))
@@ -469,7 +469,7 @@ def programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
     return ServedPrograms(compiled.program, compiled.analysed, devices)
 
 
-def _like(value: Any, old: Any) -> Any:
+def _like(value: Leaf, old: Leaf) -> Leaf:
     if jax_compat.is_key(value.dtype):
         return value
     array = jnp.asarray(value)

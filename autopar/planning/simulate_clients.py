@@ -82,7 +82,7 @@ class ClientOptions:
             raise ArgumentsError(f"slow: there is no worker {wrong!r}; there are {count}, from 0")
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
 
 

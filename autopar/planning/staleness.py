@@ -9,7 +9,6 @@ import collections
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +18,11 @@ from autopar.errors import ArgumentsError
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Var
 from autopar.ir.timeline import Value
+from autopar.jax_types import Array, Pytree
 from autopar.planning.replay import replay_minibatches
 from autopar.planning.text import Column, Columns, print_as
 from autopar.run.object_step import AnyStep, unwrapped
 from autopar.tables.kinds import materialize
-
-Array = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Staleness:
     __repr__ = __str__
 
 
-def staleness(step: AnyStep, state: Any, batches: Iterable[Any]) -> Staleness:
+def staleness(step: AnyStep, state: Pytree, batches: Iterable[Pytree]) -> Staleness:
     """Measures the weights that tasks of an asynchronous pipeline see against those that they stand for.
 
     The minibatches are replayed, one task after the other in this process, which has the whole state meanwhile; `state`

@@ -24,6 +24,7 @@ from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import block_text
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
 from autopar.ir.trace import block_of
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.run.arguments import read_call
@@ -81,7 +82,7 @@ class Verification:
 
 
 @explicit_meshes.outside_mesh
-def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verification:
+def verify(step: AnyStep, *args: Pytree, steps: int = 1, **kwargs: Pytree) -> Verification:
     """Runs the plain and the planned step on copies of the arguments and compares.
 
     A pipeline without a flush (`schedule="spectrain"`) is another function than the plain step, by design. It is
@@ -123,7 +124,7 @@ def verify(step: AnyStep, *args: Any, steps: int = 1, **kwargs: Any) -> Verifica
     return compared
 
 
-def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
     call = read_call(step.fun, args, kwargs, step.static)
     shapes, named = call.shapes
     again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, **step.static.static_options)
@@ -138,14 +139,14 @@ def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Any], kwargs: M
             )
 
 
-def _fresh(fun: Callable[..., Any]) -> Callable[..., Any]:
+def _fresh(fun: Callable[..., Pytree]) -> Callable[..., Pytree]:
     """Returns the function under another identity, so that JAX traces it again."""
     return lambda *args, **kwargs: fun(*args, **kwargs)
 
 
 def compare_runs(
     entry: Entry,
-    batches: Sequence[Sequence[Any]],
+    batches: Sequence[Sequence[Pytree]],
     *,
     lazy: bool = False,
     planned: Callable[..., Sequence[Any]] | None = None,
@@ -170,7 +171,7 @@ def compare_runs(
         run_oracle = jax.jit(oracle(block))
     plain, mine = list(first), list(first)
     truth32, truth64 = list(first), [_wide(x) for x in first]
-    outs: tuple[Sequence[Any], ...] = ((), (), ())
+    outs: tuple[Sequence[Leaf], ...] = ((), (), ())
     for batch in batches:
         for k, x in enumerate(batch):
             if k not in states:
@@ -192,21 +193,21 @@ def compare_runs(
     return Verification(tuple(checks), len(batches))
 
 
-def _here(x: Any) -> Any:
+def _here(x: Leaf) -> Leaf:
     """Returns the whole array on this process: plain steps are run by each process for itself."""
     return jnp.asarray(local(x.materialize() if is_table(x) else x))
 
 
-def _wide(x: Any) -> Any:
+def _wide(x: Leaf) -> Leaf:
     with jax_compat.enable_x64():
         return promote(x)
 
 
-def _lazy(entry: Entry) -> Callable[..., list[Any]]:
+def _lazy(entry: Entry) -> Callable[..., list[Leaf]]:
     """Returns what puts old rows back into outputs: those of lazy tables that were not looked up."""
     program = entry.compiled.analysed
 
-    def keep(inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def keep(inputs: Sequence[Leaf], outputs: Sequence[Pytree]) -> list[Leaf]:
         kept = list(outputs)
         for space in program.facts.spaces:
             if entry.compiled.bound.family(space.family) is None or entry.compiled.plan.sparse != "lazy":
@@ -226,7 +227,9 @@ def _lazy(entry: Entry) -> Callable[..., list[Any]]:
     return keep
 
 
-def _keep_wide(keep: Callable[..., Any], inputs: Sequence[Any], wide: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def _keep_wide(
+    keep: Callable[..., Any], inputs: Sequence[Leaf], wide: Sequence[Leaf], outputs: Sequence[Pytree]
+) -> Leaf:
     """Applies the lazy rule in float64: the ids come from the float32 run."""
     with jax_compat.enable_x64():
         pairs = zip(inputs, wide, strict=True)
@@ -234,7 +237,7 @@ def _keep_wide(keep: Callable[..., Any], inputs: Sequence[Any], wide: Sequence[A
         return keep(mixed, outputs)
 
 
-def _check(path: str, start: Any, plain: Any, mine: Any, truth: Any) -> LeafCheck:
+def _check(path: str, start: Leaf, plain: Any, mine: Leaf, truth: Any) -> LeafCheck:
     if jax_compat.is_key(plain.dtype):
         plain, mine, truth = (jax.random.key_data(x) for x in (plain, mine, plain))
     if plain.dtype != mine.dtype or plain.shape != mine.shape:
@@ -260,7 +263,7 @@ def _kind(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), 1, np.where(np.isposinf(x), 2, np.where(np.isneginf(x), 3, 0)))
 
 
-def as_floats(value: Any) -> np.ndarray:
+def as_floats(value: Leaf) -> np.ndarray:
     """Returns float64[...]; of complex numbers [2, ...], their real and imaginary parts, which are compared alike."""
     array = np.asarray(value)
     return (np.stack([np.real(array), np.imag(array)]) if np.iscomplexobj(array) else array).astype(np.float64)
@@ -278,7 +281,7 @@ def replayed(path: str, size: float, error: float) -> LeafCheck:
     return LeafCheck(path, size, error, 0.0, error <= allowed)
 
 
-def compared_values(expected: Any, found: Any) -> tuple[float, float]:
+def compared_values(expected: Any, found: Leaf) -> tuple[float, float]:
     """Returns the largest value, and the largest difference."""
     pair = (jax.random.key_data(x) if jax_compat.is_key(getattr(x, "dtype", None)) else x for x in (expected, found))
     a, b = map(as_floats, pair)

@@ -7,7 +7,6 @@ import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -17,6 +16,7 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.jax_types import Json
 from autopar.planning.notes import replica_notes, server_notes
 from autopar.planning.plan import goes_by_rows, untouched_bytes
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, sent_bytes, simulate_clients
@@ -300,7 +300,7 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
 def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
     """Draws a bar for each row, by parts of the step; a thin one above it is what is hidden beside them."""
     figure, (axes,) = blank(height=1.1 + 0.3 * len(rows))
-    values: list[dict[str, Any]] = [dict(row) for row in rows]
+    values: list[dict[str, Json]] = [dict(row) for row in rows]
     left = [0.0] * len(rows)
     for part, (label, colour) in _PARTS.items():
         wide = [row[part] for row in values]

@@ -25,6 +25,7 @@ from autopar.compile import Compiled
 from autopar.errors import ArgumentsError, AutoparError, LoneClientWarning, StateError, StepError, warn
 from autopar.ir.printer import block_text, format_program
 from autopar.ir.program import Block, Program
+from autopar.jax_types import Leaf
 from autopar.launch.group import Group, StoreGroup, odd_one
 from autopar.launch.sameness import shown
 from autopar.sync import Sync
@@ -34,7 +35,9 @@ from autopar.tables.kinds import is_table
 _SAMPLE = 1 << 20
 
 
-def check_same_call(processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Any]) -> None:
+def check_same_call(
+    processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Leaf]
+) -> None:
     """Compares a call that is to be planned.
 
     Args:
@@ -92,7 +95,7 @@ def check_same_call(processes: StoreGroup, program: Program, options: Mapping[st
         )
 
 
-def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Sequence[Any]) -> None:
+def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Sequence[Leaf]) -> None:
     """Compares a function that makes a state, and its arguments.
 
     Raises:
@@ -156,7 +159,7 @@ def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:
     return odd_one([one[key] for one in all_])
 
 
-def _digest(data: Any) -> str:
+def _digest(data: Leaf) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -166,7 +169,7 @@ def _plain(text: list[str]) -> list[str]:
 
 
 @jax_compat.outside_traces()
-def _contents(leaf: Any) -> str | None:
+def _contents(leaf: Leaf) -> str | None:
     """Digests a plain array, or a sample if it is large; None of what isn't plain, or isn't to be compared."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return None
@@ -181,7 +184,7 @@ def _contents(leaf: Any) -> str | None:
     return _digest(np.ascontiguousarray(flat).tobytes())
 
 
-def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) -> None:
+def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Leaf]) -> None:
     """Checks that all processes begin to train the same. Collective.
 
     Args:
@@ -203,7 +206,7 @@ def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Any]) ->
         )
 
 
-def _array_digest(array: Any) -> int:
+def _array_digest(array: Leaf) -> int:
     data = jax.random.key_data(array) if jax_compat.is_key(getattr(array, "dtype", None)) else array
     return zlib.crc32(np.ascontiguousarray(data).reshape(-1).view(np.uint8).tobytes())
 

@@ -21,6 +21,7 @@ from autopar.errors import ArgumentsError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.program import ArrayType, Block, Input, Output
+from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.positions import NamedArguments
 from autopar.tables.kinds import is_table, layout_of, spread_as
 
@@ -35,7 +36,7 @@ class Argument:
 
     name: str
     position: int | None
-    treedef: Any
+    treedef: PyTreeDef
     types: tuple[ArrayType, ...]
     paths: tuple[str, ...]
     layouts: tuple[Layout | None, ...]
@@ -57,7 +58,7 @@ class Call:
     """A call of the step: dynamic arguments in the order in which JAX flattens them, and the static ones."""
 
     arguments: tuple[Argument, ...]
-    shapes: tuple[Any, Mapping[str, Any]]
+    shapes: tuple[Pytree, Mapping[str, Pytree]]
     key: Any
 
     @property
@@ -73,7 +74,7 @@ class Call:
         return tuple(layout if layout is not None and layout[0].devices == devices else None for layout in found)
 
 
-def shape_of(leaf: Any, path: str, remedy: str) -> Any:
+def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
     """Returns what JAX needs to trace a leaf: its shape, dtype and weak type.
 
     Args:
@@ -98,7 +99,7 @@ def shape_of(leaf: Any, path: str, remedy: str) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=bool(getattr(aval, "weak_type", False)))
 
 
-def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
+def parameter_names(fun: Callable[..., Pytree], count: int) -> list[str]:
     """Names of the positional arguments, as far as the signature tells."""
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -108,7 +109,9 @@ def parameter_names(fun: Callable[..., Any], count: int) -> list[str]:
     return named[:count] + [f"argument{k}" for k in range(len(named), count)]
 
 
-def read_call(fun: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], static: NamedArguments) -> Call:
+def read_call(
+    fun: Callable[..., Pytree], args: Sequence[Pytree], kwargs: Mapping[str, Pytree], static: NamedArguments
+) -> Call:
     """Flattens a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
     Raises:
@@ -178,7 +181,7 @@ def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[
         raise ArgumentsError(f"argument {min(both)} is in state_argnums and in batch_argnums")
 
 
-def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, Any]:
+def _argument(name: str, position: int | None, value: Pytree) -> tuple[Argument, Pytree]:
     """Flattens an argument; returns it and its shapes."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     paths = tuple(path_name(p) for p, _ in leaves)
@@ -194,7 +197,7 @@ def _argument(name: str, position: int | None, value: Any) -> tuple[Argument, An
     return Argument(name, position, treedef, types, paths, layouts, spread), jax.tree.unflatten(treedef, shapes)
 
 
-def type_of_shape(shape: Any) -> ArrayType:
+def type_of_shape(shape: Leaf) -> ArrayType:
     return ArrayType(tuple(shape.shape), shape.dtype, bool(getattr(shape, "weak_type", False)))
 
 
@@ -227,7 +230,7 @@ class States:
         return States(sure | likely if sure else {})
 
 
-def tops(tree: Any) -> frozenset[tuple[int, Any]]:
+def tops(tree: Pytree) -> frozenset[tuple[int, Pytree]]:
     """Returns (first leaf, structure) of the whole output and of each of its outermost parts."""
     parts, start = {(0, tree)}, 0
     for child in tree.children():
@@ -237,7 +240,7 @@ def tops(tree: Any) -> frozenset[tuple[int, Any]]:
 
 
 def find_states(
-    call: Call, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
+    call: Call, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
 ) -> States:
     """Matches arguments with the outputs.
 
@@ -273,7 +276,7 @@ def find_states(
     return States(starts)
 
 
-def subtrees(treedef: Any) -> Iterator[tuple[Any, int]]:
+def subtrees(treedef: PyTreeDef) -> Iterator[tuple[Pytree, int]]:
     """Yields all subtrees with the index of their first leaf, outer ones first."""
     queue = [(treedef, 0)]
     while queue:
@@ -296,7 +299,7 @@ def _find(
             yield start
 
 
-def result_places(argument: Argument, outputs: Any, claimed: Sequence[tuple[int, int]]) -> list[int]:
+def result_places(argument: Argument, outputs: Pytree, claimed: Sequence[tuple[int, int]]) -> list[int]:
     """Lists first leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
     return list(_find(argument, list(subtrees(treedef)), [type_of_shape(leaf) for leaf in leaves], claimed))
@@ -346,7 +349,7 @@ def _same_form(a: Argument, b: Argument) -> bool:
     return a.treedef == b.treedef and len(a.types) > 1 and all(map(alike, a.types, b.types))
 
 
-def _check_lone(call: Call, starts: Mapping[int, int], treedef: Any, state_argnums: Sequence[int] | None) -> None:
+def _check_lone(call: Call, starts: Mapping[int, int], treedef: PyTreeDef, state_argnums: Sequence[int] | None) -> None:
     """Refuses an only output of the first argument's shape, which may be a new state or a prediction."""
     if state_argnums is not None or list(starts) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
         return
@@ -359,7 +362,7 @@ def _check_lone(call: Call, starts: Mapping[int, int], treedef: Any, state_argnu
 
 
 def describe_leaves(
-    call: Call, states: States, outputs: Any, devices: int = 1
+    call: Call, states: States, outputs: Pytree, devices: int = 1
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
     """Describes paths and roles of all leaves. With one state its paths stand alone, else the argument's name leads.
 

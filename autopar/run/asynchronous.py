@@ -22,6 +22,7 @@ from autopar.ir.asynchronous_timeline import Minibatch, MinibatchLister, asynchr
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Var
 from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
+from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
@@ -29,8 +30,6 @@ from autopar.run.pipeline import StageLeaves
 from autopar.run.stage_executor import StageExecutor, Values
 from autopar.tables.pending import PendingArray
 from autopar.tables.staged import StageArray
-
-Array = Any
 
 
 class AsynchronousRunner:
@@ -52,7 +51,7 @@ class AsynchronousRunner:
         new_states: Mapping[int, int],
         echoes: Mapping[int, int],
         devices: Sequence[StageDevice],
-        out_tree: Any,
+        out_tree: PyTreeDef,
         donate: bool,
         kept: KeptArguments,
     ) -> None:
@@ -85,7 +84,7 @@ class AsynchronousRunner:
     def loads(self) -> None:
         """Returns None: no capacity is measured."""
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arrays: returns its new state, and the results of the minibatch that has gone through.
 
         Parts without state are None where there is none yet.
@@ -97,7 +96,7 @@ class AsynchronousRunner:
         tree, has_no_state = self._out_tree.unflatten(range(count)), self._has_no_state
         return jax.tree.map(lambda x: None if has_no_state(x) else states[x], tree, is_leaf=has_no_state)
 
-    def call(self, leaves: Sequence[Any]) -> tuple[dict[int, Any], dict[int, Any] | None]:
+    def call(self, leaves: Sequence[Leaf]) -> tuple[dict[int, Leaf], dict[int, Leaf] | None]:
         """Brings a minibatch; returns new states, and the results of the minibatch that ends with this call, by their
         numbers."""
         self.executor.compile()  # before anything is given away
@@ -117,7 +116,7 @@ class AsynchronousRunner:
             flight.hand_on()  # some of its tasks are done, and others aren't
             raise
         new_clocks = dict(zip(self.asynchronous.clocks, clocks, strict=True))
-        results: dict[int, Any] = {}
+        results: dict[int, Leaf] = {}
         for place, k in enumerate(self.moving):
             results[self.new_states[k]] = PendingArray(flight, place, flight.types[place])
         for k, out in self.new_states.items():
@@ -132,12 +131,12 @@ class AsynchronousRunner:
             if all(out in echoes for out in range(start, end)):
                 yield from ((out, echoes[out]) for out in range(start, end))
 
-    def rest_of(self, states: Mapping[int, Any]) -> list[dict[int, Any]]:
+    def rest_of(self, states: Mapping[int, Pytree]) -> list[dict[int, Leaf]]:
         """Returns what minibatches returned that ended when these new states were read."""
         flight = next((leaf.pending for leaf in states.values() if isinstance(leaf, PendingArray)), None)
         return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
-    def structured(self, others: Mapping[int, Any]) -> Any:
+    def structured(self, others: Mapping[int, Leaf]) -> Pytree:
         """Gives a minibatch's results besides the state: the one part that has none of it, or a list of such parts."""
         parts = jax.tree.leaves(self._out_tree.unflatten(range(self._out_tree.num_leaves)), is_leaf=self._has_no_state)
         apart = [jax.tree.map(others.__getitem__, part) for part in parts if self._has_no_state(part)]
@@ -148,7 +147,7 @@ class AsynchronousRunner:
         numbers = jax.tree.leaves(node)
         return bool(numbers) and {*self.new_states.values(), *self.passed}.isdisjoint(numbers)
 
-    def _flight(self, leaves: Sequence[Any]) -> AsynchronousFlight | None:
+    def _flight(self, leaves: Sequence[Leaf]) -> AsynchronousFlight | None:
         """Returns the flight that goes on: all moving leaves are of its last call."""
         first = leaves[self.moving[0]] if self.moving else None
         if not isinstance(first, PendingArray) or not isinstance(first.pending, AsynchronousFlight):
@@ -160,7 +159,7 @@ class AsynchronousRunner:
         )
         return flight if all(mine) and flight.goes_on(self, leaves) else None
 
-    def _arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
+    def _arguments(self, leaves: Sequence[Leaf]) -> dict[Var, Leaf]:
         """Finds what a minibatch is given, by input. NumPy's arrays are copied: they may be filled anew."""
         pairs = ((parts[0], leaf) for parts, leaf in zip(self.inputs, leaves, strict=True) if len(parts) == 1)
         given = ((v, _read(leaf)) for v, leaf in pairs if v not in self.step.homes)
@@ -175,7 +174,7 @@ class AsynchronousFlight:
       leaves: The arguments of the first call.
     """
 
-    def __init__(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> None:
+    def __init__(self, runner: AsynchronousRunner, leaves: Sequence[Leaf]) -> None:
         self._runner, self._step = runner, runner.step
         self._asynchronous: Asynchronous = runner.asynchronous
         self._lister = runner.lister()
@@ -183,7 +182,7 @@ class AsynchronousFlight:
         self._first = self._leaves.arguments(leaves)
         self._constants = [(k, leaf) for k, leaf in enumerate(leaves) if self._is_constant(k)]
         self._minibatches: dict[int, Minibatch] = {}
-        self._given: dict[int, Mapping[Var, Any]] = {}
+        self._given: dict[int, Mapping[Var, Leaf]] = {}
         self._values = Values(runner.executor.devices, self._put, runner.step.divided)
         self._has_begun = False
         self._leaves.put(self._values)
@@ -220,12 +219,12 @@ class AsynchronousFlight:
         """Its stages are on several processes."""
         return self._runner.messages is not None
 
-    def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Any]) -> bool:
+    def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Leaf]) -> bool:
         """Returns whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
         same = all(leaves[k] is leaf for k, leaf in self._constants)
         return self._runner is runner and self._drained is None and same
 
-    def issue(self, arguments: Mapping[Var, Any]) -> dict[int, Any] | None:
+    def issue(self, arguments: Mapping[Var, Pytree]) -> dict[int, Leaf] | None:
         """Brings a minibatch; returns the results of the one that ends with this call, by their number."""
         number = self.calls
         self._minibatches[number] = self._lister.minibatch(number)
@@ -233,7 +232,7 @@ class AsynchronousFlight:
         self.calls += 1
         return self._run(number)
 
-    def _run(self, call: int) -> dict[int, Any] | None:
+    def _run(self, call: int) -> dict[int, Leaf] | None:
         """Runs what a call issues, of the newest minibatch first."""
         for number in sorted(self._minibatches, reverse=True):
             actions = self._minibatches[number].calls[call - number] if call - number >= 0 else []
@@ -245,7 +244,7 @@ class AsynchronousFlight:
         executor = self._runner.executor
         executor.run((pair for pair in actions if executor.takes_part(pair[0])), self._values)
 
-    def _results(self, number: int) -> dict[int, Any]:
+    def _results(self, number: int) -> dict[int, Leaf]:
         """Returns what a minibatch returns besides the state, and forgets it."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
         states = {*self._runner.new_states.values(), *self._runner.passed}
@@ -260,7 +259,7 @@ class AsynchronousFlight:
         return dict(zip(places, arrays, strict=True))
 
     @uninterrupted
-    def drained(self) -> list[Any]:
+    def drained(self) -> list[Leaf]:
         """Returns the moving leaves behind all minibatches. Collective over the ranks of the stages."""
         if self._drained is None:
             try:
@@ -271,7 +270,7 @@ class AsynchronousFlight:
             self._values = self._values.empty()  # versions, changes and copies of leaves are let go
         return self._drained
 
-    def _finished(self) -> list[Any]:
+    def _finished(self) -> list[Leaf]:
         executor, asynchronous = self._runner.executor, self._asynchronous
         for call in range(self.calls, self.calls + asynchronous.calls.last):
             results = self._run(call)
@@ -286,7 +285,7 @@ class AsynchronousFlight:
         outputs = [self._step.inputs[k] for k in self._runner.moving]
         return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
-    def rest(self) -> list[Any]:
+    def rest(self) -> list[Leaf]:
         """Returns what minibatches returned besides the state that ended when it was read, in their order. Where that
         is nothing, no call waits for it, and none is left."""
         self.drained()
@@ -306,7 +305,7 @@ class AsynchronousFlight:
     def _put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
         return self._runner.kept.put(value.var, self._argument(value), device, axis)
 
-    def _argument(self, value: Value) -> Any:
+    def _argument(self, value: Value) -> Leaf:
         """Finds what a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
         if isinstance(value.part, Microbatch):
             whole, _ = self._step.parts.get(value.var, (value.var, 0))
@@ -319,7 +318,7 @@ class AsynchronousFlight:
         return jnp.zeros(value.var.shape, value.var.dtype)  # no update has changed it
 
 
-def _read(leaf: Any) -> Any:
+def _read(leaf: Leaf) -> Leaf:
     """Returns a leaf, once no minibatch is to update it."""
     return leaf.current() if isinstance(leaf, PendingArray) else leaf
 

@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 
 from autopar import jax_compat
 from autopar.errors import AutoparError, DonatedStateError
 from autopar.ir.paths import path_name
+from autopar.jax_types import Leaf, Pytree
 from autopar.tables.kinds import copied, is_table
 
 
-def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any]:
+def with_own_buffers(leaves: Sequence[Leaf], states: Collection[int]) -> list[Leaf]:
     """Copies leaves of the state whose buffer another leaf has, too: each is to be updated in place by itself.
 
     Args:
@@ -35,7 +35,7 @@ def with_own_buffers(leaves: Sequence[Any], states: Collection[int]) -> list[Any
 
 
 @contextlib.contextmanager
-def naming_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def naming_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> Iterator[None]:
     """Names the leaf in errors that a leaf of the arguments was gone before the call (`check_not_donated`)."""
     try:
         yield
@@ -44,7 +44,7 @@ def naming_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         raise
 
 
-def check_not_donated(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], cause: Exception) -> None:
+def check_not_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], cause: Exception) -> None:
     """Raises DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
     if not isinstance(cause, DonatedStateError) and not any(word in str(cause) for word in ("deleted", "donated")):
         return  # a step that failed itself has updated leaves in place, too
@@ -63,11 +63,11 @@ def is_shared_buffer(error: Exception) -> bool:
     return "donate" in text and any(phrase in text for phrase in ("same buffer", "same call", "twice", "also used"))
 
 
-def is_traced(leaf: Any) -> bool:
+def is_traced(leaf: Leaf) -> bool:
     return jax_compat.is_tracer(leaf)
 
 
-def _buffers(tree: Any) -> list[Any]:
+def _buffers(tree: Pytree) -> list[Leaf]:
     """Lists the addresses of the buffers of all arrays in a tree."""
     return [
         address
@@ -85,7 +85,7 @@ def _addresses(leaf: jax.Array) -> list[int]:
     return [shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards]
 
 
-def first_deleted(arguments: tuple[Any, Any]) -> str | None:
+def first_deleted(arguments: tuple[Pytree, Pytree]) -> str | None:
     """Names the first leaf in (args, kwargs) whose rows or buffers were given to a step; None if there is none."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if is_table(leaf) or (isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf)):
@@ -95,7 +95,7 @@ def first_deleted(arguments: tuple[Any, Any]) -> str | None:
     return None
 
 
-def noting_lost_state(call: Callable[..., Any]) -> Callable[..., Any]:
+def noting_lost_state(call: Callable[..., Pytree]) -> Callable[..., Pytree]:
     """Wraps a step's `__call__` so that its errors say so if the state is gone.
 
     An error stays what it is: who catches JAX's own errors still does.
@@ -103,7 +103,7 @@ def noting_lost_state(call: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(call)
-    def noting(step: Any, *args: Any, **kwargs: Any) -> Any:
+    def noting(step: Pytree, *args: Pytree, **kwargs: Pytree) -> Pytree:
         try:
             return call(step, *args, **kwargs)
         except (AutoparError, Warning):

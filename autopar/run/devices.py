@@ -41,6 +41,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Program, Var
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.ir.sizes import NEAR
 from autopar.jax_compat import ConcreteArray
+from autopar.jax_types import AnyType, Array, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
@@ -56,7 +57,7 @@ CALLS, WAITING_CALLS = 32, 64
 _BLOCKS = 8
 
 
-def _stored(type_: Any, layout: tuple[RowLayout, int] | None) -> Any:
+def _stored(type_: AnyType, layout: tuple[RowLayout, int] | None) -> Leaf:
     if layout is None:
         return type_
     return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
@@ -87,12 +88,12 @@ class DevicesRunner:
 
     def __init__(
         self,
-        run: Callable[..., Sequence[Any]],
+        run: Callable[..., Sequence[Pytree]],
         compiled: Compiled,
         devices: Devices,
-        out_tree: Any,
+        out_tree: PyTreeDef,
         donate: bool,
-        first: Callable[..., Sequence[Any]] | None = None,
+        first: Callable[..., Sequence[Leaf]] | None = None,
         *,
         are_results_whole: bool = False,
     ) -> None:
@@ -139,8 +140,8 @@ class DevicesRunner:
         order = donation_order(compiled.program.new_states, len(places))
         self._order = sorted(range(len(order)), key=order.__getitem__)
 
-        def jitted(run: Callable[..., Sequence[Any]], *further: int) -> Any:
-            def run_in_order(*leaves: Any) -> tuple[Any, ...]:
+        def jitted(run: Callable[..., Sequence[Pytree]], *further: int) -> Any:
+            def run_in_order(*leaves: Leaf) -> tuple[Leaf, ...]:
                 results = run(*leaves)
                 return tuple(results[k] for k in (*order, *further))
 
@@ -205,7 +206,7 @@ class DevicesRunner:
             *(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type, sharding=s) for t, s in pairs)
         )
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays or Tables), which are placed where need be; returns its results."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
@@ -227,7 +228,7 @@ class DevicesRunner:
                 results[out] = Table(results[out], layout, axis)
         return self._out_tree.unflatten(results)
 
-    def _in_place(self, leaves: Sequence[Any]) -> list[jax.Array]:
+    def _in_place(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the arguments where the step takes them; most are there already."""
         placed = list(leaves)
         elsewhere = [
@@ -252,7 +253,7 @@ class DevicesRunner:
         self._separate(leaves, placed, elsewhere)
         return placed
 
-    def _separate(self, leaves: Sequence[Any], placed: list[Any], elsewhere: Sequence[int]) -> None:
+    def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
         """Copies state leaves that are another leaf's buffer, too: each is to be updated in place by itself.
         `elsewhere`: those that were placed."""
         placed_now = self._donated.intersection(elsewhere)
@@ -269,7 +270,7 @@ class DevicesRunner:
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _logs(self, leaves: Sequence[Any]) -> tuple[Sequence[Any], list[DeviceUpdateLog | None], list[list[Any]]]:
+    def _logs(self, leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], list[DeviceUpdateLog | None], list[list[Leaf]]]:
         """Returns the leaves, their update logs, and the logs' entries.
 
         Leaves of update logs that go on are as they are stored; a log is None, and its entries are none, where one
@@ -291,7 +292,7 @@ class DevicesRunner:
                 leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
         return leaves, logs, entries
 
-    def _keep_logs(self, results: list[Any], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
+    def _keep_logs(self, results: list[Leaf], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
         """Takes the update logs off the end of the results, and makes tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
@@ -316,7 +317,7 @@ class DevicesRunner:
                 most = loads if most is None else np.maximum(most, loads)
         return None if most is None else most.tolist()
 
-    def _placed(self, k: int, leaf: Any) -> Any:
+    def _placed(self, k: int, leaf: Leaf) -> Leaf:
         own, sharding, layout = k in self._donated, self._shardings[k], self._layouts.get(k)
         if isinstance(leaf, DeferredTable):  # what is only read needs no copy
             leaf = leaf.materialize() if own else leaf.current()
@@ -332,7 +333,7 @@ class DevicesRunner:
             return self._kept.placed(k, leaf, (sharding, layout), functools.partial(self._moved, k))
         return self._moved(k, leaf)
 
-    def _moved(self, k: int, leaf: Any) -> jax.Array:
+    def _moved(self, k: int, leaf: Leaf) -> jax.Array:
         """Brings an argument from elsewhere; it stays the user's own, whatever is done to what is returned."""
         layout, own = self._layouts.get(k), k in self._donated
         if is_table(leaf):
@@ -364,7 +365,7 @@ class LateFallback:
         self._compilation: Compilation[Any] | None = None
         self._is_whole = False
 
-    def __call__(self, *operands: Any) -> Sequence[Any]:
+    def __call__(self, *operands: Leaf) -> Sequence[Pytree]:
         """Runs the step, and its fallback if a capacity is exceeded."""
         if not self._is_whole:
             self._calls += 1
@@ -398,9 +399,6 @@ class LateFallback:
             self._compilation = beside(what, lambda: self._lower().compile())
 
 
-Array = Any
-
-
 @dataclass(frozen=True)
 class _Ids:
     """The rows that are looked up in a leaf.
@@ -427,7 +425,7 @@ class ReadRows:
         self._known: dict[tuple[int, int], _Ids | None] = {}
         self._program_of = functools.cache(self._ids_program)
 
-    def current(self, leaves: Sequence[Any]) -> list[Any]:
+    def current(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Brings the rows of tables up to date that a call reads; returns its flat arguments.
 
         Tables of which nothing is read but rows, by numbers that don't follow from such tables, are replaced by what is
@@ -453,7 +451,7 @@ class ReadRows:
                 made[k] = leaves[k].lagging()
         return made
 
-    def _placed(self, k: int, leaf: Any, everywhere: NamedSharding) -> Array:
+    def _placed(self, k: int, leaf: Leaf, everywhere: NamedSharding) -> Array:
         place = functools.partial(place_array, sharding=everywhere, own=True)
         return leaf if is_global(leaf) else self._kept.placed(k, leaf, (everywhere, None), place)
 

@@ -22,6 +22,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
+from autopar.jax_types import Leaf
 from autopar.measure.alpha import id_program, id_reader
 from autopar.passes.choosing.capacity import device_ids
 from autopar.run.buffers import is_traced
@@ -110,7 +111,7 @@ class AlphaWatch:
         self._left -= 1
         return self._left <= 0
 
-    def look(self, entry: Entry | None, leaves: Sequence[Any]) -> Mapping[str, SeenAlpha]:
+    def look(self, entry: Entry | None, leaves: Sequence[Leaf]) -> Mapping[str, SeenAlpha]:
         """Judges the sample before, and takes one of a call.
 
         Args:
@@ -178,7 +179,7 @@ class _Watched:
         example = None if entry is None else entry.example
         self._planned = None if example is None else self.rows(example)
 
-    def sample(self, leaves: Sequence[Any]) -> list[Any] | None:
+    def sample(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:
         """Returns what ids depend on, of a call's flat arguments; None of a call that can't be counted."""
         kept = [x if wanted else None for x, wanted in zip(leaves, self._wanted, strict=True)] if self._wanted else []
         if not kept or any(is_traced(x) or is_table(x) for x in kept):
@@ -191,7 +192,7 @@ class _Watched:
         self._told.update(fresh)
         return fresh
 
-    def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
+    def rows(self, leaves: Sequence[Leaf]) -> dict[str, int]:
         """Returns by path the number of rows that a call touches."""
         # On the host: a program on all devices would meet those of the step in another order on each.
         host = [np.asarray(x) if isinstance(x, jax.Array) else x for x in leaves]
@@ -215,7 +216,7 @@ class _Family:
         self.used = id_program(program, ids)[1]
         self._read = id_reader(program, ids)
 
-    def rows(self, leaves: Sequence[Any]) -> dict[str, int]:
+    def rows(self, leaves: Sequence[Leaf]) -> dict[str, int]:
         """Returns by each of its tables' paths the number of rows that a call touches."""
         flat = self._read(leaves)
         assert flat is not None, "what the ids depend on is at hand, and has no effects"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -23,6 +22,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.sizes import HEADROOM
+from autopar.jax_types import AnyJaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
@@ -47,16 +47,16 @@ class Entry:
     states: States
     compiled: Compiled
     way: Way
-    jaxpr: Any
-    out_tree: Any
+    jaxpr: AnyJaxpr
+    out_tree: PyTreeDef
     trace_s: float = 0.0
-    example: Sequence[Any] | None = None
+    example: Sequence[Leaf] | None = None
 
     devices: Devices | None = None
     donate: bool = True
     machine: Machine = NOWHERE
     headroom: float = HEADROOM
-    fun: Callable[..., Any] | None = None
+    fun: Callable[..., Pytree] | None = None
     notes: Sequence[str] = ()
     clients: Clients | None = None
     larger: Compilation[Entry] | None = field(default=None, init=False)
@@ -82,14 +82,14 @@ class Entry:
         return parameters_of(self.compiled.analysed, self.options.batch_axis)
 
     @functools.cached_property
-    def lasting_shapes(self) -> Any:
+    def lasting_shapes(self) -> Leaf:
         """Shapes of the arguments that outlive a call: those that hold state, or, where none does, the largest one."""
         inputs, arguments = iter(self.compiled.analysed.inputs), self.call.arguments
         lasting = [a for a in arguments if any([next(inputs).role == "state" for _ in a.types])]
         lasting = lasting or sorted(arguments, key=lambda a: sum(t.size for t in a.types))[-1:]
         return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
 
-    def example_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+    def example_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf] | None:
         """Returns concrete leaves to measure alpha on, which ids depend on and which are no state; None where there is
         none.
 
@@ -105,7 +105,7 @@ class Entry:
         return kept if any(x is not None for x in kept) else None
 
     @functools.cached_property
-    def run(self) -> Callable[..., Sequence[Any]]:
+    def run(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
         bound = self.compiled.bound
         if bound.plan.defers:  # ordinary arrays have no rows that wait
@@ -114,11 +114,11 @@ class Entry:
             return on_ordinary_arrays(self.run_stored, bound, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if bound.rewrites else self.plain
 
-    def _typed(self, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    def _typed(self, run: Callable[..., Sequence[Pytree]]) -> Callable[..., Sequence[Leaf]]:
         """Gives results the plain step's types, weak or strong: a row that is written back takes its table's type."""
         types = [a.type for a in self.compiled.analysed.block.outputs]
 
-        def typed_run(*inputs: Any) -> Sequence[Any]:
+        def typed_run(*inputs: Leaf) -> Sequence[Leaf]:
             outputs = run(*inputs)  # and perhaps a flag
             pairs = zip(outputs, types, strict=False)
             typed = [_weak(x) if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
@@ -127,7 +127,7 @@ class Entry:
         return typed_run
 
     @functools.cached_property
-    def run_stored(self) -> Callable[..., Sequence[Any]]:
+    def run_stored(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
         bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
@@ -139,7 +139,7 @@ class Entry:
         return spread(self._typed(run), bound, analysed, self.devices)
 
     @functools.cached_property
-    def run_first(self) -> Callable[..., Sequence[Any]] | None:
+    def run_first(self) -> Callable[..., Sequence[Leaf]] | None:
         """The planned step without its fallback, None if it has none (`LateFallback`)."""
         bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
         if self.compiled.fallback is None or self.devices is None:
@@ -147,7 +147,7 @@ class Entry:
         run = without_fallback(self._emitted(program, bound), program)
         return spread(self._typed(run), bound, analysed, self.devices)
 
-    def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Any]]:
+    def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Leaf]]:
         assert self.devices is not None, "one device needs no backends"
         return emit(program.block) if program.local is None else mapped(program, bound, self.devices)
 
@@ -167,7 +167,7 @@ class Entry:
         return self.way.table_runner(self)
 
     @functools.cached_property
-    def run_on_tables(self) -> Callable[..., Sequence[Any]]:
+    def run_on_tables(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on one device, on flat arrays and the parts of tables."""
         return self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
 
@@ -176,7 +176,7 @@ class Entry:
         """Results by example are whole on every process."""
         return self.options.are_results_whole(self.compiled.analysed)
 
-    def run_called(self, *leaves: Any) -> list[Any]:
+    def run_called(self, *leaves: Leaf) -> list[Leaf]:
         """Runs the planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
         states = {k for k, input_ in enumerate(self.compiled.analysed.inputs) if input_.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
@@ -184,10 +184,10 @@ class Entry:
         return list(materialize(results, copy=False) if self.compiled.plan.on_hosts else results)
 
     @functools.cached_property
-    def plain(self) -> Callable[..., Sequence[Any]]:
+    def plain(self) -> Callable[..., Sequence[Leaf]]:
         """The step as JAX traced it, on flat arrays."""
         return jax_compat.jaxpr_as_fun(self.jaxpr)
 
 
-def _weak(value: Any) -> Any:
+def _weak(value: Leaf) -> Leaf:
     return value if jax_compat.is_weak(value) else jax_compat.weak(value)

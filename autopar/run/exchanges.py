@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +12,7 @@ import numpy as np
 from autopar.backends.across import local
 from autopar.errors import CheckpointError
 from autopar.ir.ring import Ring
+from autopar.jax_types import Array, Leaf
 from autopar.protocols import Send, Want, ring_step
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.run.touched_rows import TouchedRows
@@ -20,8 +20,6 @@ from autopar.servers.exchanges import CenterSession, End, ExchangeSession, RingS
 from autopar.servers.neighbor import NeighborSpec
 from autopar.sync import Elastic
 from autopar.tables.replica import Replica, Replicas
-
-Array = Any
 
 
 class ExchangeRunner(ReplicaRunner):
@@ -31,7 +29,7 @@ class ExchangeRunner(ReplicaRunner):
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
         """Returns what replicas share before a step, and what exchanges the weights that it begins with."""
 
-    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+    def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         weights = Weights(dict(enumerate(own)))
         replicas, session = self._opened(replicas, weights)
         # Of a leaf that the user has put in place of a replica, all rows may have changed.
@@ -40,7 +38,7 @@ class ExchangeRunner(ReplicaRunner):
         session.begin(weights, replicas.steps)
         return replicas
 
-    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         session = replicas.center or replicas.ring
         assert session is not None, "a step has begun"
         weights = Weights({k: results[self._new_states[k]] for k in self.weights})
@@ -131,7 +129,7 @@ class RingEnd(End):
         axes = {k: self._rows.axis(k) for k in self._tables}
         return NeighborSpec(weights, self._ring.clients, axes, self._neighbors(passive))
 
-    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+    def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
         found = self._rows.after(self._rows.none(known), leaves)
         self._touched = {k: some.calls[-1] for k, some in found.items()}
 

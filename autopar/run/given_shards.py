@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from jax.sharding import NamedSharding
@@ -19,6 +19,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Input
 from autopar.ir.strategy import TENSOR, asked_of
+from autopar.jax_types import Leaf
 from autopar.tables.kinds import spread_as
 from autopar.ways.way import Way
 
@@ -30,7 +31,7 @@ class Stay(NamedTuple):
     axis: int
 
 
-def shards_given(inputs: Sequence[Input], leaves: Sequence[Any]) -> dict[str, str]:
+def shards_given(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, str]:
     """Says which leaves of the state come in shards: the same on all processes that run a step."""
     pairs = zip(inputs, leaves, strict=True)
     specs = [f"{x.path} {leaf.sharding.spec}" for x, leaf in pairs if x.role == "state" and _is_in_shards(leaf)]
@@ -38,7 +39,7 @@ def shards_given(inputs: Sequence[Input], leaves: Sequence[Any]) -> dict[str, st
 
 
 def made_whole(
-    compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Any]
+    compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Leaf]
 ) -> dict[str, Stay | None]:
     """Finds leaves of the state that come in shards, and that a plan by some options has whole on every device.
 
@@ -69,7 +70,7 @@ def _stay(path: str, leaf: jax.Array, plan: Plan, devices: Devices) -> Stay | No
     return None if axis is None else Stay("ps", axis)
 
 
-def _is_in_shards(leaf: Any) -> bool:
+def _is_in_shards(leaf: Leaf) -> bool:
     if not isinstance(leaf, jax.Array) or jax_compat.is_tracer(leaf) or jax_compat.is_key(leaf.dtype):
         return False
     return isinstance(leaf.sharding, NamedSharding) and not leaf.is_fully_replicated
@@ -118,7 +119,7 @@ def shard_notes(options: Options) -> list[str]:
     return [f"In shards, as they came: {', '.join(paths[:3])}{others}."] if paths else []
 
 
-def warn_of_whole_leaves(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Any]) -> None:
+def warn_of_whole_leaves(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Leaf]) -> None:
     """Warns of leaves that come in shards and are whole on every device, where the user didn't say so."""
     options = way.options
     whole = made_whole(compiled, options, devices, leaves)

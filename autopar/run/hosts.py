@@ -24,6 +24,7 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Block, Program, known
+from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
@@ -40,7 +41,7 @@ class HostRunner:
     """Places a step's arguments, runs it by stages, and compiles it for each bucket that its rows need."""
 
     def __init__(
-        self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: Any, donate: bool
+        self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: PyTreeDef, donate: bool
     ) -> None:
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
@@ -95,7 +96,7 @@ class HostRunner:
         #: Of dense leaves, whose rows are all requested in each step, what was exchanged of them in the first one.
         self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
         #: Dense leaves of the state that the last step returned.
-        self._returned: dict[int, weakref.ref[Any]] = {}
+        self._returned: dict[int, weakref.ref[Leaf]] = {}
 
     def _check_others(self) -> None:
         """Refuses tables by rows on devices beside tables on several ranks, or on one if rows wait, and dense shards.
@@ -131,7 +132,7 @@ class HostRunner:
         """Who takes part."""
         return self._ranks
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results."""
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
@@ -162,7 +163,7 @@ class HostRunner:
         pairs = enumerate(returned)
         return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
-    def _ran(self, inputs: Sequence[Any], step: RunningStep) -> Sequence[Any]:
+    def _ran(self, inputs: Sequence[Leaf], step: RunningStep) -> Sequence[Leaf]:
         """Runs a step in the program for its rows: it begins in the last one's. Returns its results."""
         staged = self._staged or self._compiled_for(self._buckets.least)
         while True:
@@ -199,7 +200,7 @@ class HostRunner:
                 storage.bring_up_to_date()
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
-    def _written(self, results: Sequence[Any], logs: Sequence[HostUpdateLog]) -> Sequence[Any]:
+    def _written(self, results: Sequence[Leaf], logs: Sequence[HostUpdateLog]) -> Sequence[Leaf]:
         """Returns the step's own results; the update logs take what it wrote down."""
         start = len(self._program.outputs)
         rest = results[start:]
@@ -240,7 +241,7 @@ class HostRunner:
 
     # --- arguments ---
 
-    def _require_memory(self, leaves: Sequence[Any]) -> None:
+    def _require_memory(self, leaves: Sequence[Leaf]) -> None:
         """Makes sure that the hosts have memory for the tables that come to them now.
 
         Raises:
@@ -255,10 +256,10 @@ class HostRunner:
                 wanted[self._program.inputs[k].path] = shape, leaf.dtype
             require_memory(self._ranks.exchange, wanted)
 
-    def _is_placed(self, k: int, leaf: Any) -> bool:
+    def _is_placed(self, k: int, leaf: Leaf) -> bool:
         return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
 
-    def _storages(self, leaves: Sequence[Any]) -> dict[int, HostRows]:
+    def _storages(self, leaves: Sequence[Leaf]) -> dict[int, HostRows]:
         """Returns the tables that the step works on, by input. A table that comes twice is copied: each is updated by
         itself."""
         storages: dict[int, HostRows] = {}
@@ -275,7 +276,7 @@ class HostRunner:
             storages[k] = storage.copy() if is_new and (again or not self._donate) else storage
         return storages
 
-    def _hand_on(self, leaves: Sequence[Any], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
+    def _hand_on(self, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
         """Makes new handles of the tables that the step updates; those of its arguments are deleted."""
         handles = {}
         for k in self._new.values():
@@ -285,13 +286,13 @@ class HostRunner:
                 handles[k] = leaf.handed_on() if same else HostTable(tables[k])
         return handles
 
-    def _separated(self, leaves: Sequence[Any]) -> Sequence[Any]:
+    def _separated(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
         """Copies leaves of the state that are another leaf's buffer, too; returns the arguments."""
         if not self._donate or self._ranks.is_joint or self._are_own(leaves):
             return leaves
         return with_own_buffers(leaves, self._states - set(self._tables))
 
-    def _are_own(self, leaves: Sequence[Any]) -> bool:
+    def _are_own(self, leaves: Sequence[Leaf]) -> bool:
         """Returns whether the state is what the last step returned, and in no other argument: buffers of its own,
         then."""
         if not self._returned:
@@ -301,7 +302,7 @@ class HostRunner:
             return False  # leaves with one new value are one array
         return all(returned() is leaves[k] for k, returned in self._returned.items())
 
-    def _placed(self, k: int, leaf: Any) -> Any:
+    def _placed(self, k: int, leaf: Leaf) -> Leaf:
         """Places an argument as the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
@@ -320,7 +321,7 @@ class HostRunner:
             self._kept.look(k, leaf)
         return self._kept.placed(k, leaf, (self._ranks.mesh, along), place)
 
-    def _whole(self, k: int, along: int | None, leaf: Any) -> Any:
+    def _whole(self, k: int, along: int | None, leaf: Leaf) -> Leaf:
         ranks = self._ranks
         leaf = ranks.own(leaf)
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
@@ -332,7 +333,7 @@ class HostRunner:
             return leaf
         return ranks.everywhere(leaf) if ranks.is_joint else jax.device_put(leaf, ranks.sharding(along))
 
-    def _part(self, along: int, leaf: Any) -> Any:
+    def _part(self, along: int, leaf: Leaf) -> Leaf:
         """Returns this rank's examples, or all ranks' array, of which it has its own."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
@@ -355,7 +356,7 @@ class HostRunner:
             return jax.device_put(own, ranks.sharding(along))
         return jax.make_array_from_process_local_data(ranks.sharding(along), own, leaf.shape)
 
-    def _result(self, out: int, value: Any) -> Any:
+    def _result(self, out: int, value: Leaf) -> Leaf:
         if self._new.get(out) in self._tables:
             return value
         if isinstance(value, HostRows):
@@ -365,12 +366,12 @@ class HostRunner:
             return self._joined(value, state.axis)
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
-    def _on_all(self, result: Any) -> Any:
+    def _on_all(self, result: Leaf) -> Leaf:
         """Returns a result as every rank has it; a table stays where it is."""
         with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
             return self._ranks.own(across.whole_everywhere(result))
 
-    def _joined(self, part: Any, along: int) -> jax.Array:
+    def _joined(self, part: Leaf, along: int) -> jax.Array:
         mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(self._ranks.exchange.size, -1), ("ranks", "local"))
         spec = jax.sharding.PartitionSpec(*[None] * along, "ranks")
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
@@ -378,7 +379,7 @@ class HostRunner:
         return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
 
 
-def _read(value: Any) -> jax.Array:
+def _read(value: Leaf) -> jax.Array:
     """Returns a table (then this is collective) or a given leaf as an array of its own."""
     if isinstance(value, HostRows):
         return HostTable(value).materialize()

@@ -22,9 +22,8 @@ from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import ArrayType, Program, Var
 from autopar.jax_compat import ConcreteArray
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.tables.sharded import Table
-
-Array = Any
 
 #: Arrays of each argument whose placements are kept: those that were given last. More would fill the devices where
 #: someone goes through a list of batches again and again.
@@ -39,11 +38,11 @@ _COMPARED = 256
 class _Kept:
     """Holds what an array was placed as, by where; nothing once the array is gone."""
 
-    source: weakref.ref[Any]
+    source: weakref.ref[Pytree]
     placed: dict[Hashable, Array]
 
     @staticmethod
-    def of(leaf: Any) -> _Kept:
+    def of(leaf: Leaf) -> _Kept:
         """Begins with nothing; what is put there goes with the leaf."""
         placed: dict[Hashable, Array] = {}
         return _Kept(weakref.ref(leaf, lambda _: placed.clear()), placed)
@@ -53,7 +52,7 @@ class _Kept:
 _known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
-def forget(leaves: Iterable[Any]) -> None:
+def forget(leaves: Iterable[Leaf]) -> None:
     """Lets go what leaves were placed as that are about to be given away."""
     for leaf in leaves if _known else ():
         kept = _known.get(id(leaf))
@@ -77,9 +76,9 @@ class KeptPlacements:
         sizes = [v.type.nbytes if isinstance(v.type, ArrayType) else 0 for v in program.block.inputs]
         self._large = {k for k, (size, count) in enumerate(zip(sizes, copies, strict=True)) if size * count >= _BYTES}
         #: Of large inputs the last call's array, some numbers of it, and how many calls have had these.
-        self._seen: dict[int, tuple[weakref.ref[Any], np.ndarray, int]] = {}
+        self._seen: dict[int, tuple[weakref.ref[Leaf], np.ndarray, int]] = {}
 
-    def placed(self, k: int, leaf: Any, where: Hashable, place: Callable[[Any], Array]) -> Array:
+    def placed(self, k: int, leaf: Leaf, where: Hashable, place: Callable[[Any], Array]) -> Array:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
         Args:
@@ -105,7 +104,7 @@ class KeptPlacements:
                 kept.placed[where] = placed
         return placed
 
-    def look(self, k: int, leaf: Any) -> None:
+    def look(self, k: int, leaf: Leaf) -> None:
         """Warns of a large argument that was the same in several calls, and is placed in each of them."""
         is_numpy = isinstance(leaf, np.ndarray)
         if k not in self._large or not (is_numpy or is_global(leaf)):
@@ -144,20 +143,20 @@ class KeptArguments:
         others = {*step.homes, *step.results, *(whole for whole, _ in step.parts.values())}
         self._numbers = {v: k for k, v in enumerate(step.inputs) if isinstance(v, Var) and v not in others}
 
-    def look(self, leaves: Sequence[Any]) -> None:
+    def look(self, leaves: Sequence[Leaf]) -> None:
         """Warns of large arrays of NumPy that were the same in several calls."""
         for k in self._numbers.values():
             if isinstance(leaves[k], np.ndarray):
                 self._kept.look(k, leaves[k])
 
-    def put(self, var: Var, array: Any, device: StageDevice, axis: int | None) -> Array:
+    def put(self, var: Var, array: Leaf, device: StageDevice, axis: int | None) -> Array:
         """Brings what a call was given to a device, divided along an axis if one is given."""
         if var not in self._numbers:
             return device.put(array, axis)
         return self._kept.placed(self._numbers[var], array, device.sharding(axis), lambda x: device.put(x, axis))
 
 
-def _is_constant(leaf: Any) -> bool:
+def _is_constant(leaf: Leaf) -> bool:
     """Returns whether it is an array of this process that nobody can change."""
     array = leaf.stored if isinstance(leaf, Table) else leaf
     return type(array) is ConcreteArray and array.is_fully_addressable and not array.is_deleted()

@@ -13,6 +13,7 @@ from autopar.backends.background import Compilation, beside
 from autopar.compile import Compiled
 from autopar.interrupts import interruptible
 from autopar.ir.sizes import HEADROOM, NEAR
+from autopar.jax_types import Leaf
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.passes.choosing.capacity import needed_share
@@ -93,7 +94,7 @@ class LargerCapacities:
 
         return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
 
-    def _with_headroom(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Entry:
+    def _with_headroom(self, entry: Entry, example: Sequence[Leaf] | None, headroom: float) -> Entry:
         """Plans the step with some headroom, or twice as much until that changes the plan, as capacities are
         rounded."""
         while True:

@@ -13,11 +13,12 @@ import numpy as np
 
 from autopar.errors import CheckpointError
 from autopar.ir.ring import Ring
+from autopar.ir.sync_plan import FragmentIndex
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.tables.kinds import copied
 from autopar.tables.replica import OnItsWay, Replica, Replicas, Rows, moved
 
-Array = Any
 #: Yields what all clients exchange; see `MeansRunner.exchange`.
 Exchange = Generator[Any, Any, None]
 
@@ -51,7 +52,7 @@ class MeansRunner(ReplicaRunner):
         # A mean that travels beside the next step, which would wait for whoever reads what it updates in place: copies
         # are sent, and of tables by rows these are all that is kept.
         is_beside = self._outer is None and self._plan.delay > 0
-        kept: dict[int, Any] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
+        kept: dict[int, Leaf] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
         parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in kept.items()]
         means: dict[int, Any] = dict(zip(kept, (yield parts), strict=True))
         for (k, x), part in zip(sent.items(), parts, strict=True):
@@ -82,7 +83,7 @@ class MeansRunner(ReplicaRunner):
                 "step with the same sync=, or leave step= out to have their mean"
             )
 
-        def placed(n: int, state: Any) -> Any:
+        def placed(n: FragmentIndex, state: Pytree) -> Leaf:
             names = [f"outer/{n}/{i}" for i in range(len(jax.tree.leaves(state)))]
             leaves = [self.clients.placed(jnp.asarray(saved[name])) for name in names]
             return jax.tree.unflatten(jax.tree.structure(state), leaves)
@@ -96,14 +97,16 @@ class MeansRunner(ReplicaRunner):
         if self._sync.outer is None:
             return Replicas(self.clients, self.mode, touched=touched)
         anchors = {k: copied(self.clients.placed(weights[k])) for k in self.weights}
-        outer = {n: self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self._fragments)}
+        outer = {
+            FragmentIndex(n): self._sync.outer.init(_picked(anchors, some)) for n, some in enumerate(self._fragments)
+        }
         return Replicas(self.clients, self.mode, anchors=anchors, outer=outer, touched=touched)
 
-    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+    def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
         return dataclasses.replace(replicas, touched=self.touched.after(kept, own))
 
-    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
         exchange = self.exchange(replicas, Weights({k: results[self._new_states[k]] for k in self.weights}))
         unions = self.clients.union([jnp.asarray(bits) for bits in next(exchange)])
@@ -141,20 +144,20 @@ class MeansRunner(ReplicaRunner):
         return dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way=on_way), new
 
     @functools.cached_property
-    def _outer(self) -> Callable[..., Any] | None:
+    def _outer(self) -> Callable[..., Leaf] | None:
         """Moves what all had by what clients changed, by the outer optimizer; None: there is none."""
         optimizer = self._sync.outer
         if optimizer is None:
             return None
 
-        def update(gradients: Mapping[int, Array], state: Any, weights: Mapping[int, Array]) -> Any:
+        def update(gradients: Mapping[int, Array], state: Pytree, weights: Mapping[int, Array]) -> Leaf:
             updates, state = optimizer.update(gradients, state, weights)
             return jax.tree.map(lambda w, u: (w + u).astype(w.dtype), weights, updates), state
 
         return jax.jit(update)
 
 
-def _picked(arrays: Mapping[int, Array], some: Sequence[int], of: Callable[[Array], Array] = lambda x: x) -> Any:
+def _picked(arrays: Mapping[int, Array], some: Sequence[int], of: Callable[[Array], Array] = lambda x: x) -> Leaf:
     return {k: of(arrays[k]) for k in some}
 
 

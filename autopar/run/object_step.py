@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
+from autopar.jax_types import Pytree
 from autopar.run.entry import Entry
 from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
 
@@ -24,7 +25,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
       steps: The steps of arrays, by what is fixed in each.
     """
 
-    fun: Callable[..., Any]
+    fun: Callable[..., Pytree]
     options: Mapping[str, Any]
     steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
     _latest: ParallelStep | None = field(default=None, init=False)
@@ -34,7 +35,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
         self.made_by(functools.partial(_wrapped, type(self)), self.options)
 
     @abc.abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         """Runs one step."""
 
     @property
@@ -54,16 +55,16 @@ class ObjectStep(PickledByOptions, abc.ABC):
 
     @abc.abstractmethod
     def pure(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+        self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
+    ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
         """Returns the step of arrays for these arguments, and what it is to be called with."""
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
         """Lowers the planned step as `jax.jit(step).lower` does."""
         step, pure_args, pure_kwargs = self.pure(args, kwargs)
         return step.lower(*pure_args, **pure_kwargs)
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Pytree, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does: a step may be a method."""
         return self if instance is None else MethodStep(self, instance)
 
@@ -90,7 +91,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
         return step
 
 
-def _wrapped(kind: type[ObjectStep], fun: Callable[..., Any], **options: Any) -> ObjectStep:
+def _wrapped(kind: type[ObjectStep], fun: Callable[..., Pytree], **options: Any) -> ObjectStep:
     return kind(fun, options)
 
 
@@ -98,7 +99,7 @@ def _wrapped(kind: type[ObjectStep], fun: Callable[..., Any], **options: Any) ->
 AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
-def require_step(step: Any, what: str) -> None:
+def require_step(step: Pytree, what: str) -> None:
     """Checks that something is a planned step, or a method that is one.
 
     Raises:
@@ -110,8 +111,8 @@ def require_step(step: Any, what: str) -> None:
 
 
 def unwrapped(
-    step: AnyStep, args: Sequence[Any], kwargs: Mapping[str, Any], what: str
-) -> tuple[ParallelStep, Sequence[Any], Mapping[str, Any]]:
+    step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
+) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
     """Returns a step of arrays and its arguments, whatever the step is of.
 
     Raises:

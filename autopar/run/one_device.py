@@ -10,6 +10,7 @@ import jax
 from autopar.backends.donation import donation_order, has_unread_states
 from autopar.interrupts import interruptible
 from autopar.ir.program import Program
+from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.buffers import is_shared_buffer, with_own_buffers
 
 
@@ -25,7 +26,7 @@ class OneDeviceRunner:
     """
 
     def __init__(
-        self, run: Callable[..., Sequence[Any]], program: Program, name: str, out_tree: Any, donate: bool
+        self, run: Callable[..., Sequence[Pytree]], program: Program, name: str, out_tree: PyTreeDef, donate: bool
     ) -> None:
         order = donation_order(program.new_states, len(program.outputs))
         self._is_in_order = list(order) == list(range(len(order)))
@@ -35,7 +36,7 @@ class OneDeviceRunner:
         self._states = {k for k, input_ in enumerate(program.inputs) if input_.role == "state"} if donate else set()
         self._is_new = True
 
-        def step(*leaves: Any) -> Any:
+        def step(*leaves: Leaf) -> Pytree:
             with interruptible():
                 results = run(*leaves)
             return out_tree.unflatten(results) if self._is_in_order else [results[k] for k in order]
@@ -52,7 +53,7 @@ class OneDeviceRunner:
     def loads(self) -> None:
         """Returns None: no capacity is measured."""
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments; returns its results."""
         if self._is_new:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
@@ -63,7 +64,7 @@ class OneDeviceRunner:
                 raise
             return self._results(self._run(*with_own_buffers(leaves, self._states)))
 
-    def _results(self, returned: Any) -> Any:
+    def _results(self, returned: Leaf) -> Leaf:
         """Returns the step's results, in their tree, of what JAX was given: its own way to a tree is the faster one."""
         return returned if self._is_in_order else self._out_tree.unflatten([returned[k] for k in self._order])
 
@@ -71,14 +72,14 @@ class OneDeviceRunner:
 class Lowered:
     """A stage of a step's compilation (`jax.stages.Lowered` or `Compiled`), with the user's arguments and results."""
 
-    def __init__(self, stage: Any, results: Callable[[Any], Any]) -> None:
+    def __init__(self, stage: Any, results: Callable[[Leaf], Leaf]) -> None:
         self._stage, self._results = stage, results
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         """Runs one step of what is compiled; static arguments are left out."""
         return self._results(self._stage(*jax.tree.leaves((args, kwargs))))
 
-    def compile(self, *args: Any, **kwargs: Any) -> Lowered:
+    def compile(self, *args: Pytree, **kwargs: Pytree) -> Lowered:
         """Compiles, as `jax.stages.Lowered` does."""
         return Lowered(self._stage.compile(*args, **kwargs), self._results)
 

@@ -32,6 +32,7 @@ from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.paths import matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
+from autopar.jax_types import AnyJaxpr, Leaf, Pytree
 from autopar.run.arguments import Call, States, describe_leaves
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
@@ -43,7 +44,7 @@ _PLACING = {
 }
 
 
-def without_sharding(name: str, jaxpr: Any) -> tuple[Any, Block, Sequence[str]]:
+def without_sharding(name: str, jaxpr: AnyJaxpr) -> tuple[Any, Block, Sequence[str]]:
     """Returns a step's program as it is without the user's own sharding (`backends.emit`), and notes on it.
 
     Raises:
@@ -105,7 +106,7 @@ class CallOfOne:
       static: Arguments that are no arrays.
     """
 
-    fun: Callable[..., Any]
+    fun: Callable[..., Pytree]
     name: str
     call: Call
     device: PerDevice
@@ -113,7 +114,7 @@ class CallOfOne:
     batch_argnums: Sequence[int]
     static: NamedArguments
 
-    def everywhere(self) -> tuple[Callable[..., Any], list[str]]:
+    def everywhere(self) -> tuple[Callable[..., Pytree], list[str]]:
         """Makes a function of what N devices that run the step compute together.
 
         Returns:
@@ -135,12 +136,12 @@ class CallOfOne:
         dynamic = [k for k in range(len(args)) if k not in self.static]
 
         @functools.wraps(self.fun)
-        def whole(*args: Any, **kwargs: Any) -> Any:
+        def whole(*args: Pytree, **kwargs: Pytree) -> Pytree:
             flat, tree = jax.tree.flatten(self.static.others(args, kwargs))
             shared = [_shared(x, axis, count) for x, axis in zip(flat, axes, strict=True)]
             returned = None
 
-            def of_one(*leaves: Any) -> Sequence[Any]:
+            def of_one(*leaves: Leaf) -> Sequence[Pytree]:
                 nonlocal returned
                 own, own_named = jax.tree.unflatten(tree, leaves)
                 every = list(args)
@@ -249,7 +250,7 @@ class CallOfOne:
             leaves, tree = jax.tree.flatten(shapes)
             shapes = tree.unflatten([_share(x, axis, self.device.count) for x, axis in zip(leaves, axes, strict=True)])
 
-        def of_one(positional: Any, by_name: Any) -> Any:
+        def of_one(positional: Pytree, by_name: Pytree) -> Pytree:
             rest = iter(positional)
             return self.fun(*(statics[k] if k in statics else next(rest) for k in range(len(args))), **by_name, **fixed)
 
@@ -271,7 +272,7 @@ class CallOfOne:
         return states, block, keys
 
 
-def _share(shape: Any, axis: int | None, count: int) -> Any:
+def _share(shape: Leaf, axis: int | None, count: int) -> Leaf:
     if axis is None:
         return shape
     sizes = (*shape.shape[:axis], shape.shape[axis] // count, *shape.shape[axis + 1 :])
@@ -283,7 +284,7 @@ def _numbers_used(block: Block, axis: str) -> Iterator[str]:
     return iter(dict.fromkeys(e.where for e in block.walk() if e.op == "axis_index" and e.params["axis_name"] == axis))
 
 
-def _shared(x: Any, axis: int | None, count: int) -> Any:
+def _shared(x: Leaf, axis: int | None, count: int) -> Leaf:
     """Reshapes [.., B, ..] to [.., N, B/N, ..]."""
     if axis is None:
         return x
@@ -302,6 +303,6 @@ def _check_states(name: str, call: Call, states: States, along: Sequence[int | N
                 )
 
 
-def _stacked(result: Any, axis: int | None) -> Any:
+def _stacked(result: Leaf, axis: int | None) -> Leaf:
     """Moves the devices' axis of a result to the front, if it has one."""
     return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

@@ -18,6 +18,7 @@ from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.timeline import Timeline, Value
+from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
@@ -43,7 +44,7 @@ class PipelineRunner:
         step: StagedStep,
         timeline: Timeline,
         devices: Sequence[StageDevice],
-        out_tree: Any,
+        out_tree: PyTreeDef,
         donate: bool,
         kept: KeptArguments,
     ) -> None:
@@ -65,7 +66,7 @@ class PipelineRunner:
     def loads(self) -> None:
         """Returns None: no capacity is measured."""
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments; returns its results. New states are where their stages are."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
@@ -103,7 +104,6 @@ def _last_readers(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
     return {program: tuple(numbers) for program, numbers in positions.items()}
 
 
-Array = Any
 #: Values of a timeline, and the devices that have them.
 Found = Mapping[Value, Sequence[int]]
 
@@ -122,9 +122,9 @@ class StageLeaves:
         self._leaves = {value.var: (value, devices) for value, devices in given.items()}
         self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
 
-    def arguments(self, leaves: Sequence[Any]) -> dict[Var, Any]:
+    def arguments(self, leaves: Sequence[Leaf]) -> dict[Var, Leaf]:
         """Finds what this rank has of each of the step's inputs."""
-        arrays: dict[Var, Any] = {}
+        arrays: dict[Var, Leaf] = {}
         for parts, leaf in zip(self._inputs, leaves, strict=True):
             arrays |= zip(parts, self._parts(parts, leaf), strict=True)
         return arrays
@@ -136,7 +136,7 @@ class StageLeaves:
                 if device in self._executor.devices:
                     values.at(value, device)
 
-    def _parts(self, parts: Sequence[Var], leaf: Any) -> Sequence[Any]:
+    def _parts(self, parts: Sequence[Var], leaf: Leaf) -> Sequence[Leaf]:
         """Finds what this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
         if len(parts) == 1 and not isinstance(leaf, StageArray):
             return [leaf]
@@ -146,7 +146,7 @@ class StageLeaves:
         array = np.asarray(leaf) if isinstance(leaf, StageArray) else leaf
         return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
 
-    def _moved(self, var: Var, place: StagePlace, value: Any) -> Any:
+    def _moved(self, var: Var, place: StagePlace, value: Leaf) -> Leaf:
         """Finds what this rank has of a part; sends it where another pipeline has left it on other ranks."""
         messages = self._executor.messages
         places = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
@@ -161,8 +161,8 @@ class StageLeaves:
         return value
 
     def results(
-        self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Any]
-    ) -> list[Any]:
+        self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Leaf]
+    ) -> list[Leaf]:
         """Returns the arrays of a call, each with buffers of its own.
 
         Args:
@@ -180,9 +180,9 @@ class StageLeaves:
         out: Atom | tuple[Atom, ...],
         values: Values,
         made: Mapping[Var, tuple[Value, Sequence[int]]],
-        given: Callable[[Var], Any],
+        given: Callable[[Var], Leaf],
         seen: set[int],
-    ) -> Any:
+    ) -> Leaf:
         """Returns a result where it is.
 
         A leaf of the state that stages on several ranks have, or several stages, comes part by part. Arrays of `seen`
@@ -214,7 +214,7 @@ class StageLeaves:
         return jax_compat.weak(array) if value.var.type.weak_type and not jax_compat.is_weak(array) else array
 
 
-def _own(array: Any, seen: set[int]) -> Any:
+def _own(array: Leaf, seen: set[int]) -> Leaf:
     """Returns an array, or a copy if it was seen before."""
     array = copied(array) if id(array) in seen else array
     seen.add(id(array))

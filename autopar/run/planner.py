@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Block, Input, Program
 from autopar.ir.strategy import asks_for_hosts, without_hosts
 from autopar.ir.trace import block_of
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
@@ -67,7 +68,7 @@ class Planner:
       in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
     """
 
-    fun: Callable[..., Any]
+    fun: Callable[..., Pytree]
     options: Options
     machine: Machine
     donate: bool
@@ -97,7 +98,7 @@ class Planner:
         processes = self.way.processes(self)
         return processes if processes is not None and processes.several else None
 
-    def plan(self, call: Call, leaves: Sequence[Any], number: int, *, is_first: bool) -> Entry:
+    def plan(self, call: Call, leaves: Sequence[Leaf], number: int, *, is_first: bool) -> Entry:
         """Plans a call.
 
         Args:
@@ -170,7 +171,7 @@ class Planner:
         rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
         return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
-    def _program(self, call: Call, states: States, outputs: Any, block: Block, devices: int) -> Program:
+    def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
         """Makes a call's program for so many devices.
 
         An evaluation reads rows of its spread parameters where they are, of arrays as of Tables.
@@ -197,7 +198,7 @@ class Planner:
         return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
 
     @staticmethod
-    def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Any], clients: Clients) -> Sequence[Any]:
+    def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Leaf], clients: Clients) -> Sequence[Leaf]:
         """Returns the call as the first client makes it: all plan by what is measured of its minibatch, and so run one
         program.
 
@@ -209,7 +210,7 @@ class Planner:
         theirs = dict(zip(batch, clients.first([local(leaves[k]) for k in batch]), strict=True))
         return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
-    def _check_job(self, leaves: Sequence[Any]) -> None:
+    def _check_job(self, leaves: Sequence[Leaf]) -> None:
         """Checks that the processes of this job see each other, by MPI where the step needs it."""
         check_connected(self.name)
         if any(isinstance(leaf, HostTable) for leaf in leaves):
@@ -243,7 +244,7 @@ class Planner:
         return memory is not None and compiled.plan.state_bytes > state_budget(memory)
 
     def _staged(
-        self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Any], number: int
+        self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Leaf], number: int
     ) -> tuple[Entry | None, str]:
         """Plans the call in stages, as its state doesn't fit the devices otherwise; returns why not, if it can't be
         cut."""
@@ -261,13 +262,13 @@ class Planner:
         note = assumed_note(self.machine.rates())
         return [note] if note else []
 
-    def plan_again(self, entry: Entry, example: Sequence[Any] | None, headroom: float) -> Compiled:
+    def plan_again(self, entry: Entry, example: Sequence[Leaf] | None, headroom: float) -> Compiled:
         """Plans the step once more, by another example and headroom."""
         old = entry.compiled.analysed
         program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
         return self._compile(program, entry.way.by(dataclasses.replace(entry.options, headroom=headroom)), example)[0]
 
-    def _compile(self, program: Program, way: Way, example: Sequence[Any] | None) -> tuple[Compiled, Way]:
+    def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
         """Analyzes, measures, compiles; once more where rows turn out not to be deferrable."""
         way = way.settled(self, program)
         while True:
@@ -285,7 +286,7 @@ class Planner:
             check_same_plan(self.processes, compiled)
         return compiled, way
 
-    def _written_for(self, call: Call) -> tuple[Callable[..., Any], Sequence[str]]:
+    def _written_for(self, call: Call) -> tuple[Callable[..., Pytree], Sequence[str]]:
         """Returns the function to trace, and notes.
 
         A step that is written for one of several devices (`axis_name=`) becomes one for all of them first.
@@ -295,7 +296,7 @@ class Planner:
         given = (self.state_argnums, self.batch_argnums or (), self.static)
         return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 
-    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Any]) -> Options:
+    def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Leaf]) -> Options:
         """Returns the user's options; tables that come in the memory of the hosts stay there."""
         paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
         return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, everyone().size)

@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import ArgumentsError
+from autopar.jax_types import Leaf, Pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,24 +42,24 @@ class NamedArguments:
         """Returns what `jax.jit` is given to take them as static."""
         return {"static_argnums": self.argnums, "static_argnames": self.argnames}
 
-    def of_call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    def of_call(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> dict[int | str, Pytree]:
         """Returns those of a call, by position or name."""
         return {k: v for k, v in (*enumerate(args), *sorted(kwargs.items())) if k in self}
 
-    def others(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    def others(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> tuple[list[Pytree], dict[str, Pytree]]:
         """Returns a call's other arguments."""
         return [a for k, a in enumerate(args) if k not in self], {k: v for k, v in kwargs.items() if k not in self}
 
 
 def static_arguments(
-    step: Callable[..., Any], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
+    step: Callable[..., Pytree], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> NamedArguments:
     """Returns the arguments that are static for `parallelize`, or for the `jax.jit` that has wrapped the step."""
     return _named(step, "static", argnums, argnames) | _jitted(step, "static")
 
 
 def donated_arguments(
-    step: Callable[..., Any],
+    step: Callable[..., Pytree],
     argnums: int | Sequence[int] | None,
     argnames: str | Sequence[str] | None,
     static: NamedArguments,
@@ -83,13 +84,13 @@ def donated_arguments(
 
 
 def positions_of(
-    step: Callable[..., Any], option: str, positions: int | Sequence[int] | None
+    step: Callable[..., Pytree], option: str, positions: int | Sequence[int] | None
 ) -> tuple[int, ...] | None:
     """Returns positions of arguments; negative ones count from the last parameter."""
     if positions is None:
         return None
     several = isinstance(positions, Iterable) and not isinstance(positions, (str, bytes))
-    numbers: tuple[Any, ...] = tuple(cast(Any, positions)) if several else (positions,)
+    numbers: tuple[Leaf, ...] = tuple(cast(Any, positions)) if several else (positions,)
     if not all(isinstance(k, (int, np.integer)) and not isinstance(k, bool) for k in numbers):
         raise ArgumentsError(f"{option}={positions!r}: give positions of the step's arguments, whole numbers from 0")
     parameters = _parameters(step)
@@ -107,7 +108,7 @@ def positions_of(
 
 
 def _named(
-    step: Callable[..., Any], kind: str, argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
+    step: Callable[..., Pytree], kind: str, argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> NamedArguments:
     """Returns what an option and its sibling name; as under `jax.jit` one that isn't given follows from the other."""
     numbers, names = positions_of(step, f"{kind}_argnums", argnums), _names_of(step, f"{kind}_argnames", argnames)
@@ -119,7 +120,7 @@ def _named(
     return NamedArguments(numbers, names or ())
 
 
-def _names_of(step: Callable[..., Any], option: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
+def _names_of(step: Callable[..., Pytree], option: str, given: str | Sequence[str] | None) -> tuple[str, ...] | None:
     if given is None:
         return None
     names: tuple[Any, ...] = (given,) if isinstance(given, str) or not isinstance(given, Iterable) else tuple(given)
@@ -135,17 +136,17 @@ def _names_of(step: Callable[..., Any], option: str, given: str | Sequence[str] 
     return names
 
 
-def _jitted(step: Callable[..., Any], kind: str) -> NamedArguments:
+def _jitted(step: Callable[..., Pytree], kind: str) -> NamedArguments:
     argnums, argnames = jax_compat.jit_arguments(step, kind)
     return NamedArguments(positions_of(step, f"{kind}_argnums", argnums) or (), argnames)
 
 
-def _parameters(step: Callable[..., Any]) -> Sequence[inspect.Parameter] | None:
+def _parameters(step: Callable[..., Pytree]) -> Sequence[inspect.Parameter] | None:
     try:
         return tuple(inspect.signature(step).parameters.values())
     except (TypeError, ValueError):  # of some builtins nobody knows
         return None
 
 
-def _name(step: Callable[..., Any]) -> str:
+def _name(step: Callable[..., Pytree]) -> str:
     return getattr(step, "__name__", type(step).__name__)

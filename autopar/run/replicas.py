@@ -14,6 +14,7 @@ from autopar.backends.clients import Clients
 from autopar.errors import StepError
 from autopar.ir.program import Program
 from autopar.ir.sync_plan import SyncPlan
+from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.slowness import SLOWNESS
 from autopar.measure.curvature import slope_of
 from autopar.run.agreement import check_same_arrays, warn_if_alone
@@ -23,8 +24,6 @@ from autopar.sync import Replicated
 from autopar.tables.kinds import materialize
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.replica import Replica, Replicas, replicas_of
-
-Array = Any
 
 
 def fragments_of(plan: SyncPlan, program: Program) -> list[list[int]]:
@@ -55,7 +54,7 @@ class ReplicaRunner(abc.ABC):
         touched: TouchedRows,
         clients: Clients,
         program: Program,
-        out_tree: Any,
+        out_tree: PyTreeDef,
         plain: Callable[..., Sequence[Any]],
     ) -> None:
         self.inner, self.touched, self.clients = inner, touched, clients
@@ -84,11 +83,11 @@ class ReplicaRunner(abc.ABC):
         """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
 
     @abc.abstractmethod
-    def _before(self, replicas: Replicas, leaves: Sequence[Any], own: Sequence[Any]) -> Replicas:
+    def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         """Returns what replicas share before a step. `leaves`: its flat arguments, `own`: as it gets them."""
 
     @abc.abstractmethod
-    def _behind(self, replicas: Replicas, results: Sequence[Any]) -> tuple[Replicas, dict[int, Array]]:
+    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         """Returns what replicas share behind a step, and the weights that aren't those that it returned."""
 
     def lower(self) -> Any:
@@ -99,7 +98,7 @@ class ReplicaRunner(abc.ABC):
         """Returns what earlier calls of this client are known to have needed of measured capacities."""
         return self.inner.loads()
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Returns the step's results, of flat arguments: its new state as replicas, and what its minibatch gave."""
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
@@ -126,7 +125,7 @@ class ReplicaRunner(abc.ABC):
             results[out] = Replica(results[out], replicas, k)
         return self._out_tree.unflatten(results)
 
-    def _begun(self, leaves: Sequence[Any]) -> Replicas:
+    def _begun(self, leaves: Sequence[Leaf]) -> Replicas:
         """Returns what replicas share before the first step with ordinary arrays, if all have the same. Collective.
 
         Raises:
@@ -142,7 +141,7 @@ class ReplicaRunner(abc.ABC):
             self._sync.check_stable(slope_of(self._plain, [local(materialize(x)) for x in leaves], states))
         return self.first(weights)
 
-    def _own(self, leaf: Any) -> Any:
+    def _own(self, leaf: Leaf) -> Leaf:
         """Returns what a client's step is given: of an array over devices of other clients, too, a copy."""
         if isinstance(leaf, Replica):
             return leaf.own
@@ -153,7 +152,7 @@ class ReplicaRunner(abc.ABC):
 class Weights(Mapping[int, Array]):
     """Input -> a leaf as an ordinary array, its rows in their order, all of them up to date; made when it is read."""
 
-    def __init__(self, leaves: Mapping[int, Any]) -> None:
+    def __init__(self, leaves: Mapping[int, Leaf]) -> None:
         self._leaves = leaves
 
     def but(self, new: Mapping[int, Array]) -> Weights:

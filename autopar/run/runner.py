@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from autopar.jax_types import Leaf, Pytree
+
 
 class Runner(Protocol):
     """Calls a planned step. Chosen by the plan, once."""
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments, arrays and tables; returns its results.
 
         Raises:

@@ -12,6 +12,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.errors import StateError, StepError
+from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.run.kept_placements import KeptPlacements
 from autopar.servers.session import Session
@@ -30,7 +31,7 @@ class ServedRunner:
       out_tree: The structure of its results.
     """
 
-    def __init__(self, compiled: Compiled, sync: Async, clients: Clients, out_tree: Any) -> None:
+    def __init__(self, compiled: Compiled, sync: Async, clients: Clients, out_tree: PyTreeDef) -> None:
         self._analysed, self._sync = compiled.analysed, sync
         self._clients, self._out_tree = clients, out_tree
         devices = clients.devices if clients.devices.mesh.size > 1 else None
@@ -51,7 +52,7 @@ class ServedRunner:
     def loads(self) -> None:
         """Returns None: no capacity is measured."""
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Returns the results, of flat arguments: leaves that servers keep, and what this worker's minibatch gave."""
         session = session_of(leaves)
         if session is None:
@@ -72,7 +73,7 @@ class ServedRunner:
             results[out] = ServedLeaf(session, k, self._types[k])
         return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
 
-    def _check_whole(self, leaves: Sequence[Any]) -> None:
+    def _check_whole(self, leaves: Sequence[Leaf]) -> None:
         """Checks that all of the state is what servers keep.
 
         Raises:
@@ -87,7 +88,7 @@ class ServedRunner:
                     "that, and go on with the result"
                 )
 
-    def _begun(self, leaves: Sequence[Any]) -> Session:
+    def _begun(self, leaves: Sequence[Leaf]) -> Session:
         """Begins to train an ordinary state, if all workers have the same. Collective.
 
         Raises:

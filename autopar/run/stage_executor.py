@@ -30,13 +30,12 @@ from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import RouteType, Var
 from autopar.ir.reductions import REDUCERS, neutral
 from autopar.ir.timeline import Action, Drops, Join, Microbatch, Run, Send, SumOf, Timeline, Value, Whole, reads_of
+from autopar.jax_types import Array, Dtype, Leaf
 from autopar.launch.notices import tell
 from autopar.launch.progress import PROGRESS
 from autopar.measure.collectives import Collective, read_collectives
 from autopar.mpi.point_to_point import Incoming, PointToPoint, point_to_point
 from autopar.run.kept_placements import KeptArguments
-
-Array = Any
 
 
 class Arguments:
@@ -48,12 +47,12 @@ class Arguments:
       kept: Brings them to devices.
     """
 
-    def __init__(self, arrays: Mapping[Var, Any], step: StagedStep, kept: KeptArguments) -> None:
+    def __init__(self, arrays: Mapping[Var, Leaf], step: StagedStep, kept: KeptArguments) -> None:
         self._arrays, self._parts, self._kept = arrays, step.parts, kept
         wholes = step.parts.values()
         self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
 
-    def given(self, var: Var) -> Any:
+    def given(self, var: Var) -> Leaf:
         """Returns an argument as it is."""
         return self._arrays[var]
 
@@ -111,19 +110,19 @@ class Values:
         self._held[device].pop(value, None)
 
 
-def _types(var: Var, dtype: Callable[[Any], Any]) -> Any:
+def _types(var: Var, dtype: Callable[[Dtype], Dtype]) -> Leaf:
     """Returns the types of a value: a route is several arrays."""
     if isinstance(var.type, RouteType):
         return route_types(var.type)
     return jax.ShapeDtypeStruct(var.shape, dtype(var.dtype))
 
 
-def placed_types(var: Var, sharding: Any, dtype: Callable[[Any], Any]) -> Any:
+def placed_types(var: Var, sharding: Any, dtype: Callable[[Dtype], Dtype]) -> Leaf:
     """Returns the types of a value with such a sharding, in another `dtype`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _types(var, dtype))
 
 
-def message_of(value: Any) -> list[np.ndarray]:
+def message_of(value: Leaf) -> list[np.ndarray]:
     """Returns the arrays that are sent for a value: of random keys their data."""
     arrays = jax.tree.leaves(value)
     return [np.asarray(jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x) for x in arrays]
@@ -133,7 +132,7 @@ def message_of(value: Any) -> list[np.ndarray]:
 class Arriving:
     """A value that is on its way to this rank."""
 
-    types: Any
+    types: Leaf
     parts: Sequence[Incoming]
 
     @staticmethod
@@ -143,22 +142,22 @@ class Arriving:
         data = jax.tree.leaves(jax.eval_shape(_data, types))
         return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
 
-    def wait(self) -> Any:
+    def wait(self) -> Leaf:
         """Waits for the value, and returns it."""
         parts = iter(self.parts)
 
-        def arrived(like: Any) -> Any:
+        def arrived(like: Leaf) -> Leaf:
             array = next(parts).wait()
             return jax_compat.wrap_keys(array, like.dtype) if jax_compat.is_key(like.dtype) else array
 
         return jax.tree.map(arrived, self.types)
 
 
-def _data(value: Any) -> Any:
+def _data(value: Leaf) -> Leaf:
     return jax.tree.map(lambda x: jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x, value)
 
 
-def _slices(value: Any, axis: int, count: int) -> list[Any]:
+def _slices(value: Leaf, axis: int, count: int) -> list[Leaf]:
     if isinstance(value, np.ndarray):
         return np.split(value, count, axis)
     return [_part(value, np.int32(k), axis, count) for k in range(count)]
@@ -208,10 +207,10 @@ class StageExecutable:
     def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
         """Lowers the programs of `CompiledProgram` for a device."""
 
-        def places(values: Iterable[Var]) -> list[Any]:
+        def places(values: Iterable[Var]) -> list[Leaf]:
             return [device.sharding(axis) for axis in self._axes(values)]
 
-        def types(values: Sequence[Var], dtype: Callable[[Any], Any] = lambda dtype: dtype) -> list[Any]:
+        def types(values: Sequence[Var], dtype: Callable[[Dtype], Dtype] = lambda dtype: dtype) -> list[Leaf]:
             pairs = zip(values, places(values), strict=True)
             return [placed_types(v, there, dtype) for v, there in pairs]
 
@@ -283,7 +282,7 @@ def stage_executables(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def joined(joins: tuple[str, ...], dtypes: tuple[Any, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
+def joined(joins: tuple[str, ...], dtypes: tuple[Dtype, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
     """Adds up the sums of all replicas, in their order."""
     pairs = zip(joins, dtypes, parts, strict=True)
     return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]

@@ -26,6 +26,7 @@ from autopar import jax_compat
 from autopar.analysis.flow import carried, updated
 from autopar.errors import StateWarning, warn
 from autopar.ir.program import ArrayType, Block
+from autopar.jax_types import Pytree, PyTreeDef
 from autopar.run.arguments import (
     Argument,
     Call,
@@ -43,7 +44,7 @@ _ADDED, _SCALED, _SAME = 4, 2, 1
 
 
 def match_states(
-    call: Call, block: Block, outputs: Any, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
+    call: Call, block: Block, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
 ) -> States:
     """Finds the states of a traced step, and where their new values are.
 
@@ -116,7 +117,7 @@ def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int
 
 
 def warn_of_missed_states(
-    name: str, call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+    name: str, call: Call, outputs: Pytree, block: Block, states: States, batches: Sequence[int]
 ) -> None:
     """Warns of arguments, or leaves of some, that may be state and aren't taken for it.
 
@@ -157,7 +158,7 @@ class _Part:
     """A container or leaf within an argument, and the place of its first leaf among the argument's and all inputs."""
 
     argument: Argument
-    treedef: Any
+    treedef: PyTreeDef
     first: int
     input_: int
 
@@ -191,7 +192,7 @@ def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int])
 
 
 def _partly_returned(
-    call: Call, outputs: Any, block: Block, states: States, batches: Sequence[int]
+    call: Call, outputs: Pytree, block: Block, states: States, batches: Sequence[int]
 ) -> tuple[Argument, str] | None:
     """Finds an argument of which the output has a part's new value; returns it, and the path of that part's first new
     leaf.
@@ -212,7 +213,7 @@ def _partly_returned(
     return None
 
 
-def _parts_returned(argument: Argument, tree: Any) -> Iterator[tuple[int, Any]]:
+def _parts_returned(argument: Argument, tree: Pytree) -> Iterator[tuple[int, Pytree]]:
     """Lists the outermost parts of an output, with the number of each one's first leaf, and the parts of a dictionary
     that has some of an argument's own keys."""
     for first, treedef in sorted(tops(tree), key=lambda top: top[0]):
@@ -224,13 +225,13 @@ def _parts_returned(argument: Argument, tree: Any) -> Iterator[tuple[int, Any]]:
                 first += child.num_leaves
 
 
-def _is_alike(part: _Part, treedef: Any, types: Sequence[ArrayType]) -> bool:
+def _is_alike(part: _Part, treedef: PyTreeDef, types: Sequence[ArrayType]) -> bool:
     """Returns whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
     return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
 
 
 def missed_states(
-    call: Call, outputs: Any, block: Block, batches: Sequence[int], *, differentiates: bool
+    call: Call, outputs: Pytree, block: Block, batches: Sequence[int], *, differentiates: bool
 ) -> list[Argument]:
     """Lists the arguments of which an outermost part of the output may be the new value.
 

@@ -23,6 +23,7 @@ from autopar.errors import AlphaDriftWarning, ArgumentsError, CapacityWarning, R
 from autopar.interrupts import interruptible, uninterrupted
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
@@ -52,7 +53,7 @@ class PickledByOptions:
     __wrapped__: Any
     _made_by: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
 
-    def made_by(self, make: Callable[..., Any], options: Mapping[str, Any]) -> Self:
+    def made_by(self, make: Callable[..., Pytree], options: Mapping[str, Any]) -> Self:
         """Has the step, which is returned, know that `make(function, **options)` makes another one like it."""
         self._made_by = make, options
         return self
@@ -75,7 +76,7 @@ class PickledByOptions:
         return _made, (make, self.__wrapped__, given)
 
 
-def _made(make: Callable[..., Any], fun: Any, given: Mapping[str, Any]) -> Any:
+def _made(make: Callable[..., Pytree], fun: Pytree, given: Mapping[str, Pytree]) -> Any:
     return make(fun, **{k: v.made() if isinstance(v, _Mesh) else v for k, v in given.items()})
 
 
@@ -123,7 +124,7 @@ class ParallelStep(PickledByOptions):
 
     planner: Planner
     watch: AlphaWatch | None = None
-    _entries: dict[Any, Entry] = field(default_factory=dict)
+    _entries: dict[Leaf, Entry] = field(default_factory=dict)
     _ready: dict[Any, _Ready] = field(default_factory=dict)
     _last: _Ready = field(default_factory=lambda: _NONE)
     latest: Entry | None = None
@@ -133,7 +134,7 @@ class ParallelStep(PickledByOptions):
         functools.update_wrapper(self, self.fun)
 
     @property
-    def fun(self) -> Callable[..., Any]:
+    def fun(self) -> Callable[..., Pytree]:
         """The user's step."""
         return self.planner.fun
 
@@ -185,7 +186,7 @@ class ParallelStep(PickledByOptions):
     @uninterrupted
     @explicit_meshes.outside_mesh
     @noting_lost_state
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         if self.watch is not None and self.watch.is_due():
             self._look(self.watch, args, kwargs)
         leaves, key = self._read(args, kwargs)
@@ -220,7 +221,7 @@ class ParallelStep(PickledByOptions):
             check_not_donated(self.name, args, kwargs, error)
             raise
 
-    def _read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+    def _read(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> tuple[list[Leaf], Leaf]:
         """Returns a call's flat arguments, and the key of calls that are planned once; None if it can't be hashed."""
         statics = None
         if self.static:
@@ -235,7 +236,9 @@ class ParallelStep(PickledByOptions):
         except TypeError:  # shapes, or what planning has an error for
             return leaves, None
 
-    def _prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any], leaves: Sequence[Any], key: Any) -> _Ready:
+    def _prepare(
+        self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], leaves: Sequence[Leaf], key: Any
+    ) -> _Ready:
         """Returns the plan for a call and who runs it, made if there is none yet."""
         known = self._ready.get(key)
         if known is not None:
@@ -261,12 +264,12 @@ class ParallelStep(PickledByOptions):
             self._ready[key] = self._last = ready
         return ready
 
-    def _is_of_another_kind(self, leaf: Any) -> bool:
+    def _is_of_another_kind(self, leaf: Leaf) -> bool:
         """Returns whether a leaf is of a state that steps with another `sync=` train."""
         of_clients = isinstance(leaf, TableLeaf) and leaf.of_clients
         return of_clients and not isinstance(leaf, self.planner.way.leaves)
 
-    def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Any]) -> Any:
+    def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Leaf]) -> Pytree:
         """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An
         evaluation of arrays alone is none."""
         if runner is None or entry.compiled.analysed.new_states:
@@ -275,7 +278,7 @@ class ParallelStep(PickledByOptions):
             return runner(leaves)
 
     @explicit_meshes.outside_mesh
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
         """Lowers the planned step as `jax.jit(step).lower` does; arguments may be shapes."""
         entry = self.entry(*args, **kwargs)
         self._check_is_one_program(entry)
@@ -290,7 +293,7 @@ class ParallelStep(PickledByOptions):
             )
 
     @explicit_meshes.outside_mesh
-    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+    def entry(self, *args: Pytree, **kwargs: Pytree) -> Entry:
         """Returns the plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, self.static)
         entry = self._planned_for(call)
@@ -317,11 +320,11 @@ class ParallelStep(PickledByOptions):
     def _planned_for(self, call: Call) -> Entry | None:
         return next((e for e in self._entries.values() if e.takes(call)), None)
 
-    def leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    def leaves(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> list[Leaf]:
         """Returns the flat dynamic arguments of a call, in the order of the program's inputs."""
         return list(map(explicit_meshes.on_auto_mesh, jax.tree.leaves(self.static.others(args, kwargs))))
 
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+    def __get__(self, instance: Pytree, owner: type | None = None) -> Any:
         """Binds to an instance, as a function does: a step may be a method."""
         return self if instance is None else MethodStep(self, instance)
 
@@ -331,7 +334,7 @@ class ParallelStep(PickledByOptions):
     def _larger_capacities(self) -> LargerCapacities:
         return LargerCapacities(self.name, self.planner, self._another)
 
-    def _look(self, watch: AlphaWatch, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def _look(self, watch: AlphaWatch, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
         """Warns where batches touch other numbers of rows than the one that the plan was made by."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
@@ -341,7 +344,7 @@ class ParallelStep(PickledByOptions):
             remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
             warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
-    def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Any] | None, headroom: float) -> Entry:
+    def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float) -> Entry:
         """Returns the entry of a step that was planned once more, by an example and some headroom."""
         again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
         return self._settled(again)
@@ -378,7 +381,7 @@ class ParallelStep(PickledByOptions):
                 self.watch.forget(unused)
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
 
-    def _forgotten(self, entry: Entry) -> dict[Any, Entry]:
+    def _forgotten(self, entry: Entry) -> dict[Leaf, Entry]:
         """Takes a plan out of those that there are, which are in the order of their last use."""
         return {key: self._entries.pop(key) for key, known in list(self._entries.items()) if known is entry}
 
@@ -399,7 +402,7 @@ class _Ready:
 _NONE = _Ready(object(), None, None)
 
 
-def _table_key(leaf: Any) -> Any:
+def _table_key(leaf: Leaf) -> Any:
     return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf)) if is_table(leaf) else None
 
 
@@ -413,25 +416,27 @@ class MethodStep:
       instance: The object.
     """
 
-    def __init__(self, step: Any, instance: Any) -> None:
+    def __init__(self, step: Pytree, instance: Pytree) -> None:
         functools.update_wrapper(self, step.fun)
         self.__wrapped__ = types.MethodType(step.fun, instance)
         self.step, self.instance = step, instance
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         """Runs one step."""
         return self.step(self.instance, *args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
         """Lowers the planned step as `jax.jit(step).lower` does."""
         return self.step.lower(self.instance, *args, **kwargs)
 
-    def calling(self, batch: Any, call: Callable[[Any], Sequence[Any]] | None) -> Callable[[Any], Sequence[Any]]:
+    def calling(
+        self, batch: Pytree, call: Callable[[Pytree], Sequence[Pytree]] | None
+    ) -> Callable[[Pytree], Sequence[Pytree]]:
         """Returns what makes all arguments of `step` from a state: as `call` says for those behind `self`, else state
         and batch."""
         states = self.step.state_argnums or (1,)
 
-        def all_of(made: Any) -> Sequence[Any]:
+        def all_of(made: Pytree) -> Sequence[Pytree]:
             arguments = call(made) if call is not None else (made, batch) if states[0] < 2 else (batch, made)
             return (self.instance, *arguments) if isinstance(arguments, (tuple, list)) else arguments
 
@@ -459,12 +464,12 @@ class LazyStep(ParallelStep):
     Its fields are those of the step that `make` returns; those that nobody sets are set once one is read.
     """
 
-    def __init__(self, fun: Callable[..., Any], make: Callable[[], ParallelStep]) -> None:
+    def __init__(self, fun: Callable[..., Pytree], make: Callable[[], ParallelStep]) -> None:
         self._make = make
         functools.update_wrapper(self, fun)
 
     @property
-    def fun(self) -> Callable[..., Any]:
+    def fun(self) -> Callable[..., Pytree]:
         return self.__wrapped__
 
     def __getattr__(self, name: str) -> Any:

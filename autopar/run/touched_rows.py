@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +15,10 @@ import numpy as np
 from autopar.compile import Compiled
 from autopar.ir.program import known
 from autopar.ir.sync_plan import SyncPlan
+from autopar.jax_types import Array, Leaf
 from autopar.measure.alpha import id_program, id_reader, is_exact
 from autopar.tables.replica import Rows, Touched
 
-Array = Any
 #: Rows that are sent at least, where so many were touched or fewer: programs are compiled for powers of two.
 _LEAST = 256
 
@@ -48,7 +47,7 @@ class TouchedRows:
         """Says of some tables that no row is touched."""
         return {k: Touched(space.extent) for k, space in self._families.items() if k in tables}
 
-    def after(self, touched: Mapping[int, Touched], leaves: Sequence[Any]) -> dict[int, Touched]:
+    def after(self, touched: Mapping[int, Touched], leaves: Sequence[Leaf]) -> dict[int, Touched]:
         """Returns table -> the rows touched so far, all where nobody kept count, and in one more call.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.ir.examples import example_axes
 from autopar.ir.paths import path_name
+from autopar.jax_types import Leaf, Pytree
 from autopar.run.entry import Entry
 from autopar.run.step import ParallelStep
 from autopar.tables.kinds import is_table, materialize
@@ -36,15 +36,17 @@ class GlobalBatchStep(ParallelStep):
     def minibatch_clients(self) -> Clients | None:
         return None if self.all_devices is None else Clients.of(self.all_devices, None)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         given, named = self._joined(args, kwargs)
         return super().__call__(*given, **named)
 
-    def entry(self, *args: Any, **kwargs: Any) -> Entry:
+    def entry(self, *args: Pytree, **kwargs: Pytree) -> Entry:
         given, named = self._joined(args, kwargs)
         return super().entry(*given, **named)
 
-    def _joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def _joined(
+        self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
+    ) -> tuple[Sequence[Pytree], Mapping[str, Pytree]]:
         """Joins a call's arguments over all processes, but for its state."""
         devices = self.all_devices
         if devices is None or not devices.processes.several:
@@ -62,7 +64,7 @@ class GlobalBatchStep(ParallelStep):
         rest = iter(joined)
         return [next(rest) if is_batch[k] else a for k, a in enumerate(args)], {**kwargs, **named}
 
-    def _find_states(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> frozenset[int]:
+    def _find_states(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> frozenset[int]:
         """Returns positions of the state, as the step on this process's minibatch alone has them."""
         options = dataclasses.replace(self.options, devices=1)
         alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
@@ -71,11 +73,11 @@ class GlobalBatchStep(ParallelStep):
         return frozenset(dynamic[k] for k in states if k < len(dynamic))
 
 
-def _is_examples(leaf: Any) -> bool:
+def _is_examples(leaf: Leaf) -> bool:
     return isinstance(leaf, np.ndarray | jax.Array) and not is_global(leaf) and not jax_compat.is_key(leaf.dtype)
 
 
-def _join(leaf: Any, axis: int | None, devices: Devices) -> Any:
+def _join(leaf: Leaf, axis: int | None, devices: Devices) -> Leaf:
     """Makes an array along whose axis the processes' examples lie one behind the other."""
     if axis is None or not _is_examples(leaf):
         return leaf
@@ -91,7 +93,7 @@ class WarmupStep(ParallelStep):
       warmup: How many calls it does.
     """
 
-    first: Callable[..., Any] | None = None
+    first: Callable[..., Leaf] | None = None
     warmup: int = 0
     _done: int = 0
 
@@ -99,7 +101,7 @@ class WarmupStep(ParallelStep):
     def takes_turns(self) -> bool:
         return True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
         if self.first is None or self._done > self.warmup:
             return super().__call__(*args, **kwargs)
         self._done += 1
@@ -109,5 +111,5 @@ class WarmupStep(ParallelStep):
         return super().__call__(*args, **kwargs)
 
 
-def _own(leaf: Any) -> Any:
+def _own(leaf: Leaf) -> Leaf:
     return local(materialize(leaf, copy=False)) if isinstance(leaf, jax.Array) or is_table(leaf) else leaf

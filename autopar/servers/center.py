@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.jax_types import Array
 from autopar.mpi.service import Handler
 from autopar.protocols import Log
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Stepped
 from autopar.servers.spec import Spec
-
-Array = Any
 
 
 class Center:

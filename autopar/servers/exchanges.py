@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.ir.balance import Span, center_shares
 from autopar.ir.ring import Ring
+from autopar.jax_types import Array, Leaf
 from autopar.protocols import Compute, Send, Want, elastic_step
 from autopar.servers.center import CenterSpec
 from autopar.servers.link import Link
@@ -22,15 +23,13 @@ from autopar.servers.neighbor import NeighborSpec
 from autopar.servers.spec import Spec
 from autopar.servers.timeline import Timeline
 
-Array = Any
-
 
 class End(abc.ABC):
     """A client's end of its exchanges: what it sends, and what it makes of answers. Messages are others' business:
     `ExchangeSession`'s, and in replays `planning.replay_clients`'s."""
 
     @abc.abstractmethod
-    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+    def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
         """Finds what a step will change of weights.
 
         Args:
@@ -168,7 +167,7 @@ class CenterEnd(End):
     def __init__(self, parts: CenterParts, interval: int) -> None:
         self._parts, self._interval, self._exchanges = parts, interval, 0
 
-    def look_up(self, leaves: Sequence[Any], known: Collection[int]) -> None:
+    def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
         pass  # whatever a step changes, weights are exchanged whole
 
     def step(self, number: int) -> Iterator[Want]:

@@ -6,16 +6,16 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from autopar.backends.served import ServedPrograms
 from autopar.errors import TimelineError
+from autopar.jax_types import Array, Sent
 from autopar.protocols import Compute, Receive, pulling_step
 from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
-Array = Any
 #: Messages that could arrive next, each with its server -> the one that does, by its place; None: none may.
 Choice = Callable[[Sequence[tuple[int, Message]]], int | None]
 #: Yields what a client sends, by server; and None where it waits: it is sent what they answer, in their order.
@@ -25,7 +25,7 @@ Client = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None
 class Answering(Protocol):
     """Takes one message after the other."""
 
-    def take(self, message: Any) -> list[tuple[int, Reply]]:
+    def take(self, message: Sent) -> list[tuple[int, Reply]]:
         """Returns answers that are due now, each with the client that it is for."""
         ...
 
@@ -45,7 +45,7 @@ def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose:
     waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
     answers: list[dict[int, Sequence[Array]]] = [{} for _ in clients]
 
-    def go_on(c: int, given: Any) -> None:
+    def go_on(c: int, given: Sent) -> None:
         """Lets a client do what it does until it waits."""
         try:
             messages = clients[c].send(given)

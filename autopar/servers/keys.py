@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
+from autopar.jax_types import Array, Pytree, Sent
 from autopar.mpi.service import Handler
 from autopar.servers.messages import OfProcess
 from autopar.servers.server import on_host
 from autopar.servers.spec import Spec
 
-Array = Any
 Key = Hashable
 #: What is pushed, the state and the old value -> the new value and state.
 Update = Callable[[Array, Any, Array], tuple[Array, Any]]
@@ -32,7 +32,7 @@ class Rule:
       update: A compiled one.
     """
 
-    state: Any
+    state: Pytree
     update: Update
 
     def exported(self, value: Array) -> ExportedUpdate:
@@ -121,7 +121,7 @@ class _Kept:
 
     value: Array
     rule: Rule | None
-    state: Any
+    state: Pytree
     pushed: dict[int, list[np.ndarray]] = field(default_factory=dict)
     rounds: int = 0
     sent: dict[int, int] = field(default_factory=dict)
@@ -140,7 +140,7 @@ class KeyServer:
         self._workers, self.synchronous = workers, synchronous
         self._keys: dict[Key, _Kept] = {}
 
-    def take(self, message: Message) -> list[tuple[int, Any]]:
+    def take(self, message: Message) -> list[tuple[int, Sent]]:
         """Returns answers that are due now, each with the worker (or process) that it is for."""
         if isinstance(message, KeepKeys):
             for key, value in message.values.items():

@@ -10,6 +10,7 @@ from typing import Any
 from autopar import jax_compat
 from autopar.backends.clients import Clients
 from autopar.errors import StepError
+from autopar.jax_types import Leaf, Sent
 from autopar.launch.group import MpiGroup, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
@@ -76,12 +77,12 @@ class Link:
         """Says whether this process speaks for its worker to a server."""
         return self._clients.speaker(self.number, server) == self._service.rank
 
-    def tell(self, server: int, message: Any) -> None:
+    def tell(self, server: int, message: Sent) -> None:
         """Sends a message of the worker that isn't answered. Its arrays mustn't change any more."""
         if self.speaks_to(server):
             self._service.send(self._number, self._place(server), message)
 
-    def request(self, server: int, message: Any) -> None:
+    def request(self, server: int, message: Sent) -> None:
         """Sends a message of the worker that is answered."""
         if self.speaks_to(server):
             self._request(server, message)
@@ -92,30 +93,30 @@ class Link:
             while self._open[server]:
                 self._next(server)
 
-    def receive(self) -> list[Any]:
+    def receive(self) -> list[Sent]:
         """Waits for the next reply of each server. Collective within the worker."""
         all_ = self._clients.said({n: self._next(n) for n in self.servers if self.speaks_to(n)})
         replies = {n: reply for each in all_ for n, reply in each.items()}
         return [replies[n] for n in self.servers]
 
-    def ask(self, server: int, message: Any) -> Any:
+    def ask(self, server: int, message: Sent) -> Sent:
         """Sends a message and waits for its reply. Collective within the worker."""
         self.request(server, message)
         return self.answer(server)
 
-    def answer(self, server: int) -> Any:
+    def answer(self, server: int) -> Sent:
         """Waits for the reply of a server. Collective within the worker."""
         said = self._clients.said(self._next(server) if self.speaks_to(server) else None)
         return next(reply for reply in said if reply is not None)
 
-    def read(self, server: int, leaf: int) -> Any:
+    def read(self, server: int, leaf: int) -> Sent:
         """Asks a server for a leaf as it is now; this process alone does."""
         self.drain()
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
     def settled(
-        self, own: Any = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
-    ) -> tuple[list[Kept], Any]:
+        self, own: Leaf = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
+    ) -> tuple[list[Kept], Sent]:
         """Asks for what each server keeps once all workers' messages are done, and what the first worker says.
         Collective.
 
@@ -144,7 +145,7 @@ class Link:
         with PROGRESS.during("waiting for the others' steps", "waits"):
             everyone().gather(b"", "all messages are done")
 
-    def command(self, server: int, message: OfProcess) -> Any:
+    def command(self, server: int, message: OfProcess) -> Sent:
         """Sends a message of this process alone, and waits for its reply."""
         self._request(server, message)
         return self._next(server)
@@ -172,11 +173,11 @@ class Link:
     def _place(self, server: int) -> int:
         return self._places[server]
 
-    def _request(self, server: int, message: Any) -> None:
+    def _request(self, server: int, message: Sent) -> None:
         self._open[server] += 1
         self._service.send(self._number, self._place(server), message)
 
-    def _next(self, server: int) -> Any:
+    def _next(self, server: int) -> Sent:
         with PROGRESS.during("waiting for servers", "pulls"):
             reply = self._service.receive(self._number, self._place(server))
         self._open[server] -= 1

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-Array = Any
+from autopar.jax_types import Array
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.served import ExportedPrograms, PullProgram, ServedPrograms, UpdateProgram, copied
 from autopar.errors import StateError
+from autopar.jax_types import Array
 from autopar.mpi.service import Handler
 from autopar.protocols import Log
 from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
 from autopar.servers.spec import Spec
-
-Array = Any
 
 
 class Server:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.served import ServedPrograms, copied
+from autopar.jax_types import Array
 from autopar.launch.group import Group, before_waiting, everyone
 from autopar.launch.shutdown import at_leaving
 from autopar.launch.slowness import SLOWNESS
@@ -20,7 +20,6 @@ from autopar.servers.messages import Kept, Leave, Pull, Push, Return
 from autopar.servers.server import StateSpec, on_host, sendable, state_of
 from autopar.servers.timeline import Timeline
 
-Array = Any
 #: Those of this process, whose workers others may wait for. Unavoidably global: it leaves by itself, at its exit.
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from autopar import jax_compat
+from autopar.jax_types import Sent
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import Handler
 from autopar.servers.messages import OfProcess
@@ -44,7 +44,7 @@ class Opening:
         with jax_compat.enable_x64(self.wide):
             take = addressed(self.spec.handler(), self.speakers, wide=self.wide)
 
-        def handle(message: Any) -> list[tuple[int, Any]]:
+        def handle(message: Sent) -> list[tuple[int, Sent]]:
             with PROGRESS.during("answering workers"):
                 return take(message)
 
@@ -55,7 +55,7 @@ def addressed(take: Handler, speakers: Sequence[int], *, wide: bool) -> Handler:
     """Returns a handler whose replies are for processes: who speaks for a worker, or who asked for itself. It runs with
     the workers' types in whichever thread. `wide`: whether these have 64 bits."""
 
-    def handle(message: Any) -> list[tuple[int, Any]]:
+    def handle(message: Sent) -> list[tuple[int, Sent]]:
         with jax_compat.enable_x64(wide):
             replies = take(message)
         return replies if isinstance(message, OfProcess) else [(speakers[w], reply) for w, reply in replies]

@@ -23,6 +23,7 @@ from autopar.errors import ArgumentsError, CheckpointError, DamagedCheckpointErr
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.typed_json import from_json
+from autopar.jax_types import Dtype, Json, Leaf, Pytree
 from autopar.launch.group import Group, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.run.replicas import ReplicaRunner
@@ -49,11 +50,11 @@ class Restored(NamedTuple):
       position: The position in the data that was saved with it; None if none was.
     """
 
-    state: Any
+    state: Pytree
     position: dict[str, Any] | None
 
 
-def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any] | None = None) -> None:
+def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, Any] | None = None) -> None:
     """Saves a state, in place of what was saved at this path before.
 
     All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
@@ -89,11 +90,11 @@ def save(path: str | os.PathLike[str], state: Any, *, position: Mapping[str, Any
 
 def restore(
     path: str | os.PathLike[str],
-    like: Any = None,
+    like: Pytree = None,
     *,
     step: ParallelStep | MethodStep | None = None,
-    batch: Any = None,
-    call: Callable[[Any], Sequence[Any]] | None = None,
+    batch: Pytree = None,
+    call: Callable[[Pytree], Sequence[Pytree]] | None = None,
     resize: bool = False,
 ) -> Restored:
     """Restores what was saved at a path, onto the ranks and devices that there are now.
@@ -147,10 +148,10 @@ def restore(
 
 
 def _restore(
-    folder: Folder, like: Any, step: ParallelStep | None, batch: Any, call: Any, resize: bool, group: Group
+    folder: Folder, like: Pytree, step: ParallelStep | None, batch: Pytree, call: Pytree, resize: bool, group: Group
 ) -> Restored:
     version, manifest = _manifest_of(folder, group)
-    template: Any = like
+    template: Pytree = like
     numbers = list(range(len(manifest.leaves)))
 
     def look() -> None:
@@ -180,7 +181,7 @@ def _restore(
     # All are checked, each by one process, before any is read by any.
     mine = manifest.files[group.rank :: group.size]
     group.together(CheckpointError, lambda: check_files(version, mine), "checksums")
-    leaves: list[Any] = []
+    leaves: list[Leaf] = []
 
     def read() -> None:
         own = None if keeper is None else keeper.client
@@ -208,7 +209,7 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
-    def told(found: Any) -> tuple[Place, int, bytes]:
+    def told(found: Json) -> tuple[Place, int, bytes]:
         name, crc32, text = from_json(tuple[str, int, str], list(found), "the manifest")
         return folder.version(name), crc32, text.encode("latin-1")
 
@@ -240,14 +241,14 @@ class Keeper:
         """This process's."""
         return self.runner.clients.own
 
-    def kept(self, leaves: Sequence[Any], beside: Mapping[str, Any]) -> list[Any]:
+    def kept(self, leaves: Sequence[Leaf], beside: Mapping[str, Any]) -> list[Leaf]:
         """Returns the leaves as replicas. `beside`: path -> what they share."""
         replicas = self.runner.resumed({path.removeprefix("replicas/"): value for path, value in beside.items()})
         return [x if k is None else Replica(x, replicas, k) for k, x in zip(self.inputs, leaves, strict=True)]
 
 
 def homes_of_step(
-    step: ParallelStep, state: Any, homes: Sequence[Home], batch: Any, call: Any, manifest: Manifest
+    step: ParallelStep, state: Pytree, homes: Sequence[Home], batch: Pytree, call: Pytree, manifest: Manifest
 ) -> tuple[list[Home], Keeper | None]:
     """Returns homes by a step's plan, and, where that doesn't say, of `homes`; what makes replicas of the leaves, if
     they were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
@@ -277,7 +278,7 @@ def warn_of_means(manifest: Manifest) -> None:
         )
 
 
-def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
+def matched(manifest: Manifest, like: Pytree, resize: bool) -> list[int]:
     """Returns for each leaf of a template the number of the saved leaf that has its path.
 
     Raises a CheckpointError if the structures differ, or a shape or dtype does. `resize`: shapes may differ along one
@@ -302,7 +303,7 @@ def matched(manifest: Manifest, like: Any, resize: bool) -> list[int]:
     return numbers
 
 
-def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
+def _check_type(record: LeafRecord, path: str, leaf: Leaf, resize: bool) -> None:
     if type(leaf) in NUMBERS.values():
         number = type(leaf).__name__
         if record.type != number and (record.kind == "value" or not _is_number(number, _shape_of(record))):
@@ -331,12 +332,12 @@ def _check_type(record: LeafRecord, path: str, leaf: Any, resize: bool) -> None:
         )
 
 
-def _is_number(kind: str, array: Any) -> bool:
+def _is_number(kind: str, array: Leaf) -> bool:
     """Returns whether an array is a number of a kind ("int"): what a Python number becomes in a step."""
     return array.shape == () and jnp.issubdtype(array.dtype, _KINDS[kind])
 
 
-def _key_dtype(record: LeafRecord) -> Any:
+def _key_dtype(record: LeafRecord) -> Dtype:
     return jax.eval_shape(lambda: jax.random.key(0, impl=record.key)).dtype
 
 
@@ -346,7 +347,7 @@ def _told(record: LeafRecord) -> str:
     return f"keys of {record.key}" if record.key else f"{record.dtype}{list(record.shape)}"
 
 
-def shapes_of(manifest: Manifest) -> list[Any]:
+def shapes_of(manifest: Manifest) -> list[Leaf]:
     """Returns the saved leaves as shapes."""
     return [NUMBERS[r.type](0) if r.kind == "value" else _shape_of(r) for r in manifest.leaves]
 
@@ -364,7 +365,7 @@ def home_as_saved(record: LeafRecord) -> Home:
 
 def read_leaves(
     version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
-) -> list[Any]:
+) -> list[Leaf]:
     """Reads all leaves, each to its home, from files that were checked. Exchanges nothing.
 
     Of tables on hosts it reads this rank's rows, of replicas this client's, or their mean if it is None.
@@ -377,17 +378,17 @@ def read_leaves(
             dense[record.name] = (shape, record.numpy_dtype, home.reads_itself if own else None)
     arrays = read_dense(version, dense)
 
-    def read(leaf: tuple[LeafRecord, Home]) -> Any:
+    def read(leaf: tuple[LeafRecord, Home]) -> Leaf:
         return _read(version, *leaf, arrays.get(leaf[0].name), client)
 
     return mapped(version, read, zip(records, homes, strict=True), "restoring a checkpoint")
 
 
-def _key_data(record: LeafRecord) -> Any:
+def _key_data(record: LeafRecord) -> Leaf:
     return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
 
 
-def _read(version: Place, record: LeafRecord, home: Home, array: Any, client: int | None) -> Any:
+def _read(version: Place, record: LeafRecord, home: Home, array: Leaf, client: int | None) -> Leaf:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows" and record.replicas:
@@ -420,11 +421,11 @@ def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarr
     return files.read(np.array([client or 0]))[0]
 
 
-def template_of(make_state: Callable[..., Any], *args: Any) -> Any:
+def template_of(make_state: Callable[..., Pytree], *args: Pytree) -> Pytree:
     """Returns what a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
-    made: list[Any] = []
+    made: list[Pytree] = []
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Pytree) -> Pytree:
         made.append(make_state(*args))
         return made[0]
 

@@ -43,6 +43,7 @@ from autopar.interrupts import SAY_S, SECOND_S, Handler, Note
 from autopar.ir.plan import Plan
 from autopar.ir.plan_file import plan_text
 from autopar.ir.typed_json import MalformedError, from_json, to_json
+from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.faults import Hooks
 from autopar.launch.group import Group, everyone, go_on
 from autopar.launch.notices import LOG
@@ -72,7 +73,7 @@ class Leaving:
 
     def __init__(self, group: Group, *, seldom: bool = False) -> None:
         self._tell = telling(group, seldom=seldom)
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Leaf] = {}
         #: Signals, and when the first one came, by `time.monotonic()`.
         self._noted: dict[int, float] = {}
 
@@ -139,18 +140,18 @@ class Maker:
     """Makes and restores states. `step`, `batch`, `call`: as of `Checkpointer`."""
 
     step: ParallelStep | MethodStep | None
-    batch: Any
-    call: Callable[[Any], Sequence[Any]] | None
+    batch: Pytree
+    call: Callable[[Pytree], Sequence[Pytree]] | None
 
-    def made(self, make_state: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def made(self, make_state: Callable[..., Pytree], args: Sequence[Pytree]) -> Pytree:
         """Makes the first state."""
         if self.step is None:
             return make_state(*args)
         return init(make_state, *args, step=self.step, batch=self.batch, call=self.call)
 
     def restored(
-        self, path: Place, plan: Plan | None, make_state: Callable[..., Any], args: Sequence[Any], resize: bool
-    ) -> tuple[Any, Any]:
+        self, path: Place, plan: Plan | None, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
+    ) -> tuple[Pytree, Pytree]:
         """Restores a state and its position. `plan`: that of the step when it was saved; `resize`: as of `resume`."""
         if self.step is None:
             like = make_state(*args) if resize else template_of(make_state, *args)
@@ -166,8 +167,8 @@ class Maker:
             return self._restored(path, make_state, args, resize)
 
     def _restored(
-        self, path: Place, make_state: Callable[..., Any], args: Sequence[Any], resize: bool
-    ) -> tuple[Any, Any]:
+        self, path: Place, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
+    ) -> tuple[Pytree, Pytree]:
         if resize:
             return restore(path, self.made(make_state, args), resize=True)
         shapes = jax.eval_shape(make_state, *args)  # `init` makes arrays of all
@@ -180,11 +181,11 @@ _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "
 class Positioned(Protocol):
     """Batches that know where they are, as those of `autopar.shard`."""
 
-    def state(self) -> Mapping[str, Any]:
+    def state(self) -> Mapping[str, Json]:
         """Returns the position, which JSON holds."""
         ...
 
-    def restore(self, state: Any) -> None:
+    def restore(self, state: Pytree) -> None:
         """Goes on from a position."""
         ...
 
@@ -246,8 +247,8 @@ class Checkpointer:
         folder: str | os.PathLike[str] | None,
         *,
         step: ParallelStep | MethodStep | None = None,
-        batch: Any = None,
-        call: Callable[[Any], Sequence[Any]] | None = None,
+        batch: Pytree = None,
+        call: Callable[[Pytree], Sequence[Pytree]] | None = None,
         keep: int | None = 3,
         every: int | None = None,
         best: tuple[str, Any] | None = None,
@@ -305,8 +306,8 @@ class Checkpointer:
     # --- training ---
 
     def resume(
-        self, make_state: Callable[..., Any], *args: Any, batches: B = None, resize: bool = False
-    ) -> tuple[Any, B]:
+        self, make_state: Callable[..., Pytree], *args: Pytree, batches: B = None, resize: bool = False
+    ) -> tuple[Pytree, B]:
         """Makes the first state, or restores the latest checkpoint that is whole, and goes on where it was in the data.
 
         A checkpoint that is damaged is left out, with a warning. The step is planned as it was when it was saved, where
@@ -356,7 +357,7 @@ class Checkpointer:
             raise first
         return self._maker.made(make_state, args), batches
 
-    def step(self, state: Any) -> None:
+    def step(self, state: Pytree) -> None:
         """Counts a step, and saves where it is time to. To be called after each step.
 
         Ctrl-C and SIGTERM are answered here: the state is saved, and the training is left by a KeyboardInterrupt, or
@@ -376,7 +377,7 @@ class Checkpointer:
         if self._every is not None and self.steps % self._every == 0:
             self._save()
 
-    def evaluated(self, state: Any, metrics: Mapping[str, Any]) -> None:
+    def evaluated(self, state: Pytree, metrics: Mapping[str, Pytree]) -> None:
         """Saves the state, if it is the best so far. To be called after an evaluation, behind `step`. Collective.
 
         Args:
@@ -529,7 +530,7 @@ class Checkpointer:
     def _noted_best(self) -> Best | None:
         return self._led(self._history.best, Best | None)
 
-    def _led(self, work: Callable[[], Any], kind: Any = Any) -> Any:
+    def _led(self, work: Callable[[], object], kind: object = Json) -> Json:
         """Returns what some work, which the first process does, found. `kind`: its type."""
         read = functools.partial(from_json, kind, where="what was found")
         return self._group.led(CheckpointError, lambda: to_json(work()), "checkpoints", read)

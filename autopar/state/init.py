@@ -21,6 +21,7 @@ from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of
+from autopar.jax_types import AnyType, Leaf, Pytree
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.buffers import naming_donated
@@ -35,12 +36,12 @@ CallArguments = Callable[[Any], Sequence[Any]]
 
 
 def init(
-    make_state: Callable[..., Any],
-    *args: Any,
+    make_state: Callable[..., Pytree],
+    *args: Pytree,
     step: ParallelStep | MethodStep,
-    batch: Any = None,
+    batch: Pytree = None,
     call: CallArguments | None = None,
-) -> Any:
+) -> Pytree:
     """Runs `jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
 
     A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
@@ -112,14 +113,16 @@ class Maker:
       whole: Whether all is made on one device first, and spread from there, for the sake of the bits.
     """
 
-    make: Callable[..., Sequence[Any]]
+    make: Callable[..., Sequence[Pytree]]
     devices: Devices | None
     shardings: Sequence[Any] | None
     layouts: Sequence[tuple[RowLayout, int] | None]
     whole: bool
 
     @staticmethod
-    def of(step: ParallelStep, name: str, traced: Any, batch: Any, call: CallArguments | None) -> Maker:
+    def of(
+        step: ParallelStep, name: str, traced: jax.stages.Traced, batch: Pytree, call: CallArguments | None
+    ) -> Maker:
         """Returns the maker of what a traced `make_state` returns."""
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
         no_state = (
@@ -138,20 +141,20 @@ class Maker:
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
 
     @functools.cached_property
-    def run(self) -> Any:
+    def run(self) -> Leaf:
         """The jitted function of flat arrays. Tables in a layout it makes in even shards: XLA may round otherwise
         where it fuses the initializer with what distributes rows cyclically, so a program of its own does that."""
         devices = self.devices
         if devices is None or self.whole:
             return jax.jit(self.make)
 
-        def make(*flat: Any) -> list[Any]:
+        def make(*flat: Leaf) -> list[Leaf]:
             pairs = zip(self.make(*flat), self.layouts, strict=True)
             return [x if layout is None else even_shards(x, *layout, devices) for x, layout in pairs]
 
         return jit_on(devices.mesh, make, out_shardings=self.shardings)
 
-    def everywhere(self, leaf: Any) -> Any:
+    def everywhere(self, leaf: Leaf) -> Pytree:
         """Puts an argument on all devices; on one of this process where all is made there."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
@@ -159,7 +162,7 @@ class Maker:
             return jax.device_put(local(leaf), jax.local_devices()[0])
         return place_array(leaf, self.devices.sharding(None))
 
-    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+    def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns what `run` did, with Tables in place of even shards."""
         devices, tables = self.devices, list(leaves)
         if self.whole and devices is not None:
@@ -169,7 +172,7 @@ class Maker:
                 tables[k] = Table(arranger(*layout, devices)(tables[k]), *layout)
         return tables
 
-    def _spread(self, devices: Devices, leaves: list[Any]) -> list[Any]:
+    def _spread(self, devices: Devices, leaves: list[Leaf]) -> list[Leaf]:
         """Spreads leaves that are whole, each to where its plan has it; they are given up one by one."""
         assert self.shardings is not None, "several devices have shardings"
         for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
@@ -188,20 +191,20 @@ class StageMaker(Maker):
       places: Where each is, or its layers; none: everywhere.
     """
 
-    types: Sequence[Any]
+    types: Sequence[AnyType]
     places: Sequence[Sequence[StagePlace]]
 
     @functools.cached_property
-    def run(self) -> Any:
+    def run(self) -> Leaf:
         """For each leaf its parts, made by a program for each stage that this process has and one for what is
         everywhere."""
 
-        def run(*flat: Any) -> list[list[Any]]:
-            made: list[list[Any]] = [[None] * max(1, len(places)) for places in self.places]
+        def run(*flat: Leaf) -> list[list[Leaf]]:
+            made: list[list[Pytree]] = [[None] * max(1, len(places)) for places in self.places]
             for (everywhere, alone), parts in self._programs().items():
                 whole = alone is not None
 
-                def make(*xs: Any, parts: Sequence[tuple[int, int]] = parts, whole: bool = whole) -> list[Any]:
+                def make(*xs: Leaf, parts: Sequence[tuple[int, int]] = parts, whole: bool = whole) -> list[Leaf]:
                     leaves = self.make(*xs)
                     return [leaves[k] if whole else self._part(leaves[k], k, n) for k, n in parts]
 
@@ -213,7 +216,7 @@ class StageMaker(Maker):
 
         return run
 
-    def _programs(self) -> dict[tuple[Any, Any], list[tuple[int, int]]]:
+    def _programs(self) -> dict[tuple[Leaf, Leaf], list[tuple[int, int]]]:
         """Returns what each program makes, (leaf, part), by where its arguments are. What is made whole for the sake of
         its bits, and cut then, has one of its own."""
         programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
@@ -226,11 +229,11 @@ class StageMaker(Maker):
                     programs.setdefault((place.whole, alone), []).append((k, n))
         return programs
 
-    def _part(self, leaf: Any, number: int, part: int) -> Any:
+    def _part(self, leaf: Leaf, number: int, part: int) -> Leaf:
         places = self.places[number]
         return leaf if len(places) < 2 else leaf[places[part].start : places[part].stop]
 
-    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+    def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns what `run` did, as `StageArray`s where parts are in several places, or stages on several ranks."""
         return [
             StageArray(aval.shape, aval.dtype, places, parts, is_weak=aval.weak_type) if is_staged(places) else parts[0]
@@ -264,7 +267,7 @@ class HostMaker(Maker):
     tables: Sequence[HostLeaf | None]
 
     @staticmethod
-    def of_plan(make: Callable[..., Sequence[Any]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
+    def of_plan(make: Callable[..., Sequence[Pytree]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
         """Makes the maker of a plan. `inputs_of`: which input of the step each leaf is."""
         ranks = Ranks(exchange(), joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
@@ -274,10 +277,10 @@ class HostMaker(Maker):
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
         return HostMaker(make, devices, shardings, even, jax_compat.rounds_by_shape(), ranks, tables)
 
-    def everywhere(self, leaf: Any) -> Any:
+    def everywhere(self, leaf: Leaf) -> Pytree:
         return local(leaf) if self.whole else super().everywhere(leaf)
 
-    def as_tables(self, leaves: Sequence[Any]) -> list[Any]:
+    def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns what `run` did, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
         pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
@@ -287,7 +290,7 @@ class HostMaker(Maker):
             made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
         return made
 
-    def _stored(self, leaf: Any, table: HostLeaf) -> HostRows:
+    def _stored(self, leaf: Leaf, table: HostLeaf) -> HostRows:
         ranks = self.ranks.exchange
         if self.devices is None or self.whole:
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
@@ -316,8 +319,8 @@ def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
 
 
 def unbound(
-    user: str, made: str, step: ParallelStep | MethodStep, batch: Any, call: CallArguments | None
-) -> tuple[ParallelStep, Any, CallArguments | None]:
+    user: str, made: str, step: ParallelStep | MethodStep, batch: Pytree, call: CallArguments | None
+) -> tuple[ParallelStep, Pytree, CallArguments | None]:
     """Returns a step, and how it is called; of a method the step itself, which is called with the object as well.
 
     `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
@@ -335,7 +338,7 @@ def unbound(
 
 
 def entry_of(
-    step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None, no_state: str
+    step: ParallelStep, name: str, made: Pytree, batch: Pytree, call: CallArguments | None, no_state: str
 ) -> tuple[Entry, list[int | None]]:
     """Plans a step for a state; returns the entry, and which of the step's inputs each leaf of the state is.
 
@@ -363,7 +366,9 @@ def entry_of(
     return entry, numbers
 
 
-def _call_of(step: ParallelStep, name: str, made: Any, batch: Any, call: CallArguments | None) -> tuple[Any, ...]:
+def _call_of(
+    step: ParallelStep, name: str, made: Pytree, batch: Pytree, call: CallArguments | None
+) -> tuple[Pytree, ...]:
     """Returns all arguments of the step, of shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0

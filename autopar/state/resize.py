@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from autopar.errors import StateError, donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
+from autopar.jax_types import Leaf, Pytree
 from autopar.run.buffers import with_own_buffers
 from autopar.state.files.manifest import LeafRecord
 from autopar.tables.host import HostHome, HostTable
@@ -36,7 +36,7 @@ from autopar.tables.sharded import RowsHome, Table
 
 
 @uninterrupted
-def resize(state: Any, fresh: Any) -> Any:
+def resize(state: Pytree, fresh: Leaf) -> Pytree:
     """Gives the state as many rows as a fresh one: its own rows, and those of `fresh` where it has none.
 
     Of each leaf whose shape in `fresh` differs along one axis, the state's rows are kept, as many as there are to be,
@@ -96,7 +96,7 @@ def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
     return differing[0] if len(differing) == 1 else None
 
 
-def home_before(leaf: Any, shape: Sequence[int]) -> Home:
+def home_before(leaf: Leaf, shape: Sequence[int]) -> Home:
     """Returns where to restore what is then resized to a leaf's shape: at the leaf's home, if the shapes agree."""
     leaf, axis = current(leaf), resized_axis(shape, np.shape(leaf))
     if axis is None:
@@ -112,7 +112,7 @@ def home_before(leaf: Any, shape: Sequence[int]) -> Home:
     return NumpyHome()
 
 
-def _by_path(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
+def _by_path(tree: Pytree, name: str) -> tuple[dict[str, Pytree], Pytree]:
     """Returns leaves by their paths, and the structure."""
     pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
     leaves = {path_name(path): leaf for path, leaf in pairs}
@@ -129,7 +129,7 @@ def _by_path(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
     return leaves, structure
 
 
-def _check_same_paths(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
+def _check_same_paths(old: Mapping[str, Leaf], new: Mapping[str, Leaf]) -> None:
     for mine, theirs, name, other in ((old, new, "state", "fresh"), (new, old, "fresh", "state")):
         alone = next((path for path in mine if path not in theirs), None)
         if alone is not None:
@@ -139,7 +139,7 @@ def _check_same_paths(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
             )
 
 
-def _checked_axis(path: str, old: Any, new: Any) -> int | None:
+def _checked_axis(path: str, old: Leaf, new: Leaf) -> int | None:
     """Returns the axis along which a leaf is resized; None: it stays as it is."""
     a, b = (getattr(leaf, "shape", ()) for leaf in (old, new))
     if a == b:
@@ -180,7 +180,7 @@ def _check_sizes(resized: Mapping[str, tuple[int, int, int]]) -> None:
             )
 
 
-def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
+def _resized(path: str, old: Leaf, new: Leaf, axis: int) -> Leaf:
     kept = min(old.shape[axis], new.shape[axis])
     old = _brought(path, old, home_before(new, old.shape))
     if isinstance(new, HostTable):
@@ -208,7 +208,7 @@ def _resized(path: str, old: Any, new: Any, axis: int) -> Any:
     return home_of(new).made(Whole(np.concatenate(parts, axis)), record)
 
 
-def _brought(path: str, leaf: Any, home: Home) -> Any:
+def _brought(path: str, leaf: Leaf, home: Home) -> Leaf:
     """Brings a leaf to a home: returns itself if it is there."""
     if is_table(leaf):
         if leaf.home == home:

@@ -26,6 +26,7 @@ from autopar.errors import CheckpointError, DonatedStateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.typed_json import from_json, to_json
+from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.group import Group
 from autopar.state.files.dense import require_orbax, write_dense
 from autopar.state.files.folder import Folder, await_visible
@@ -50,10 +51,10 @@ class SavedLeaf:
     """
 
     record: LeafRecord
-    value: Any
+    value: Leaf
     shards: Shards | None = None
 
-    def array(self) -> Any:
+    def array(self) -> Leaf:
         """Returns a dense leaf as an array that this process has all of; of NumPy where JAX has several processes."""
         value = self.value
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
@@ -79,7 +80,7 @@ class SavedLeaf:
         return dataclasses.replace(self, shards=dataclasses.replace(self.shards, own=lambda: iter(parts)), value=None)
 
 
-def saved_leaves(state: Any) -> list[SavedLeaf]:
+def saved_leaves(state: Pytree) -> list[SavedLeaf]:
     """Returns the leaves of a state; an error if one can't be saved, or was given to a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
     leaves = []
@@ -100,7 +101,7 @@ def saved_leaves(state: Any) -> list[SavedLeaf]:
     return leaves
 
 
-def on_one_process(state: Any) -> Any:
+def on_one_process(state: Pytree) -> Pytree:
     """Returns the state with replicas of clients of several processes whole on each: saving reads it without any
     exchange.
 
@@ -115,7 +116,7 @@ def on_one_process(state: Any) -> Any:
         own = {} if replicas.ring is None else replicas.ring.settled()
         shared = dataclasses.replace(replicas, anchors=centers)
 
-        def now(leaf: Any) -> Any:
+        def now(leaf: Leaf) -> Leaf:
             return Replica(own.get(leaf.place, leaf.own), shared, leaf.place) if isinstance(leaf, Replica) else leaf
 
         return jax.tree.map(now, state)
@@ -125,13 +126,13 @@ def on_one_process(state: Any) -> Any:
     outer = {n: jax.tree.map(local, slots) for n, slots in replicas.outer.items()}
     shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way={})
 
-    def whole(leaf: Any) -> Any:
+    def whole(leaf: Leaf) -> Pytree:
         return Replica(local(materialize(settled(leaf))), shared, leaf.place) if isinstance(leaf, Replica) else leaf
 
     return jax.tree.map(whole, state)
 
 
-def leaves_beside(state: Any) -> list[SavedLeaf]:
+def leaves_beside(state: Pytree) -> list[SavedLeaf]:
     """Returns what the replicas of a state share, if it has any."""
     replicas = replicas_of(jax.tree.leaves(state))
     if replicas is None:
@@ -146,7 +147,7 @@ def leaves_beside(state: Any) -> list[SavedLeaf]:
     return saved
 
 
-def _leaf(path: str, name: str, leaf: Any) -> SavedLeaf:
+def _leaf(path: str, name: str, leaf: Leaf) -> SavedLeaf:
     if isinstance(leaf, PlacedLeaf):
         return _in_shards(path, name, leaf, leaf.shards)
     if isinstance(leaf, jax.Array):
@@ -199,7 +200,7 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
     return _in_shards(path, name, leaf, shards_of(leaf, RowLayout(shape[axis], shape[axis] // part[axis], False), axis))
 
 
-def _in_shards(path: str, name: str, leaf: Any, shards: Shards) -> SavedLeaf:
+def _in_shards(path: str, name: str, leaf: Leaf, shards: Shards) -> SavedLeaf:
     axis, layout = shards.axis, shards.layout
     return SavedLeaf(
         LeafRecord(path, name, "rows", "jax", leaf.shape, str(leaf.dtype), axis=axis, layout=layout), leaf, shards
@@ -258,7 +259,7 @@ class PendingSave:
     @staticmethod
     def begin(
         folder: Folder,
-        state: Any,
+        state: Pytree,
         position: Mapping[str, Any] | None,
         group: Group,
         *,
@@ -350,7 +351,7 @@ class PendingSave:
         )
 
 
-def _plain(position: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _plain(position: Mapping[str, Any] | None) -> dict[str, Json] | None:
     """Returns a position as JSON has it."""
     if position is None:
         return None

@@ -32,6 +32,7 @@ from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import Equation
+from autopar.jax_types import Leaf
 from autopar.tables.leaf import StandingLeaf
 from autopar.tables.sharded import Table
 
@@ -67,28 +68,28 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
         axes = operand_axes[k:]
         self.shardings = tuple(map(devices.sharding, axes))
 
-        def run(*operands: Any) -> tuple[Any, ...]:
+        def run(*operands: Leaf) -> tuple[Leaf, ...]:
             return deferred.flush(operands[:k], operands[k : k + count], Entries.of(replay, operands[k + count :]))
 
-        def stamps_of(*changed: Any) -> tuple[Any, ...]:
+        def stamps_of(*changed: Leaf) -> tuple[Leaf, ...]:
             return tuple(deferred.stamps(changed[t * n : (t + 1) * n]) for t in range(count))
 
-        def begin(*changed: Any) -> tuple[Any, ...]:
+        def begin(*changed: Leaf) -> tuple[Leaf, ...]:
             stamps = devices.local(stamps_of, returned[: count * n], tuple(axes[:count]), *changed)
             records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
             segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
             return *stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
 
-        def turn(*operands: Any) -> tuple[Any, ...]:
+        def turn(*operands: Leaf) -> tuple[Leaf, ...]:
             return deferred.turn(operands[:count], Entries.of(replay, operands[count:]))
 
-        def here(ids: Any, layout: RowLayout | None, extent: int) -> Any:
+        def here(ids: Leaf, layout: RowLayout | None, extent: int) -> Leaf:
             if layout is None:
                 return ids
             ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
             return jnp.where(ids < 0, extent, ids)  # others have them
 
-        def some(*operands: Any) -> Sequence[Any]:
+        def some(*operands: Leaf) -> Sequence[Leaf]:
             leaves, stamps, (*flat, which) = operands[:k], operands[k : k + count], operands[k + count : -count]
             triples = zip(operands[-count:], layouts, stamps, strict=True)
             ids = [here(rows, layout, len(stamped)) for rows, layout, stamped in triples]
@@ -137,11 +138,11 @@ class DeviceUpdateLogSpec(UpdateLogSpec):
         none = [np.full(size, NEVER, np.int32) for size in self.blocks]
         return [place_array(x, self.everywhere, own=True) for x in none]
 
-    def _without_records(self, entries: Sequence[Any]) -> list[Any]:
+    def _without_records(self, entries: Sequence[Leaf]) -> list[Leaf]:
         first = len(self.tables) + 2
         return [*entries[:first], *entries[first + len(self.replay.records) :]]
 
-    def some(self, *operands: Any) -> Sequence[jax.Array]:
+    def some(self, *operands: Leaf) -> Sequence[jax.Array]:
         """Runs `catch_up_some`; the first time it waits for what `prepare` began."""
         if self._some_compilation is not None:
             self._some_compilation.finish()
@@ -218,7 +219,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         return DeviceUpdateLog(before.spec, leaves, entries, before.now + 1, before.older, before.seen)
 
     @property
-    def steps(self) -> Sequence[Any]:
+    def steps(self) -> Sequence[Leaf]:
         return self.entries[len(self.spec.tables) :]
 
     @uninterrupted
@@ -237,7 +238,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
             self.now = int(local(self.steps[0]))
         return self.now
 
-    def _turned(self) -> list[Any] | None:
+    def _turned(self) -> list[Leaf] | None:
         turned = self.spec.turned(self.entries)
         if turned is None:
             return None
@@ -263,7 +264,7 @@ class DeviceUpdateLog(UpdateLog[DeviceUpdateLogSpec]):
         self.entries[count : count + 2] = self._run(self.spec.flush, *self.steps)
         self.now, self.older = self.spec.replay.part, None
 
-    def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Any) -> Sequence[jax.Array]:
+    def _run(self, program: Callable[..., Sequence[jax.Array]], *operands: Leaf) -> Sequence[jax.Array]:
         """Runs a program that updates leaves and stamps of all tables in place; returns what else it returns."""
         count = len(self.spec.tables)
         try:
@@ -342,7 +343,7 @@ class DeferredTable(StandingLeaf[DeviceUpdateLog]):
         return ", rows brought up to date when they are read"
 
 
-def common_log(leaves: Sequence[Any], spec: DeviceUpdateLogSpec) -> DeviceUpdateLog | None:
+def common_log(leaves: Sequence[Leaf], spec: DeviceUpdateLogSpec) -> DeviceUpdateLog | None:
     """Returns the update log that a step can go on with: its leaves are these, and it is kept in the same way."""
     first = leaves[0]
     if not isinstance(first, DeferredTable) or first.is_deleted() or not spec.continues(first.pending.spec):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +12,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Dtype, Index
 from autopar.mpi.machines import exchange
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
 
@@ -78,7 +78,7 @@ class HostTable(PlacedLeaf):
         return (*others[: self.axis], self.layout.extent, *others[self.axis :])
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return self._storage.rows.dtype
 
     @property
@@ -133,7 +133,7 @@ class HostTable(PlacedLeaf):
             table[numbers] = self.read_rows(numbers)
         return np.moveaxis(table, 0, self.axis)
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: Index) -> np.ndarray:
         """Indexes it as an array. Rows picked by numbers are read by themselves. Collective."""
         numbers = index[0] if isinstance(index, tuple) else index
         picks = isinstance(numbers, (int, np.integer)) or (

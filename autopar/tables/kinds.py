@@ -12,21 +12,22 @@ from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Leaf, Pytree
 from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
 
 
-def is_table(leaf: Any) -> bool:
+def is_table(leaf: Leaf) -> bool:
     """Returns whether a leaf is a table, for `jax.tree` functions."""
     return isinstance(leaf, TableLeaf)
 
 
-def layout_of(leaf: Any) -> tuple[RowLayout, int] | None:
+def layout_of(leaf: Leaf) -> tuple[RowLayout, int] | None:
     """Returns layout and row axis of a table that has one, None of anything else."""
     return leaf.stored_as if is_table(leaf) else None
 
 
-def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
+def spread_as(leaf: Leaf) -> tuple[RowLayout, int] | None:
     """Returns how an array is spread along one of its axes, as a table's rows are; None of anything else."""
     is_array = isinstance(leaf, jax.Array) and not isinstance(leaf, jax_compat.Tracer)
     sharding = leaf.sharding if is_array else None
@@ -40,7 +41,7 @@ def spread_as(leaf: Any) -> tuple[RowLayout, int] | None:
     return RowLayout(leaf.shape[spread[0]], counts[spread[0]], cyclic=False), spread[0]
 
 
-def home_of(leaf: Any) -> Home:
+def home_of(leaf: Leaf) -> Home:
     """Returns where a leaf of a template is: a table, an array, or a shape with a sharding."""
     leaf = current(leaf)
     if isinstance(leaf, PlacedLeaf):
@@ -51,7 +52,7 @@ def home_of(leaf: Any) -> Home:
 
 
 @explicit_meshes.outside_mesh
-def materialize(tree: Any, *, copy: bool = True) -> Any:
+def materialize(tree: Pytree, *, copy: bool = True) -> Pytree:
     """Replaces tables in the tree by ordinary arrays: for evaluation, for saving, for other processes.
 
     What it returns is its own: steps that update the state in place leave it alone, and it may be donated to another
@@ -73,7 +74,7 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
     tree = drain(tree)
     device = _gathering_device(jax.tree.leaves(tree))
 
-    def ordinary(path: Any, leaf: Any) -> Any:
+    def ordinary(path: Any, leaf: Leaf) -> Leaf:
         if isinstance(leaf, TableLeaf):
             return whole_everywhere(leaf.materialize()) if copy else leaf.read()
         if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and leaf.is_deleted():
@@ -88,7 +89,7 @@ def materialize(tree: Any, *, copy: bool = True) -> Any:
     return jax.tree_util.tree_map_with_path(ordinary, tree)
 
 
-def _gathering_device(leaves: Sequence[Any]) -> Any:
+def _gathering_device(leaves: Sequence[Leaf]) -> Any:
     """Returns a device for arrays of one tree that no `jax.jit` takes as they are: none of their shardings is over the
     devices of all others. None: it takes them."""
     places = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}
@@ -96,6 +97,6 @@ def _gathering_device(leaves: Sequence[Any]) -> Any:
     return None if every in places or not every else min(every, key=lambda device: device.id)
 
 
-def _is_placed(leaf: Any) -> bool:
+def _is_placed(leaf: Leaf) -> bool:
     is_array = isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and not leaf.is_deleted()
     return is_array and leaf.committed and leaf.is_fully_addressable

@@ -19,6 +19,7 @@ from autopar.backends import across
 from autopar.cost.units import format_bytes
 from autopar.errors import CheckpointError, SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Dtype, Index, Leaf, Pytree
 
 #: From so many bytes on, and so many reads of whole leaves of a kind and shape by JAX and NumPy, a warning.
 _LARGE_BYTES, _READS = 64 << 20, 10
@@ -54,13 +55,13 @@ class TableLeaf(abc.ABC):
     #: NumPy's operators leave the work to those of this class, as they do for arrays of JAX.
     __array_priority__ = 100
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: Pytree) -> None:
         super().__init_subclass__(**kwargs)
         jax_compat.register_array_like(cls, TableLeaf.__jax_array__)
         for name in {"materialize", "read", "current", "__getitem__", "_on_host"} & vars(cls).keys():
             setattr(cls, name, explicit_meshes.outside_mesh(getattr(cls, name)))
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Pytree, **kwargs: Pytree) -> Any:
         flax = sys.modules.get("flax.serialization")  # it looks for the very class, and has no other way to ask it
         if flax is not None and not flax.is_serializable(cls):
             flax.register_serialization_state(cls, TableLeaf.ordinary, lambda leaf, state: state)
@@ -73,7 +74,7 @@ class TableLeaf(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         """The rows' dtype."""
 
     @abc.abstractmethod
@@ -81,18 +82,18 @@ class TableLeaf(abc.ABC):
         """Tells whether the rows were given to a step, which updated them in place."""
 
     @abc.abstractmethod
-    def materialize(self) -> Any:
+    def materialize(self) -> Leaf:
         """Returns the table as an ordinary array, which later steps leave alone."""
 
     @abc.abstractmethod
     def _on_host(self) -> np.ndarray:
         """Returns the table as an array of NumPy. Collective where others have a part of it."""
 
-    def read(self) -> Any:
+    def read(self) -> Leaf:
         """Returns what `materialize` does, or an array that the next step updates: to be read at once."""
         return self.materialize()
 
-    def current(self) -> Any:
+    def current(self) -> Leaf:
         """Returns the leaf once nothing is left to be done to it: itself, or what it stands for, an array or another
         leaf."""
         return self
@@ -107,7 +108,7 @@ class TableLeaf(abc.ABC):
     def is_whole_here(self) -> bool:
         """Tells whether this process alone has all of it, and no other has a replica."""
 
-    def ordinary(self) -> Any:
+    def ordinary(self) -> Leaf:
         """Returns an ordinary array for a file that this process writes by itself.
 
         Raises:
@@ -122,11 +123,11 @@ class TableLeaf(abc.ABC):
             )
         return self._written()
 
-    def _written(self) -> Any:
+    def _written(self) -> Leaf:
         """Returns all of it, in the memory where it is, for a file."""
         return self.materialize()
 
-    def __jax_array__(self) -> Any:
+    def __jax_array__(self) -> Leaf:
         self._count_read()
         with jax_compat.outside_traces():
             array = self.materialize()
@@ -135,7 +136,7 @@ class TableLeaf(abc.ABC):
                 array.block_until_ready()  # independent programs with collectives starve each other of CPUs' threads
             return array
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: Dtype = None, copy: bool | None = None) -> np.ndarray:
         self._count_read()
         array = self._on_host()
         return array.astype(dtype or array.dtype, copy=False)
@@ -217,7 +218,7 @@ class TableLeaf(abc.ABC):
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Leaf]:
         return iter(self.materialize())
 
 
@@ -250,7 +251,7 @@ class StandingLeaf(TableLeaf, Generic[P]):
       place: Which of these it is.
     """
 
-    def __init__(self, pending: P, place: int, aval: Any) -> None:
+    def __init__(self, pending: P, place: int, aval: Leaf) -> None:
         """Takes, besides the attributes, what has its shape and dtype (`aval`)."""
         self.pending, self.place, self._aval = pending, place, aval
 
@@ -259,17 +260,17 @@ class StandingLeaf(TableLeaf, Generic[P]):
         return self._aval.shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return self._aval.dtype
 
     @abc.abstractmethod
-    def current(self) -> Any: ...
+    def current(self) -> Leaf: ...
 
-    def read(self) -> Any:
+    def read(self) -> Leaf:
         leaf = self.current()
         return leaf.read() if isinstance(leaf, TableLeaf) else leaf
 
-    def materialize(self) -> Any:
+    def materialize(self) -> Leaf:
         leaf = self.current()
         return leaf.materialize() if isinstance(leaf, TableLeaf) else copied(leaf)
 
@@ -277,20 +278,20 @@ class StandingLeaf(TableLeaf, Generic[P]):
         leaf = self.current()
         return leaf._on_host() if isinstance(leaf, TableLeaf) else np.array(leaf)  # later steps update it in place
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index) -> Leaf:
         leaf = self.current()
         picked = leaf[index]
         return jnp.copy(picked) if picked is leaf else picked  # later steps update the leaf in place
 
 
-def current(leaf: Any) -> Any:
+def current(leaf: Leaf) -> Leaf:
     """Brings a leaf up to date: a table updates rows that wait, an array that is on its way arrives."""
     while isinstance(leaf, StandingLeaf):
         leaf = leaf.current()
     return leaf
 
 
-def copied(leaf: Any) -> Any:
+def copied(leaf: Leaf) -> Leaf:
     """Copies an array, to where it is; returns anything else, and a value that is being traced, as it is."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy()
@@ -314,7 +315,7 @@ _READING = frozenset(
 
 
 def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: TableLeaf, *others: Any) -> Any:
+    def apply(self: TableLeaf, *others: Leaf) -> Any:
         arrays = [x.__jax_array__() if isinstance(x, TableLeaf) else x for x in others]
         return getattr(self.__jax_array__(), name)(*arrays)
 
@@ -339,7 +340,7 @@ class Source(Protocol):
         """Returns the leaf."""
         ...
 
-    def part(self, index: Any) -> np.ndarray:
+    def part(self, index: Index) -> np.ndarray:
         """Returns `leaf[index]`; `index`: a slice for each axis."""
         ...
 
@@ -356,7 +357,7 @@ class Described(Protocol):
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
-    def numpy_dtype(self) -> np.dtype[Any]: ...
+    def numpy_dtype(self) -> np.dtype: ...
     @property
     def weak(self) -> bool: ...
     @property
@@ -367,7 +368,7 @@ class Home(abc.ABC):
     """A place of leaves. A kind of leaf has its own, beside it."""
 
     @abc.abstractmethod
-    def made(self, source: Source, leaf: Described) -> Any:
+    def made(self, source: Source, leaf: Described) -> Pytree:
         """Makes the leaf at this home; of what several processes have, this one's part."""
 
     @property
@@ -430,7 +431,7 @@ class Whole:
     def whole(self) -> np.ndarray:
         return self.array
 
-    def part(self, index: Any) -> np.ndarray:
+    def part(self, index: Index) -> np.ndarray:
         return self.array[index]
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:

@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 
 from autopar.errors import DonatedStateError
+from autopar.jax_types import Leaf, Pytree
 from autopar.tables.leaf import StandingLeaf
 
 T = TypeVar("T")
@@ -33,7 +34,7 @@ class Flight(Protocol):
         """Tells whether its stages are on several processes."""
         ...
 
-    def drained(self) -> list[Any]:
+    def drained(self) -> list[Leaf]:
         """Returns the leaves, once all minibatches have gone through. Collective over the ranks of the stages."""
         ...
 
@@ -41,7 +42,7 @@ class Flight(Protocol):
         """Says that a step has taken the drained leaves, and updates them in place."""
         ...
 
-    def rest(self) -> list[Any]:
+    def rest(self) -> list[Leaf]:
         """Returns what minibatches returned besides the state that ended by that, in their order."""
         ...
 
@@ -55,7 +56,7 @@ class PendingArray(StandingLeaf[Flight]):
     must read.
     """
 
-    def __init__(self, flight: Flight, place: int, aval: Any) -> None:
+    def __init__(self, flight: Flight, place: int, aval: Leaf) -> None:
         """Takes the minibatches that are on their way, which all leaves share; the others as of `StandingLeaf`."""
         super().__init__(flight, place, aval)
         self._call = flight.call
@@ -67,7 +68,7 @@ class PendingArray(StandingLeaf[Flight]):
     def is_deleted(self) -> bool:
         return self._call != self.pending.call
 
-    def current(self) -> Any:
+    def current(self) -> Leaf:
         """Returns the leaf behind all minibatches: an array, or a `StageArray`."""
         if self.is_deleted():
             raise DonatedStateError(
@@ -104,7 +105,7 @@ def drain(state: T) -> T:
 _END: Any = object()
 
 
-def ended(state: Any) -> int | None:
+def ended(state: Pytree) -> int | None:
     """Returns which minibatch the results are of that came with a state: its number since the pipeline was empty.
 
     None if they are of none yet, or of the call itself.
@@ -113,7 +114,9 @@ def ended(state: Any) -> int | None:
     return None if flight is None else flight.ended
 
 
-def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[Any]) -> Iterator[tuple[T, Any, Any]]:
+def paired(
+    step: Callable[[T, Pytree], tuple[T, Pytree]], state: T, batches: Iterable[Pytree]
+) -> Iterator[tuple[T, Pytree, Pytree]]:
     """Trains, and yields each batch with what its minibatch returned.
 
     An asynchronous step returns that some calls later, or, for the last ones, when the state is drained or read. Of any
@@ -146,9 +149,9 @@ def paired(step: Callable[[T, Any], tuple[T, Any]], state: T, batches: Iterable[
             yield state, waiting.popleft(), each
 
 
-def _flight(state: Any) -> Flight | None:
+def _flight(state: Pytree) -> Flight | None:
     return next((leaf.pending for leaf in jax.tree.leaves(state) if isinstance(leaf, PendingArray)), None)
 
 
-def _rest(flight: Flight | None) -> list[Any]:
+def _rest(flight: Flight | None) -> list[Leaf]:
     return [] if flight is None else flight.rest()

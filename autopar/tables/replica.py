@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ import numpy as np
 from autopar.backends.across import is_global, place_array
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
+from autopar.ir.sync_plan import FragmentIndex
+from autopar.jax_types import Array, Json, Leaf, Pytree
 from autopar.servers.exchanges import CenterSession, RingSession
 from autopar.servers.session import Session
 from autopar.tables.kinds import materialize
 from autopar.tables.leaf import StandingLeaf, TableLeaf
 from autopar.tables.served import ServedLeaf, session_of
 
-Array = Any
 #: Calls whose rows are kept by themselves; beyond that they are brought together.
 _MOST_CALLS = 64
 
@@ -108,16 +109,16 @@ class Replicas:
     mode: str
     steps: int = 0
     anchors: Mapping[int, Array] = field(default_factory=dict)
-    outer: Mapping[int, Any] = field(default_factory=dict)
+    outer: Mapping[FragmentIndex, Pytree] = field(default_factory=dict)
     on_way: Mapping[int, OnItsWay] = field(default_factory=dict)
     touched: Mapping[int, Touched] = field(default_factory=dict)
     center: CenterSession | None = None
     ring: RingSession | None = None
 
     @property
-    def shared(self) -> dict[str, Any]:
+    def shared(self) -> dict[str, Json]:
         """Arrays by name, as a checkpoint has them: the same on all clients. What is on its way is no part of it."""
-        arrays: dict[str, Any] = {"steps": np.asarray(self.steps)}
+        arrays: dict[str, Leaf] = {"steps": np.asarray(self.steps)}
         arrays |= {f"anchors/{k}": array for k, array in self.anchors.items()}
         for n, state in self.outer.items():
             arrays |= {f"outer/{n}/{i}": array for i, array in enumerate(jax.tree.leaves(state))}
@@ -142,7 +143,7 @@ class Replica(StandingLeaf[Replicas]):
         self._leaf = leaf
 
     @property
-    def own(self) -> Any:
+    def own(self) -> Leaf:
         """The leaf as the client's step returned it.
 
         Raises:
@@ -166,7 +167,7 @@ class Replica(StandingLeaf[Replicas]):
         jax.block_until_ready(self._leaf)
         return self
 
-    def current(self) -> Any:
+    def current(self) -> Leaf:
         """Returns this client's leaf: an array, or a table."""
         return self.own
 
@@ -176,7 +177,7 @@ class Replica(StandingLeaf[Replicas]):
         return f", the replica of client {clients.own} of {clients.count}"
 
 
-def replicas_of(leaves: Sequence[Any]) -> Replicas | None:
+def replicas_of(leaves: Sequence[Leaf]) -> Replicas | None:
     """Returns what the replicas among some leaves share; None if there are none.
 
     Raises:
@@ -206,7 +207,7 @@ def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int
     return weight.at[(slice(None),) * axis + (places,)].set(jnp.moveaxis(_moved(rows, sent, new), 0, axis))
 
 
-def settled(leaf: Replica) -> Any:
+def settled(leaf: Replica) -> Leaf:
     """Returns this client's leaf once its mean, if that is on its way, is merged."""
     way = next((way for way in leaf.pending.on_way.values() if leaf.place in way.new), None)
     return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])
@@ -256,7 +257,7 @@ def average(state: T) -> T:
     return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
 
 
-def _settled(leaves: Sequence[Any], session: Session) -> list[Any]:
+def _settled(leaves: Sequence[Leaf], session: Session) -> list[Leaf]:
     """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
     worker's."""
     whole = session.settled()

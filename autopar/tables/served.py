@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.errors import DonatedStateError, donated
+from autopar.jax_types import Leaf
 from autopar.servers.session import Session
 from autopar.tables.leaf import StandingLeaf
 
@@ -41,7 +41,7 @@ class ServedLeaf(StandingLeaf[Session]):
     def is_deleted(self) -> bool:
         return self._step != self.pending.steps
 
-    def current(self) -> Any:
+    def current(self) -> Leaf:
         """Returns the array as it is now.
 
         Raises:
@@ -51,7 +51,7 @@ class ServedLeaf(StandingLeaf[Session]):
             raise donated("this leaf")
         return self.typed(self.pending.read(self.place))
 
-    def typed(self, value: Any) -> Any:
+    def typed(self, value: Leaf) -> Leaf:
         """Returns a value of this leaf as an array of its type."""
         if jax_compat.is_key(value.dtype):
             return value
@@ -66,7 +66,7 @@ class ServedLeaf(StandingLeaf[Session]):
         return where if homes else f", worker {session.link.number}'s"
 
 
-def session_of(leaves: Sequence[Any]) -> Session | None:
+def session_of(leaves: Sequence[Leaf]) -> Session | None:
     """Returns what this process does for the state that some leaves are of; None if servers keep none of them.
 
     Raises:

@@ -16,6 +16,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.layouts import on_host, ordinary
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Dtype, Index, Leaf
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied
 
 
@@ -30,7 +31,7 @@ class RowsHome(Home):
     def made(self, source: Source, leaf: Described) -> Table:
         layout, axis = self.layout, self.axis
 
-        def shard(index: Any) -> np.ndarray:
+        def shard(index: Index) -> np.ndarray:
             places = np.arange(layout.stored)[index[axis]]
             rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
             return np.moveaxis(rows, 0, axis)
@@ -64,7 +65,7 @@ class Table(PlacedLeaf):
         return resized(self.stored.shape, self.axis, self.layout.extent)
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return self.stored.dtype
 
     @property
@@ -110,7 +111,7 @@ class Table(PlacedLeaf):
     def _on_host(self) -> np.ndarray:
         return on_host(self._live(), self.layout, self.axis)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: Index) -> jax.Array:
         """Indexes it as an array. Rows picked by numbers, or by a short slice, are read by themselves.
 
         Raises:
@@ -132,7 +133,7 @@ class Table(PlacedLeaf):
             return read
         return place_array(read, Devices.of_array(self.stored, self.axis).sharding(None))
 
-    def _places(self, rows: Any, simple: bool) -> Any:
+    def _places(self, rows: Leaf, simple: bool) -> Leaf:
         """Returns where picked rows are stored; None if they are to be picked from the whole table."""
         extent = self.layout.extent
         if self.axis or isinstance(rows, (bool, np.bool_)):

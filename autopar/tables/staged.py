@@ -16,6 +16,7 @@ from autopar.backends.stage_device import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Dtype, Index, Pytree
 from autopar.launch.group import everyone
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, copied, require_dtype
 
@@ -59,7 +60,7 @@ class StagePlace:
         return tuple(places)
 
     @property
-    def whole(self) -> Any:
+    def whole(self) -> Pytree:
         """The sharding of what all of its devices have."""
         if isinstance(self.sharding, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec())
@@ -89,7 +90,7 @@ class StageHome(Home):
 
 
 def _part(place: StagePlace, source: Source, leaf: Described) -> jax.Array:
-    def read(index: Any) -> np.ndarray:
+    def read(index: Index) -> np.ndarray:
         start, stop, _ = index[0].indices(place.stop - place.start)
         return source.part((slice(place.start + start, place.start + stop), *index[1:]))
 
@@ -109,7 +110,7 @@ class StageArray(PlacedLeaf):
     def __init__(
         self,
         shape: tuple[int, ...],
-        dtype: Any,
+        dtype: Dtype,
         places: Sequence[StagePlace],
         values: Sequence[jax.Array | None],
         *,
@@ -125,7 +126,7 @@ class StageArray(PlacedLeaf):
         return self._shape
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> Dtype:
         return self._dtype
 
     @property
@@ -195,7 +196,7 @@ class StageArray(PlacedLeaf):
             everyone().share(array.reshape(-1).view(np.uint8), place.ranks[0])
         return array
 
-    def __getitem__(self, index: Any) -> np.ndarray:
+    def __getitem__(self, index: Index) -> np.ndarray:
         """Indexes it as an array. Collective."""
         return self._on_host()[index]
 

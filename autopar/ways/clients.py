@@ -96,7 +96,7 @@ class WithClients(Way):
         return "servers", "let clients average, sync=autopar.sync.Average(every=...)"
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, object]:
         """All have an outer optimizer, or none."""
         return {**super().choices, "outer": getattr(self.sync, "outer", None) is not None}
 

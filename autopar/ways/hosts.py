@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar import jax_compat
 from autopar.compile import Pass
@@ -34,6 +34,8 @@ from autopar.tables.leaf import Home
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
+    from jax.stages import Traced
+
     from autopar.planning.check import Check
     from autopar.state.init import Maker
 
@@ -128,7 +130,7 @@ class OnHosts(Way):
 
         return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(entry).items()}
 
-    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker:
+    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker:
         """Makes each rank's shard."""
         from autopar.state.init import HostMaker
 

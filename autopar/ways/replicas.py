@@ -6,13 +6,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Self
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Program
 from autopar.ir.ring import check_even
+from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
 from autopar.run.asked import Asked
 from autopar.run.entry import Entry
@@ -76,7 +77,7 @@ class InReplicas(WithClients):
             return MeansRunner(*given)
         return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
-    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
         """Compares all clients with their steps and means, one after the other."""
         from autopar.planning.replay_clients import compare_replicas, compare_served
 
@@ -88,8 +89,13 @@ class InReplicas(WithClients):
         return compare_served(entry, leaves, steps)
 
     def followed(
-        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
-    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        self,
+        entry: Entry,
+        start: Sequence[Leaf],
+        calls: Sequence[Sequence[Sequence[Leaf]]],
+        timeline: Timeline,
+        clients: Clients | None,
+    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
         """Does what clients of a centre did, or those of a ring."""
         from autopar.planning.replay_clients import replay_center, replay_ring
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.backends.clients import Clients
 from autopar.backends.served import one_worker
@@ -15,6 +15,7 @@ from autopar.errors import StrategyError
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program, known
+from autopar.jax_types import Leaf
 from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
@@ -131,8 +132,13 @@ class OnServers(WithClients):
         return ServedRunner(entry.compiled, self.sync, entry.clients, entry.out_tree)
 
     def followed(
-        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
-    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        self,
+        entry: Entry,
+        start: Sequence[Leaf],
+        calls: Sequence[Sequence[Sequence[Leaf]]],
+        timeline: Timeline,
+        clients: Clients | None,
+    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
         """Does what servers did by the programs of this process's worker, or those of a step that isn't run here."""
         from autopar.planning.replay_clients import programs_here, replay_served
         from autopar.run.served import ServedRunner
@@ -141,7 +147,7 @@ class OnServers(WithClients):
         programs = runner.programs if isinstance(runner, ServedRunner) else programs_here(entry, clients)
         return replay_served(entry, start, calls, timeline, programs)
 
-    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification:
+    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
         """Compares what one worker does by itself with the plain step; and all workers with what servers did."""
         from autopar.planning.replay_clients import compare_served
         from autopar.planning.verify import compare_runs

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program, Var, known
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.strategy import asks_for_hosts
+from autopar.jax_types import Leaf
 from autopar.launch.group import StoreGroup
 from autopar.measure.machine import Machine, memory_of
 from autopar.measure.stage_rates import first_rates, profiled_rates, stage_rates_of
@@ -42,6 +43,8 @@ from autopar.tables.staged import StageHome, StagePlace, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
+    from jax.stages import Traced
+
     from autopar.planning.check import Check
     from autopar.planning.verify import Verification
     from autopar.state.init import Maker
@@ -127,7 +130,7 @@ class InStages(Way):
         return self.group
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, object]:
         """The processes follow from the places."""
         return {name: value for name, value in super().choices.items() if name != "group"}
 
@@ -172,7 +175,7 @@ class InStages(Way):
 
     # --- what is measured and chosen ---
 
-    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Any] | None) -> Measurements:
+    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
         """Returns the devices' memory and rates; with `profile` the rates of this very step, as the first process has
         them."""
         machine = planner.machine
@@ -268,7 +271,7 @@ class InStages(Way):
         """Returns where leaves are, or their layers."""
         return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in self._leaves(entry).items()}
 
-    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker | None:
+    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
         """Makes each leaf on its stage's devices."""
         from autopar.state.init import StageMaker
 
@@ -296,7 +299,7 @@ class InStages(Way):
 
     # --- what it is compared with ---
 
-    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification | None:
+    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification | None:
         """Compares a pipeline without a flush with its tasks, one after the other."""
         from autopar.planning.replay import compare_replay
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from autopar.compile import Analysed, Analysis, Pass
 from autopar.cost.rates import UNMEASURED, Measurements
@@ -17,6 +17,7 @@ from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.jax_types import Leaf
 from autopar.measure.machine import looked_up
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
@@ -30,6 +31,8 @@ from autopar.passes.split_update import split_update
 from autopar.tables.leaf import Home
 
 if TYPE_CHECKING:  # names of those who ask
+    from jax.stages import Traced
+
     from autopar.backends.clients import Clients
     from autopar.launch.group import StoreGroup
     from autopar.planning.check import Check
@@ -108,7 +111,7 @@ class Way:
         return None if planner.devices is None else planner.devices.processes
 
     @property
-    def choices(self) -> Mapping[str, Any]:
+    def choices(self) -> Mapping[str, object]:
         """Returns its own options, which all processes have the same, by name."""
         shared = {f.name for f in fields(Way)}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in shared}
@@ -157,7 +160,7 @@ class Way:
         """Returns the way with all chosen that its options leave open, for a traced program."""
         return self
 
-    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Any] | None) -> Measurements:
+    def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
         """Returns what there is to know before a plan is made, and no more than that.
 
         Args:
@@ -222,7 +225,7 @@ class Way:
         """Returns where leaves of the state are, by number, as far as the plan says."""
         return {} if self.inner is None else self.inner.homes(entry)
 
-    def maker(self, entry: Entry, traced: Any, numbers: Sequence[int | None]) -> Maker | None:
+    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
         """Returns what makes a state where the plan has it, as `init` does; None: on the devices (`Maker`).
 
         Args:
@@ -234,7 +237,7 @@ class Way:
 
     # --- what it is compared with ---
 
-    def replayed(self, entry: Entry, leaves: Sequence[Any], steps: int) -> Verification | None:
+    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification | None:
         """Compares the step with a replay, where it is another function than the plain step by design; else None.
 
         Args:
@@ -245,8 +248,13 @@ class Way:
         return None
 
     def followed(
-        self, entry: Entry, start: Sequence[Any], calls: Sequence[Any], timeline: Timeline, clients: Clients | None
-    ) -> tuple[list[Any], list[list[list[Any]]]]:
+        self,
+        entry: Entry,
+        start: Sequence[Leaf],
+        calls: Sequence[Sequence[Sequence[Leaf]]],
+        timeline: Timeline,
+        clients: Clients | None,
+    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
         """Does what a timeline says, if there can be one.
 
         Args:

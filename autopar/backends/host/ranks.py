@@ -24,11 +24,11 @@ from autopar.backends.devices import OwnPart
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.backends.watched import jit_on
 from autopar.ir.stages import Side
+from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Exchange, Requested
 
-Array = Any
 T = TypeVar("T")
 
 #: Where an operand or result of a device program is: None: whole on each device; k: spread over them along axis k;
@@ -87,7 +87,7 @@ class Ranks:
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
-    def _exchanged(self, what: str, exchange: Callable[..., T], *args: Any) -> T:
+    def _exchanged(self, what: str, exchange: Callable[..., T], *args: Pytree) -> T:
         """Exchanges something, marked as a wait for others, and named in profiles."""
         if self.exchange.size > 1:
             mark(self.step, what, "waits")
@@ -112,7 +112,7 @@ class Ranks:
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
 
-            def each(*operands: Any) -> tuple[Any, ...]:
+            def each(*operands: Leaf) -> tuple[Leaf, ...]:
                 pairs = zip(operands, given, strict=True)
                 own = (jax.tree.map(lambda a: jax.lax.squeeze(a, (0,)), x) if at == EACH else x for x, at in pairs)
                 pairs = zip(run(*own), returned, strict=True)
@@ -139,11 +139,11 @@ class Ranks:
 
     # --- values ---
 
-    def for_device(self, value: Any, place: Place) -> Any:
+    def for_device(self, value: Leaf, place: Place) -> Leaf:
         """Returns a value that is whole in this process as a device program takes it."""
         return value if self.is_single else jax.tree.map(lambda x: self._on_each(x, place), value)
 
-    def _on_each(self, value: Any, place: Place) -> jax.Array:
+    def _on_each(self, value: Leaf, place: Place) -> jax.Array:
         """Puts a value on each of the own devices."""
         if isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) == self.mesh:
             return value
@@ -153,7 +153,7 @@ class Ranks:
         value = value if isinstance(value, jax.Array) else np.asarray(value)
         return self.array_of([value[None] if place == EACH else value] * len(self.own_devices), place)
 
-    def array_of(self, parts: Sequence[Any], place: Place) -> jax.Array:
+    def array_of(self, parts: Sequence[Leaf], place: Place) -> jax.Array:
         """Makes an array of what each of the own devices has."""
         if self.is_single:
             return parts[0]
@@ -164,11 +164,11 @@ class Ranks:
         placed = [jax.device_put(x, d) for x, d in zip(parts, self.own_devices, strict=True)]
         return jax.make_array_from_single_device_arrays(shape, self.sharding(place), placed)
 
-    def everywhere(self, value: Any) -> jax.Array:
+    def everywhere(self, value: Leaf) -> jax.Array:
         """Puts a value that all ranks have on all devices."""
         return self._on_each(value, None)
 
-    def from_device(self, value: Any, place: Place) -> Any:
+    def from_device(self, value: Leaf, place: Place) -> Leaf:
         """Returns a device program's value, of which all of a rank's devices have the same, as others take it."""
         if self.is_single or not isinstance(value, jax.Array):
             return value
@@ -177,23 +177,23 @@ class Ranks:
         value = value if jax_compat.is_key(value.dtype) else np.asarray(value)
         return value[0] if place == EACH else value
 
-    def for_owner(self, value: Any) -> Any:
+    def for_owner(self, value: Leaf) -> Leaf:
         """Returns a whole value as an owner's program takes it."""
         return np.asarray(value) if isinstance(value, jax.Array) and self.host is not None else value
 
-    def own(self, value: Any) -> Any:
+    def own(self, value: Leaf) -> Leaf:
         """Returns a result that all devices have as an ordinary array of this process."""
         if is_global(value) and value.is_fully_replicated:
             return value.addressable_data(0)
         return value
 
-    def own_ids(self, ids: Any) -> np.ndarray:
+    def own_ids(self, ids: Leaf) -> np.ndarray:
         """Returns the flat ids of this rank: all that its devices have."""
         if isinstance(ids, jax.Array) and not self.is_single:
             return np.concatenate([np.asarray(s.data).ravel() for s in ids.addressable_shards])
         return np.asarray(ids)
 
-    def reduce(self, values: Sequence[Any], op: str, *, beside: bool = False) -> Callable[[], Sequence[Any]]:
+    def reduce(self, values: Sequence[Leaf], op: str, *, beside: bool = False) -> Callable[[], Sequence[Leaf]]:
         """Reduces values over the ranks; returns a function that waits for the results.
 
         `beside`: by a thread of its own, which waits for the programs that make them; until it is done the rank

@@ -30,6 +30,7 @@ from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.stages import ExchangeStage, ProgramStage
+from autopar.jax_types import Dtype, Index, Leaf
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
 
@@ -74,7 +75,7 @@ class RunningStep:
       has_written: Whether a table has changed.
     """
 
-    values: dict[Atom, Any]
+    values: dict[Atom, Leaf]
     routes: dict[int, tuple[Requested, np.ndarray]] = field(default_factory=dict)
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
@@ -132,7 +133,7 @@ class StagedProgram:
                 self._actions.append(self._await_reductions)
             self._actions.append(self._action(item, may_donate=k > last_route))
 
-    def run(self, inputs: Sequence[Any], step: RunningStep) -> list[Any]:
+    def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
         """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
@@ -193,7 +194,7 @@ class StagedProgram:
         given, returned = ([self._places.get(v, EACH) for v in of] for of in (names, outputs))
         compiled = self._ranks.compile(run, segment.side, sorted(new), given, returned)
 
-        def read(step: RunningStep, var: Var, place: Place) -> Any:
+        def read(step: RunningStep, var: Var, place: Place) -> Leaf:
             if owner:
                 return self._ranks.for_owner(_shown(self._value(step, var)))
             return self._ranks.for_device(_shown(step.values[var]), place)
@@ -244,7 +245,7 @@ class StagedProgram:
 
     # By equation: what it returns from its operands.
 
-    def _pull(self, equation: Equation, step: RunningStep, leaf: Any, route: HostRoute) -> Sequence[Any]:
+    def _pull(self, equation: Equation, step: RunningStep, leaf: Leaf, route: HostRoute) -> Sequence[Leaf]:
         axis, state = equation.params["axis"], equation.params["state"]
         if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
             layout = self._layouts[equation.inputs[1].type.family]
@@ -253,7 +254,7 @@ class StagedProgram:
             leaf.log.catch_up(route.rows[: route.count])
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
-    def _fetch(self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute) -> Sequence[Any]:
+    def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:
         axis, count = equation.params["axis"], len(route.view.requested)
         first = rows_first(np.asarray(rows), axis)[: route.count]
         shape = count, *first.shape[1:]
@@ -263,7 +264,9 @@ class StagedProgram:
         out[len(fetched) :] = 0
         return [rows_back(out, axis)]
 
-    def _deliver(self, equation: Equation, step: RunningStep, sums: Any, route: HostRoute, *base: Any) -> Sequence[Any]:
+    def _deliver(
+        self, equation: Equation, step: RunningStep, sums: Leaf, route: HostRoute, *base: Leaf
+    ) -> Sequence[Leaf]:
         axis = equation.params["axis"]
         own = rows_first(np.asarray(sums), axis)[: route.places.size]
         out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
@@ -272,14 +275,14 @@ class StagedProgram:
         rows = rows_back(out, axis)
         return [rows + np.asarray(base[0]) if base else rows]
 
-    def _reduce_table(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
+    def _reduce_table(self, equation: Equation, step: RunningStep, *operands: Leaf) -> Sequence[Leaf]:
         if equation not in self._tables:
             self._tables[equation] = TableReduction(equation, self._ranks)
         return [self._tables[equation].run(operands)]
 
     def _reduce_others(
-        self, equation: Equation, step: RunningStep, part: Any, route: HostRoute, needed: Any, *operands: Any
-    ) -> Sequence[Any]:
+        self, equation: Equation, step: RunningStep, part: Leaf, route: HostRoute, needed: Leaf, *operands: Leaf
+    ) -> Sequence[Leaf]:
         if np.any(needed):
             part = self._of_others(equation).reduce(np.asarray(part), route.rows[: route.count], operands)
         return [part]
@@ -290,15 +293,15 @@ class StagedProgram:
         return self._others[equation]
 
     def _commit(
-        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Any, route: HostRoute, *first: Any
-    ) -> Sequence[Any]:
+        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Leaf, route: HostRoute, *first: Leaf
+    ) -> Sequence[Leaf]:
         step.has_written = True
         leaf.commit(route.rows, route.count, np.asarray(rows))
         return [leaf]
 
     def _fill(
-        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Any, route: HostRoute, *unless: Any
-    ) -> Sequence[Any]:
+        self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Leaf, route: HostRoute, *unless: Any
+    ) -> Sequence[Leaf]:
         """Writes a leaf that is constant off the rows, unless a sweep has found that it isn't."""
         if not any(map(np.any, unless)):
             step.has_written = True
@@ -306,32 +309,32 @@ class StagedProgram:
         return [leaf]
 
     def _densify(
-        self, equation: Equation, step: RunningStep, rows: Any, route: HostRoute, *first: Any
-    ) -> Sequence[Any]:
+        self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute, *first: Leaf
+    ) -> Sequence[Leaf]:
         """Writes a leaf that is constant off the rows whatever the step does, in place of the leaf that it replaces."""
         leaf = step.values[self._states[equation.outputs[0]]]
         step.has_written = True
         leaf.spread_last(np.asarray(rows))
         return self._commit(equation, step, leaf, rows, route)
 
-    def _flush(self, equation: Equation, step: RunningStep, *operands: Any) -> Sequence[Any]:
+    def _flush(self, equation: Equation, step: RunningStep, *operands: Leaf) -> Sequence[Leaf]:
         """Returns its operands: the update log's owner flushes before the next step (`HostUpdateLog.make_room`)."""
         replay = equation.params["replay"]
         named = split(equation.op, equation.params, operands)
         leaves, stamps, entries = (named[name] for name in ("leaves", "stamps", "entries"))
         return [*leaves[: replay.changed], *stamps, *entries[:2], *entries[2 + len(replay.records) :]]
 
-    def _sweep(self, equation: Equation, step: RunningStep, needed: Any, *operands: Any) -> Sequence[Any]:
+    def _sweep(self, equation: Equation, step: RunningStep, needed: Leaf, *operands: Leaf) -> Sequence[Leaf]:
         if np.any(needed):
             step.has_written = True
             self._of_others(equation).sweep(operands)
         return operands[: len(equation.outputs)]
 
-    def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    def _buffer(self, equation: Equation, shape: tuple[int, ...], dtype: Dtype) -> np.ndarray:
         name = self._names.setdefault(equation, f"{plain_name(equation.op)} {len(self._names)}")
         return self._ranks.buffers.take(name, shape, dtype)
 
-    def _value(self, step: RunningStep, atom: Atom) -> Any:
+    def _value(self, step: RunningStep, atom: Atom) -> Leaf:
         if isinstance(atom, Literal):
             return atom.value
         value = step.values[atom]
@@ -353,7 +356,7 @@ def _family(route: Equation) -> int:
     return type_.family
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: Leaf) -> Leaf:
     return value.view if isinstance(value, HostRoute) else value
 
 
@@ -406,18 +409,18 @@ class OtherRows:
         view = ranks.owner_view
         rows = emit(block, host_backends(bound, view), view)
 
-        def reduced(which: Any, *operands: Any) -> Sequence[Any]:
+        def reduced(which: Index, *operands: Leaf) -> Sequence[Leaf]:
             return [reduce_some(p, rows(*operands)[0], which).astype(p["dtype"])]
 
         self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
 
-    def sweep(self, operands: Sequence[Any]) -> None:
+    def sweep(self, operands: Sequence[Leaf]) -> None:
         """Updates all rows of the rank's shard, in place. Operands: leaves, and values of the step."""
         for start, end, taken in self._blocks(operands, self._layout.shard_rows):
             for leaf, value in zip(operands, self._run(*taken), strict=False):
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 
-    def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Any]) -> np.ndarray:
+    def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Leaf]) -> np.ndarray:
         """Joins a reduction of the touched rows (numbers in the share) with that of all others."""
         rank = self._ranks.exchange.rank
         for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
@@ -428,7 +431,7 @@ class OtherRows:
             part = REDUCERS[self._params["op"]].join(part, np.asarray(reduced))
         return part
 
-    def _blocks(self, operands: Sequence[Any], count: int) -> Iterator[_Taken]:
+    def _blocks(self, operands: Sequence[Leaf], count: int) -> Iterator[_Taken]:
         leaves: Sequence[HostRows] = operands[: self._count]
         frontier = [self._ranks.for_owner(x) for x in operands[self._count :]]
         for start in range(0, count, self._size):
@@ -500,7 +503,7 @@ class TableReduction:
         (body,) = equation.bodies
         self._program = ranks.compile(emit(body), "owner", [], [])
 
-    def run(self, operands: Sequence[Any]) -> np.ndarray:
+    def run(self, operands: Sequence[Leaf]) -> np.ndarray:
         """Reduces this rank's part of a table, from the operands that `ir.operations` lists."""
         p, rank = self._params, self._ranks.exchange.rank
         layout: RowLayout = p["layout"]
@@ -526,11 +529,11 @@ class TableReduction:
         assert total is not None, "there is one block at least"
         return total
 
-    def _own(self, value: Any) -> np.ndarray:
+    def _own(self, value: Leaf) -> np.ndarray:
         return np.asarray(self._ranks.for_owner(value))
 
 
-def _pairs(operands: Sequence[Any]) -> list[tuple[Any, Any]]:
+def _pairs(operands: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
     return list(zip(operands[::2], operands[1::2], strict=True))
 
 
@@ -547,7 +550,7 @@ def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
     return rows_back(_padded(table.rows[start:end], size), table.axis)
 
 
-def _touched(rows: np.ndarray, route: Any, axis: int, start: int, end: int, size: int) -> np.ndarray:
+def _touched(rows: np.ndarray, route: Leaf, axis: int, start: int, end: int, size: int) -> np.ndarray:
     """Returns a block of which the step touches some rows; all others are as the padding row is."""
     touched = rows_first(rows, axis)
     block = np.empty((size, *touched.shape[1:]), touched.dtype)

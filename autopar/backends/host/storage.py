@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.layout import RowLayout
+from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import allocate_table
 
 
@@ -48,7 +49,7 @@ class HostRows:
     log: Updatable | None = None
 
     @staticmethod
-    def empty(shape: tuple[int, ...], dtype: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
+    def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
         """Allocates a shard of a table of this shape.
 
         Raises:
@@ -58,7 +59,7 @@ class HostRows:
         return HostRows(allocate_table((layout.shard_rows, *others), dtype, path), layout, rank, axis, path)
 
     @staticmethod
-    def of(table: Any, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
+    def of(table: Leaf, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
         """Returns the shard of a whole table: an array of any kind."""
         shard = HostRows.empty(table.shape, table.dtype, axis, layout, rank, path)
         shard.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))

@@ -22,6 +22,7 @@ from autopar.errors import note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import Equation
+from autopar.jax_types import Leaf
 
 #: Elements of the widest leaf that are brought up to date at a time, by a flush and between steps.
 _BLOCK_ELEMENTS, _SOME_ELEMENTS = 1 << 19, 1 << 15
@@ -41,11 +42,11 @@ class HostUpdateLogSpec(UpdateLogSpec):
         self._device = device
         m = len(self.replay.leaves)
 
-        def up_to_date(*operands: Any) -> tuple[Any, ...]:
+        def up_to_date(*operands: Leaf) -> tuple[Leaf, ...]:
             new = deferred.catch_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
             return *new, deferred.stamps(new)
 
-        def caught_up(*operands: Any) -> tuple[Any, ...]:
+        def caught_up(*operands: Leaf) -> tuple[Leaf, ...]:
             return deferred.caught_up(operands[:m], operands[m], Entries.of(self.replay, operands[m + 1 :]))
 
         elements = max(leaf.type.size for leaf in flush.inputs[: self.replay.changed])
@@ -86,12 +87,12 @@ class HostUpdateLogSpec(UpdateLogSpec):
         with jax.default_device(self._device):
             self._compilation = beside("what a full update log on hosts needs", compile_all)
 
-    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any]) -> None:
+    def flush(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Leaf]) -> None:
         """Brings all rows up to date, in place. `entries`: now, segment, records, segments."""
         rows = self._rows(leaves, _BLOCK_ELEMENTS)
         self._replace(leaves, stamps, np.arange(len(stamps.rows)), rows, self._up_to_date, *entries)
 
-    def catch_up(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Any], rows: np.ndarray) -> None:
+    def catch_up(self, leaves: Sequence[HostRows], stamps: HostRows, entries: Sequence[Leaf], rows: np.ndarray) -> None:
         """Brings these rows up to date, in place."""
         lagging = rows[stamps.rows[rows] < entries[0]]
         self._replace(leaves, stamps, lagging, self._rows(leaves, _SOME_ELEMENTS), self._caught_up, *entries)
@@ -109,7 +110,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
         taken: np.ndarray,
         count: int,
         program: Callable[..., Sequence[Any]],
-        *operands: Any,
+        *operands: Leaf,
     ) -> None:
         """Replaces rows and their stamps, `count` at a time, by what a program makes of them."""
         taken = taken[np.argsort(stamps.rows[taken], kind="stable")]
@@ -132,7 +133,7 @@ class HostUpdateLogSpec(UpdateLogSpec):
                 note_lost_rows(error)
             raise
 
-    def turn(self, stamps: HostRows, entries: Sequence[Any]) -> tuple[list[Any], list[np.ndarray]] | None:
+    def turn(self, stamps: HostRows, entries: Sequence[Leaf]) -> tuple[list[Leaf], list[np.ndarray]] | None:
         """Makes the newer part the older one, stamps in place: the entries, and those of the older part (now, records);
         None if a flush has to do it (`Deferred.turn`)."""
         if self._compilation is not None:
@@ -166,7 +167,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
     spec: HostUpdateLogSpec
     leaves: Sequence[HostRows]
     stamps: HostRows
-    entries: list[Any]
+    entries: list[Leaf]
     older: list[Any] | None = None
     seen: int = 0
     is_up_to_date: bool = True
@@ -177,7 +178,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
             leaf.log = self
 
     @property
-    def steps(self) -> Sequence[Any]:
+    def steps(self) -> Sequence[Leaf]:
         return self.entries
 
     def _position(self) -> int:
@@ -189,7 +190,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
         part = np.full((), self.spec.replay.part, np.int32)
         self.entries[:2], self.older = [part, np.zeros((), np.int32)], None  # there are no segments then
 
-    def _turned(self) -> list[Any] | None:
+    def _turned(self) -> list[Leaf] | None:
         turned = self.spec.turn(self.stamps, self.entries)
         if turned is None:
             return None
@@ -216,7 +217,7 @@ class HostUpdateLog(UpdateLog[HostUpdateLogSpec]):
         if not self.is_up_to_date:
             self.spec.catch_up(self.leaves, self.stamps, self.entries, rows)
 
-    def wrote(self, entries: Sequence[Any]) -> None:
+    def wrote(self, entries: Sequence[Leaf]) -> None:
         """Takes the entries of a step that was written down."""
         self.entries = list(map(np.asarray, entries))
         self.is_up_to_date = False

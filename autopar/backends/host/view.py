@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,11 @@ import numpy as np
 
 from autopar.backends.devices import Mapped, OwnPart
 from autopar.backends.gathered import ReplicatedRows
-from autopar.backends.protocol import Params, RowBackend
+from autopar.backends.protocol import Route, RowBackend
 from autopar.backends.reductions import reduce_across
 from autopar.backends.sharded import ShardedRows
 from autopar.ir.bound_plan import BoundPlan
-
-Array = Any
+from autopar.jax_types import Array, Params
 
 
 @jax.tree_util.register_dataclass
@@ -112,11 +110,11 @@ class RankDevice(Mapped):
 class RankRows(ShardedRows):
     """The rows of one rank of `ranks`; what a single rank exchanges with itself it has."""
 
-    def fetch(self, params: Params, rows: Array, route: Any) -> Array:
+    def fetch(self, params: Params, rows: Array, route: Route) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
         return _resized(rows, route.requested.shape[0], params["axis"])
 
-    def deliver(self, params: Params, sums: Array, route: Any, base: Array | None = None) -> Array:
+    def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         assert self._devices.count == 1, "sums are delivered between programs"
         delivered = _resized(sums, route.rows.shape[0], params["axis"])
         return delivered if base is None else base + delivered

@@ -309,6 +309,7 @@ def _sharded(
         layout = bounds_layout(bounds)
         layout = dataclasses.replace(layout, cyclic=earlier.cyclic or layout.cyclic)
         bounds = dataclasses.replace(bounds, layout=layout)
+    # A step that exceeds a capacity is done again: not if it has effects, nor if ids depend on other rows.
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
     if earlier is not None and earlier.ids == ids.count:
@@ -410,6 +411,7 @@ def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) 
         equation, path = access.equation, access.path
         if access.is_lookup:
             atom, turns = _outside(path, equation.inputs[0])
+            # Lookups that a checkpoint repeats are one lookup then: both get one name.
             if on_cpus and path and all(e.op == "remat" for e in path):
                 inner, value, _ = hoist(path, equation.inputs[0])
                 atom = append_new(inner, value, [], numbering)

@@ -122,6 +122,7 @@ def read_untouched_update(
             raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}", None, LAZY))
         inputs = tuple(renamed.get(a, a) for a in equation.inputs)
         equation = dataclasses.replace(equation, inputs=inputs)
+        # What depends on no row is computed by the step, once for all rows; what rows need of it is written down.
         if dependent.intersection(inputs):
             row_equations.append(equation)
             dependent.update(equation.outputs)
@@ -148,6 +149,7 @@ def read_untouched_update(
         fading=None if scale_only is None else find_fading(body, len(changed), len(read), scale_only),
         part=max(1, scope.lifting.families[family].table.log_steps // 2),
     )
+    # Records are kept for all steps of an update log: they must be small beside the family's leaves.
     if replay.record_bytes > max(_SMALL_RECORD, _RECORD_SHARE * family_bytes):
         reason = f"what becomes of untouched rows depends on {replay.record_bytes} bytes of each step"
         raise NotDeferrable(space.leaves, Refusal(reason, None, LAZY))

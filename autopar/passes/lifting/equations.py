@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,6 +16,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import Access, Const, Free, Row
 from autopar.ir.slicing import clone
+from autopar.jax_types import Params
 from autopar.passes.lifting.scope import Key, Lifting, RowValue, Scope, Template
 
 
@@ -92,7 +92,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     scope.dense[out] = cut.outputs[0]
 
 
-def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: Sequence[int]) -> Mapping[str, Any]:
+def _layout(scope: Scope, access: Access, params: Params, examples: Sequence[int]) -> Params:
     """Returns what a lookup or push needs to know beside the gather's or scatter's own parameters.
 
     `axis`: the rows' in the operand; `batch`: the index operand's axis by which the access is spread over the devices,
@@ -104,7 +104,7 @@ def _layout(scope: Scope, access: Access, params: Mapping[str, Any], examples: S
     return {**ours, "axis": access.axis, "batch": batch, "spread": spread}
 
 
-def _local_ids(scope: Scope, access: Access, params: Mapping[str, Any]) -> Atom:
+def _local_ids(scope: Scope, access: Access, params: Params) -> Atom:
     atoms = index_atoms(access)
     made = ids_equation(params, scope.index(access.equation) if atoms else None)
     scope.append(made)
@@ -399,6 +399,7 @@ class _Loop:
         child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
         starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
         xs, x_vars = self._bind(child, range(consts + carry, len(equation.inputs)), None, 1)
+        # Ids that differ from turn to turn are known before the loop: each turn takes its own.
         for access in self._varying_indices():
             stacked = scope.index(access)
             child.indices[access] = one = Var(dataclasses.replace(stacked.type, shape=stacked.shape[1:]))
@@ -529,6 +530,7 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
         list(dict.fromkeys(a for offs in pending.values() for a in offs[k].exports)) for k in range(len(children))
     ]
     for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
+        # All branches return as many values: what one exports the others return as zeros.
         for j, atoms in enumerate(exports):
             outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
     types = {key: var.type for child in children for key, var in child.imports.items()}

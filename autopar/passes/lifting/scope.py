@@ -20,6 +20,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteT
 from autopar.ir.rowspace import Free, Index, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
+from autopar.jax_types import AnyType, Leaf
 
 #: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
 #: route.
@@ -112,7 +113,7 @@ class Scope(Writer):
     parent: Scope | None = None
     operands: dict[Var, Atom] = field(default_factory=dict)
     dense: dict[Var, Atom] = field(default_factory=dict)
-    rows: dict[tuple[Any, ...], Atom] = field(default_factory=dict)
+    rows: dict[tuple[Leaf, ...], Atom] = field(default_factory=dict)
     routes: dict[int, Atom] = field(default_factory=dict)
     imports: dict[Key, Var] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(default_factory=dict)
@@ -302,7 +303,7 @@ class Scope(Writer):
         """Returns the number of routed rows."""
         return self.lifting.families[family].bounds.rows
 
-    def at(self, type_: Any, axis: int, family: int) -> ArrayType:
+    def at(self, type_: AnyType, axis: int, family: int) -> ArrayType:
         """Returns the type of a value at the routed rows."""
         return type_.resized(axis, self.rows_of(family))
 
@@ -324,7 +325,7 @@ class Scope(Writer):
         """Returns an input for a rewritten value of the block around this one."""
         return self.import_(("new", atom), atom.type)
 
-    def import_(self, key: Key, type_: Any) -> Var:
+    def import_(self, key: Key, type_: AnyType) -> Var:
         """Returns an input of this nested block for something outside; `resolve` says what, when the block is
         complete."""
         assert self.may_import, "the outermost block imports nothing"
@@ -415,7 +416,7 @@ class RowValue:
     rows: Atom
     axis: int
     family: int
-    constant: Any
+    constant: Leaf
     sources: tuple[tuple[Atom, int], ...]
     equation: Equation | None
     product: tuple[Equation, int] | None = None

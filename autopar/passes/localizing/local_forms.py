@@ -172,6 +172,7 @@ class Forms(ZeroWriter, abc.ABC):
         if key in self.converted:
             return self.converted[key]
         made = None if have.owner else self.producers.get(new)
+        # What is broadcast is gathered before it is: fewer bytes are sent.
         if made is not None and made.op == "broadcast_in_dim":
             dims, inputs = made.params["broadcast_dimensions"], made.inputs
             axis = dims.index(have.axis) if have.axis in dims else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -19,6 +18,7 @@ from autopar import jax_compat
 from autopar.analysis.counting import Counting
 from autopar.ir.program import Equation, Program
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
 
 
@@ -90,13 +90,13 @@ def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
         "indices_are_sorted": False,
     }
 
-    def access(operand: Any, indices: Any, *updates: Any) -> Any:
+    def access(operand: Leaf, indices: Leaf, *updates: Leaf) -> Leaf:
         return jax_compat.bind(equation.primitive, (operand, _columns(indices, kept), *updates), params)[0]
 
     return expand(access, equation, equation.inputs, equation.outputs[0])
 
 
-def _columns(indices: Any, kept: Sequence[int]) -> Any:
+def _columns(indices: Leaf, kept: Sequence[int]) -> Leaf:
     last = indices.ndim - 1
     columns = [jax.lax.slice_in_dim(indices, k, k + 1, axis=last) for k in kept]
     if len(columns) > 1:

@@ -20,6 +20,7 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Equation, Program
 from autopar.ir.writer import expand
+from autopar.jax_types import Index, Leaf
 from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -43,7 +44,7 @@ class _Layout:
         """Returns where each part begins."""
         return tuple(int(n) for n in np.cumsum((0, *self.sizes[:-1])))
 
-    def ids(self, index: Any, place: int, is_clipped: bool) -> list[Any]:
+    def ids(self, index: Index, place: int, is_clipped: bool) -> list[Leaf]:
         """Returns index vectors into each part, out of range where they mean another's row, or none."""
         row = _wide(index[..., place])
         row = jnp.clip(row, 0, sum(self.sizes) - 1) if is_clipped else row
@@ -155,7 +156,7 @@ class _Walk(LookupRewriter):
         params |= {"fill_value": 0} if is_clipped else {}  # there is no such id
         examples = tuple(d for d in range(len(out.shape)) if d not in numbers.offset_dims)
 
-        def access(index: Any, *parts: Any) -> Any:
+        def access(index: Index, *parts: Leaf) -> Leaf:
             found = None
             for part, own in zip(parts, layout.ids(index, place, is_clipped), strict=True):
                 rows = jax_compat.bind(equation.primitive, (part, own), params)[0]
@@ -181,7 +182,7 @@ class _Walk(LookupRewriter):
         for k, size in enumerate(layout.sizes):
             shape[layout.axis] = size
 
-            def access(part: Any, index: Any, updates: Any, k: int = k, to: Any = (*shape,)) -> Any:
+            def access(part: Leaf, index: Index, updates: Leaf, k: int = k, to: Any = (*shape,)) -> Leaf:
                 own = layout.ids(index, place, is_clipped)[k]
                 return jax_compat.bind(equation.primitive, (jnp.broadcast_to(part, to), own, updates), params)[0]
 
@@ -201,10 +202,10 @@ def _place(
     return None if is_clipped and len(mapped) > 1 else mapped.index(layout.axis)  # others would be clipped, too
 
 
-def _wide(ids: Any) -> Any:
+def _wide(ids: Leaf) -> Leaf:
     return ids.astype(np.int64 if ids.dtype.itemsize == 8 else np.int32)
 
 
-def _with(index: Any, place: int, ids: Any) -> Any:
+def _with(index: Index, place: int, ids: Leaf) -> Leaf:
     parts = [_wide(index[..., k])[..., None] if k != place else ids[..., None] for k in range(index.shape[-1])]
     return jnp.concatenate(parts, -1)

@@ -27,6 +27,7 @@ from autopar import jax_compat
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf
 from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 
@@ -187,7 +188,7 @@ class _Walk(LookupRewriter):
             return [equation]
         windows, sizes = tuple(range(len(part) - len(places))), [n for d, n in enumerate(part) if d not in places]
 
-        def access(operand: Any, *rest: Any) -> Any:
+        def access(operand: Leaf, *rest: Any) -> Leaf:
             starts = rest[-len(part) :]
             starts = [jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in places]
             index = jnp.concatenate([start[None] for start in starts])
@@ -231,7 +232,7 @@ class _Walk(LookupRewriter):
         is_last = joined is not None and joined.params["dimension"] == len(indices.shape) - 1
         parts = joined.inputs if joined is not None and is_last else (indices,)  # columns may depend on rows
 
-        def access(table: Any, *rest: Any) -> Any:
+        def access(table: Leaf, *rest: Any) -> Leaf:
             return accessed(equation, factors, places, table, rest[: len(parts)], *rest[len(parts) :])
 
         return expand(access, equation, (view, *parts, *updates), None if updates else equation.outputs[0])
@@ -332,8 +333,8 @@ class Places:
 
 
 def accessed(
-    equation: Equation, factors: Factors, places: Places, table: Any, indices: Sequence[Any], updates: Any = None
-) -> Any:
+    equation: Equation, factors: Factors, places: Places, table: Leaf, indices: Sequence[Leaf], updates: Leaf = None
+) -> Leaf:
     """Returns the gather's result, or the scatter's in the shape of the table."""
     sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices[0].shape[:-1]
     taken = [f for d in places.windows for f in factors.reshaped[d]]  # factors that are taken whole
@@ -366,8 +367,8 @@ def accessed(
 
 
 def _index(
-    equation: Equation, factors: Factors, places: Places, indices: Sequence[Any], rows: Sequence[int]
-) -> tuple[Any, list[int]]:
+    equation: Equation, factors: Factors, places: Places, indices: Sequence[Leaf], rows: Sequence[int]
+) -> tuple[Leaf, list[int]]:
     """Returns index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
     Args:
@@ -383,7 +384,7 @@ def _index(
     parts, lead = dict(zip(places.indexed, components, strict=True)), indices[0].shape[:-1]
     parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in places.paired}
     is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
-    ids: dict[int, Any] = {}
+    ids: dict[int, Leaf] = {}
     outside: list[Any] = []  # which ids mean no row
     for d, part in parts.items():
         part = part.reshape(*part.shape, *[1] * len(rows))

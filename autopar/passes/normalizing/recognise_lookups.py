@@ -23,6 +23,7 @@ from autopar.analysis.counting import Counting
 from autopar.analysis.primitives import IDENTITIES, SHAPED
 from autopar.ir.program import Atom, Equation, Program
 from autopar.ir.writer import expand
+from autopar.jax_types import Dtype, Leaf
 from autopar.passes.rewriting import LookupRewriter, Rewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -62,7 +63,7 @@ class OneHot:
         """The array's class axis."""
         return self.order.index(self.along)
 
-    def expanded(self, ids: Any) -> Any:
+    def expanded(self, ids: Leaf) -> Leaf:
         """Returns the ids in the array's shape without the class axis; int32, of 64 bits int64 (what it can't hold is
         negative then, and so still no class)."""
         others = [d for d in range(len(self.compared)) if d != self.along]
@@ -117,8 +118,8 @@ class _Lookups(LookupRewriter):
             self.extents.add(table.shape[rows])
 
             def look(
-                table: Any, ids: Any, one_hot: Any = one_hot, rows: int = rows, k: int = k, dtype: Any = dtype
-            ) -> Any:
+                table: Leaf, ids: Leaf, one_hot: Any = one_hot, rows: int = rows, k: int = k, dtype: Dtype = dtype
+            ) -> Leaf:
                 ids = one_hot.expanded(ids)
                 start = ids.ndim if k == 0 else 0  # the axes of the left operand lead in the result
                 numbers = jax.lax.GatherDimensionNumbers(tuple(range(start, start + table.ndim - 1)), (rows,), (rows,))
@@ -155,8 +156,8 @@ class _Transposes(Rewriter):
             dtype = equation.outputs[0].dtype
 
             def push(
-                grad: Any, ids: Any, hot: Any = one_hot, order: Any = order, k: int = k, dtype: Any = dtype
-            ) -> Any:
+                grad: Any, ids: Leaf, hot: Any = one_hot, order: Any = order, k: int = k, dtype: Dtype = dtype
+            ) -> Leaf:
                 ids = hot.expanded(ids)
                 rest = [d for d in range(grad.ndim) if d not in order]
                 extent = hot.shape[hot.axis]
@@ -177,7 +178,7 @@ class _Transposes(Rewriter):
         return None
 
 
-def _as_product(rows: Any, ids: Any, updates: Any, extent: int) -> Any:
+def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
     """Sums of rows with the NaN of a product: an infinite or NaN element of one id, times 0, is NaN in all other rows.
 
     Where one id alone has all such elements of a column, its own row is what they add up to. All other rows are NaN,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from autopar import jax_compat
 from autopar.ir.program import Atom, Equation, Literal, Program, Var
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.writer import expand
+from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
 
 #: Collectives that a step for one device calls -> which reduction.
@@ -126,7 +126,7 @@ def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
     return None
 
 
-def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
+def _applied(equation: Equation, axis: int, *operands: Leaf) -> Leaf:
     params = equation.params
     if equation.op == "transpose":
         gone = params["permutation"][axis]
@@ -134,7 +134,7 @@ def _applied(equation: Equation, axis: int, *operands: Any) -> Any:
     return jax_compat.bind(equation.primitive, operands, params)[0]
 
 
-def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
+def _contracted(equation: Equation, axis: int, *operands: Leaf) -> Leaf:
     contract, batch = equation.params["dimension_numbers"]
     numbers = (
         tuple((*c, b[axis]) for c, b in zip(contract, batch, strict=True)),
@@ -143,7 +143,7 @@ def _contracted(equation: Equation, axis: int, *operands: Any) -> Any:
     return jax_compat.bind(equation.primitive, operands, {**equation.params, "dimension_numbers": numbers})[0]
 
 
-def _scattered(equation: Equation, axis: int, indices: Any, updates: Any) -> Any:
+def _scattered(equation: Equation, axis: int, indices: Leaf, updates: Leaf) -> Leaf:
     """Returns the scatter-add of all shards into one."""
     numbers, old = equation.params["dimension_numbers"], equation.outputs[0]
     k = numbers.operand_batching_dims.index(axis)

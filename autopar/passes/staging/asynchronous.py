@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Progra
 from autopar.ir.schedule import Places
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.ir.writer import expand
+from autopar.jax_types import Array, Params
 
 
 def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool, slack: int) -> StagedStep:
@@ -211,6 +211,7 @@ class _Cutter:
         sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
         leaves = {*self._homes, *news.values()}
         updates, calls = list(first), dict[StageProgram, int]()
+        # A fixed point: an update waits for what it reads, and others for it; without one there is a circle.
         for _ in range(len(self._programs) + 1):
             before = dict(calls), list(updates)
             makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
@@ -268,9 +269,6 @@ def _line(program: StageProgram, leaf: Var) -> str:
 # with their numbers, and added to what a minibatch reads of them.
 #
 # Source: SpecTrain (Chen et al., 2018), section 3.2, equation 4.
-
-
-Array = Any
 
 
 def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> StagedStep:
@@ -402,6 +400,7 @@ def _telling_changes(
         equations += expand(lambda new, old: new - old, change.commit, (rows, old), values)
         equations.append(_numbers(change.commit, extent, route))
 
+        # Behind the sorted rows is padding, with the number of some row: it becomes no row.
         def in_order(numbers: Array, extent: int = extent) -> Array:
             return jnp.where(numbers < jax.lax.cummax(numbers), extent, numbers)
 
@@ -417,5 +416,5 @@ def _numbers(like: Equation, extent: int, route: Atom) -> Equation:
     return _like(like, "ap.row_iota", (route,), Var(type_), params)
 
 
-def _like(like: Equation, op: str, inputs: tuple[Atom, ...], output: Var, params: Mapping[str, Any]) -> Equation:
+def _like(like: Equation, op: str, inputs: tuple[Atom, ...], output: Var, params: Params) -> Equation:
     return dataclasses.replace(like, op=op, inputs=inputs, outputs=(output,), params=params)

@@ -301,6 +301,7 @@ class _Cutter:
         made: dict[int, tuple[Var, ...]] = {}
         order, sizes = range(len(ends)), _sizes(ends)
         last = 0 if params["reverse"] else len(ends) - 1
+        # One scan a part, in the order of the iterations: the carries go from one to the next.
         for k in reversed(order) if params["reverse"] else order:
             carries = equation.outputs[: border.carries]
             carries = carries if k == last else tuple(Var(v.type) for v in carries)
@@ -323,6 +324,7 @@ class _Cutter:
 
     def _plain(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
         """Returns an equation without bodies, once for each part; whether there is a rule."""
+        # Parts that end elsewhere don't meet; scatters, and what is ours, have no rule for parts.
         first, *others = cut.values()
         if any(other.ends != first.ends for other in others) or equation.op.startswith(("scatter", "ap.")):
             return False

@@ -271,6 +271,7 @@ def search_pipeline(
     among = (pipeline.rule.name,) if pipeline.asynchronous else _SCHEDULES
     schedules = list(map(str, _choices(pipeline.schedule, among)))
     by_splitting = {yes: [s for s in schedules if SCHEDULES[s].splits_backward == yes] for yes in (False, True)}
+    # Loads depend on whether a schedule splits the backward: they are computed once for each kind.
     tried = itertools.product(_choices(pipeline.remat, (False, True)), (k for k in by_splitting if by_splitting[k]))
     for remat, splits in tried:
         loads = {n: unit_loads(each, splits_backward=splits, remat=bool(remat)) for n, each in units.items()}

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 from autopar.errors import CheckpointError
+from autopar.jax_types import Leaf
 from autopar.state.files.manifest import FileRecord, flushed
 from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
 
@@ -74,7 +75,7 @@ def _without_its_errors() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, ...]:
+def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord, ...]:
     """Writes arrays, down to the disk.
 
     `arrays`, by name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
@@ -97,7 +98,7 @@ def write_dense(version: Place, arrays: Mapping[str, Any]) -> tuple[FileRecord, 
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Any]:
+def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Leaf]:
     """Reads arrays by name, from files that were checked (`checksums.check_files`).
 
     Args:

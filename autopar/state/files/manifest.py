@@ -22,6 +22,7 @@ import numpy as np
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.ir.layout import RowLayout
 from autopar.ir.typed_json import from_json
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import go_on
 from autopar.state.files.folder import OLDER, POINTER
 from autopar.state.files.places import Place, blocks, flush, last_bytes, mapped, named, write_file
@@ -29,7 +30,7 @@ from autopar.state.files.places import Place, blocks, flush, last_bytes, mapped,
 Node = dict[str, Any]
 
 
-def describe_tree(tree: Any, numbers: Iterator[int] | None = None) -> Node:
+def describe_tree(tree: Pytree, numbers: Iterator[int] | None = None) -> Node:
     """Describes the structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
     numbers = itertools.count() if numbers is None else numbers
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
@@ -69,7 +70,7 @@ def leaf_numbers(node: Node) -> Iterator[int]:
             raise ValueError(f"{str(node)[:80]} is no structure")
 
 
-def rebuild(node: Node, leaves: Sequence[Any]) -> Any:
+def rebuild(node: Node, leaves: Sequence[Leaf]) -> Pytree:
     """Rebuilds the tree of a structure that was described; a CheckpointError for other nodes than those above."""
     if "leaf" in node:
         return leaves[node["leaf"]]
@@ -152,7 +153,7 @@ class LeafRecord:
         return f"{self.path}: {what}"
 
     @property
-    def numpy_dtype(self) -> np.dtype[Any]:
+    def numpy_dtype(self) -> np.dtype:
         """The dtype, bfloat16 and its like included."""
         return np.dtype(self.dtype)
 

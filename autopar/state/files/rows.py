@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import CheckpointError, DamagedCheckpointError
+from autopar.jax_types import Dtype, Index, Request
 from autopar.launch.group import go_on
 from autopar.state.files.manifest import FileRecord, LeafRecord
 from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
@@ -35,18 +36,18 @@ def array_name(leaf: str, shard: int, shards: int) -> str:
     return f"{ROWS_FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}"
 
 
-def _chunk_rows(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
+def _chunk_rows(shape: Sequence[int], dtype: np.dtype[Dtype]) -> int:
     """Returns how many rows make a chunk; `shape` is [rows, ...]. Chunks are as equal as can be: the last one is stored
     whole."""
     most = max(1, CHUNK // max(1, math.prod(shape[1:]) * dtype.itemsize))
     return max(1, math.ceil(shape[0] / max(1, math.ceil(shape[0] / most))))
 
 
-def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def _stored_dtype(dtype: np.dtype[Dtype]) -> np.dtype[Dtype]:
     return dtype if dtype.kind in "biufc" or dtype.name == "bfloat16" else np.dtype(f"u{dtype.itemsize}")
 
 
-def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Any], **how: Any) -> Any:
+def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Dtype], **how: Any) -> Any:
     store = require_tensorstore()
     spec = {
         "driver": "zarr3",
@@ -74,7 +75,7 @@ def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord,
         array = _open(version / name, rows.shape, rows.dtype, create=True)
         step = _chunk_rows(rows.shape, rows.dtype)
         starts = range(0, rows.shape[0], step)
-        under_way: deque[Any] = deque()
+        under_way: deque[Request] = deque()
         for start in starts:
             block = np.ascontiguousarray(rows[start : start + step]).view(array.dtype.numpy_dtype)
             under_way.append(array[start : start + len(block)].write(block))
@@ -129,7 +130,7 @@ class RowFiles:
         with _told(path, "read"):
             array = _open(path, shape, self.dtype, open=True)
 
-        def read(index: Any) -> np.ndarray:
+        def read(index: Index) -> np.ndarray:
             with _told(path, "read"):
                 return np.asarray(array[index].read().result()).view(self.dtype)
 
@@ -163,14 +164,14 @@ class RowFiles:
             table[start : start + step] = self.read(numbers)
         return np.moveaxis(table, 0, self.record.axis)
 
-    def part(self, index: Any) -> np.ndarray:
+    def part(self, index: Index) -> np.ndarray:
         """Returns `table[index]`."""
         axis = self.record.axis
         rows = np.moveaxis(self.read(np.arange(self.layout.extent)[index[axis]]), 0, axis)
         return rows[(*index[:axis], slice(None), *index[axis + 1 :])]
 
 
-def _run(numbers: np.ndarray) -> Any:
+def _run(numbers: np.ndarray) -> Index:
     """Returns numbers as a slice, where they are equally far apart: that is read without looking each one up."""
     if numbers.size == 1:
         return slice(int(numbers[0]), int(numbers[0]) + 1)
