@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from autopar import jax_compat
+from autopar.jax_types import Leaf, Pytree
 from autopar.launch.progress import PROGRESS, Progress
 
 
@@ -43,7 +44,7 @@ class Watched:
 
     def __init__(
         self,
-        run: Callable[..., Any],
+        run: Callable[..., Pytree],
         members: set[int],
         what: str,
         options: dict[str, Any],

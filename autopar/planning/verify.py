@@ -24,7 +24,7 @@ from autopar.errors import ArgumentsError, StepError, VerificationError
 from autopar.ir.printer import block_text
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
 from autopar.ir.trace import block_of
-from autopar.jax_types import Leaf, Pytree
+from autopar.jax_types import Dtype, Leaf, Params, Pytree
 from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.run.arguments import read_call
@@ -320,13 +320,13 @@ def promote(value: Array) -> Array:
     return value.astype(_wide_dtype(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
-def _wide_dtype(dtype: Any) -> Any:
+def _wide_dtype(dtype: Dtype) -> Any:
     if jax_compat.is_float(dtype):
         return np.dtype(np.float64)
     return np.dtype(np.complex128) if jnp.issubdtype(dtype, jnp.inexact) else dtype
 
 
-def _promoted(type_: Any) -> bool:
+def _promoted(type_: Leaf) -> bool:
     return isinstance(type_, ArrayType) and bool(jnp.issubdtype(type_.dtype, jnp.inexact))
 
 
@@ -373,7 +373,7 @@ def _follows(equation: Equation) -> bool:
     return equation.op in _SCATTERS or not any(jax_compat.is_jaxpr(v) for v in equation.params.values())
 
 
-def _promote_params(params: Mapping[str, Any]) -> dict[str, Any]:
+def _promote_params(params: Params) -> dict[str, Any]:
     changed = dict(params)
     for name in _DTYPES:
         if changed.get(name) is not None:
@@ -416,7 +416,7 @@ def _scan(equation: Equation, operands: list[Pair]) -> list[Pair]:
 def _cast(pairs: Sequence[Pair], like: Sequence[Atom]) -> tuple[Pair, ...]:
     """Casts loop carries to strong types."""
 
-    def strong(value: Array, dtype: Any) -> Array:
+    def strong(value: Array, dtype: Dtype) -> Array:
         return value if jax_compat.is_key(dtype) else jax.lax.convert_element_type(value, dtype)
 
     kinds = zip(pairs, like, strict=False)

@@ -137,7 +137,7 @@ class Replica(StandingLeaf[Replicas]):
 
     of_clients = True
 
-    def __init__(self, leaf: Any, replicas: Replicas, place: int) -> None:
+    def __init__(self, leaf: Leaf, replicas: Replicas, place: int) -> None:
         """Takes a client's own leaf, what all leaves of the state share, and the step's input that it is."""
         super().__init__(replicas, place, leaf)
         self._leaf = leaf

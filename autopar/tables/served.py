@@ -24,7 +24,7 @@ class ServedLeaf(StandingLeaf[Session]):
 
     of_clients = True
 
-    def __init__(self, session: Session, place: int, aval: Any) -> None:
+    def __init__(self, session: Session, place: int, aval: Leaf) -> None:
         """Takes the input of the step that it is (`place`), and its shape and dtype (`aval`)."""
         super().__init__(session, place, aval)
         self._step = session.steps
