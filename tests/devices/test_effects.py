@@ -98,3 +98,25 @@ def test_a_table_in_a_layout_that_is_read_as_a_whole() -> None:
     planned = autopar.parallelize(evaluate, mesh=mesh_of(4))
     found, expected = planned(mine, ids), jax.jit(evaluate)(plain, ids)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5), found, expected)
+
+
+def test_what_the_first_device_does_keeps_its_line() -> None:
+    """So do partial sums of a loop that are scaled by a number of the step."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            def turn(total: jax.Array, k: jax.Array) -> Any:
+                return total + (x @ w).sum(0) * k, None
+
+            return jax.lax.scan(turn, jnp.zeros(3), jnp.arange(2.0))[0].sum() ** 2
+
+        jax.debug.print("{}", x.sum(1))
+        return w - jax.grad(loss)(w), x.sum()
+
+    planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
+    block = planned.entry(jnp.ones((3, 3)), jnp.ones((8, 3))).compiled.program.block
+    lines = {e.op: e.source for e in block.walk() if e.op in ("ap.first", "ap.scaled")}
+    assert {op: str(source).split(":")[0].endswith("test_effects.py") for op, source in lines.items()} == {
+        "ap.first": True,
+        "ap.scaled": True,
+    }
