@@ -104,7 +104,8 @@ def _exchange(equations: Sequence[Eqn], values: Sequence[Array]) -> list[Array]:
     first = equations[0]
     axis, bits, to_each = first.params["axis_name"], _bits(values[0].dtype), first.primitive.name == "all_to_all"
     count = jax.lax.axis_size(axis)
-    rows = [_as(x, bits).reshape(count if to_each else 1, -1) for x in values]
+    shares = count if to_each else 1
+    rows = [_as(x, bits).reshape(shares, x.size // shares) for x in values]
     sent = jnp.concatenate(rows, axis=1)
     got = jax.lax.all_to_all(sent, axis, 0, 0) if to_each else jax.lax.all_gather(sent[0], axis)
     pieces = jnp.split(got, np.cumsum([row.shape[1] for row in rows])[:-1], axis=1)
@@ -116,7 +117,7 @@ def _result(equation: Eqn, received: Array, sent: Array) -> Array:
     if equation.primitive.name == "all_to_all":
         return received.reshape(sent.shape)
     along = equation.params["all_gather_dimension"]
-    stacked = jnp.moveaxis(received.reshape(-1, *sent.shape), 0, along)
+    stacked = jnp.moveaxis(received.reshape(received.shape[0], *sent.shape), 0, along)
     return stacked.reshape(equation.outvars[0].aval.shape)
 
 

@@ -48,8 +48,9 @@ def test_what_moves_in_a_round_is_one_message() -> None:
         return *gathers, *swaps, behind
 
     given = [values(kind, seed) for seed, kind in enumerate(itertools.chain(TYPES, TYPES))]
-    alone, together = on_devices(fun, *given), on_devices(combined(fun), *given)
-    for a, b in zip(alone(*given), together(*given), strict=True):
+    empty = [jnp.zeros((COUNT * COUNT, 3, 0), kind) for kind in ("float32", "int8")]  # XLA drops it
+    alone, together = on_devices(fun, *given, *empty), on_devices(combined(fun), *given, *empty)
+    for a, b in zip(alone(*given, *empty), together(*given, *empty), strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
     # Of 4, 2, 1 and 8 bytes, and flags; what is behind an exchange is in a round of its own.
     assert counts(together) == {"all-gather": 5 + 1, "all-to-all": 5}
