@@ -20,7 +20,7 @@ def calibrated(folder: Path, name: str, seconds: str) -> str:
 
 def test_ranks_calibrate_ahead(tmp_path: Path) -> None:
     """What is measured the next processes read, and go on from there."""
-    first = calibrated(tmp_path, "first", "2")
+    first = calibrated(tmp_path, "first", "4")
     assert "measuring what exchanges cost on 2 devices" in first and "no time for: " in first
     (file,) = (tmp_path / "autopar").glob("rates-*.json")
     figures = json.loads(file.read_text())
