@@ -31,6 +31,8 @@ DEFERRED_MARGIN = 2.0
 #: cores, 4 devices; an AllReduce of one number: 0.05 ms); of a DLRM's 26 tables even those that were predicted to save
 #: 0.1 to 0.4 ms each did, beside the others.
 EXCHANGES_MARGIN = 40.0
+#: No more than so many seconds: between processes the smallest AllReduce alone takes milliseconds, and that is known.
+MOST_EXCHANGES_S = 5e-3
 #: Seconds that a flush takes for each row, whatever the row needs, and a step for each step that an update log may
 #: hold. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
 from autopar.cost.memory import Shardable, choose_sharded, is_open, leaf_bytes, state_bytes
-from autopar.cost.model import EXCHANGES_MARGIN
+from autopar.cost.model import EXCHANGES_MARGIN, MOST_EXCHANGES_S
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import PlanError, StrategyError
@@ -123,7 +123,7 @@ def _saving_little(program: Program, decided: Sequence[Decision], choices: Choic
         return ()
     seconds = (plans[k].seconds for k in exchanged)
     saved = sum(each["allreduce"] - each[plans[k].method] for k, each in zip(exchanged, seconds, strict=True))
-    return exchanged if saved < EXCHANGES_MARGIN * rates.all_reduce(1) else ()
+    return exchanged if saved < min(EXCHANGES_MARGIN * rates.all_reduce(1), MOST_EXCHANGES_S) else ()
 
 
 def _too_large(

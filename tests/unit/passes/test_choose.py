@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
-from autopar.cost.rates import Measurements, Rates
+from autopar.cost.rates import Curve, Measurements, Rates
 from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
@@ -53,6 +53,12 @@ def tokens_on(machine: Rates, optimizer: Any, rows: Sequence[int]) -> BoundPlan:
     found = analyze_program(program, way_of(options)).program
     looked_up = {space.family: [ids % space.extent] for space in found.rows.spaces}
     return choose(found, options, Measurements(rates=machine, ids=looked_up))[0]
+
+
+def test_slow_collectives_keep_no_rows_from_being_exchanged() -> None:
+    """Between processes the smallest AllReduce takes milliseconds, which is part of what each method takes."""
+    slow = dataclasses.replace(RATES, all_reduce=Curve(((1e3, 5e-3), (4.2e6, 3e-2))))
+    assert all(table.lifted for table in tokens_on(slow, ADAGRAD, [20_000]).plan.tables)
 
 
 def test_what_can_be_lifted_is() -> None:
