@@ -191,7 +191,7 @@ class Plan:
 
     @property
     def way(self) -> SyncPlan | ServedPlan | None:
-        """The plan of clients, with replicas of their own or with servers; None: there are no clients."""
+        """Returns the plan of clients, which have replicas of their own or servers, or None without clients."""
         return self.sync or self.served
 
     @property
