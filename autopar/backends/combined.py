@@ -3,7 +3,8 @@
 On a CPU each collective is a meeting of all devices, and costs more than the few rows that it moves; XLA combines
 AllReduces there, and nothing else. Collectives meet in rounds: one is in the round behind the last whose results it
 needs. What is gathered in a round, and what is sent from each device to each other, is put into one array, as bits: as
-many bytes as before. TorchRec's and Parallax's exchanges share messages in the same way.
+many bytes as before. Large arrays stay by themselves: meeting is the least of what they cost, and gathered weights
+would all be in memory at once, and twice.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Eqn = Any
 Fun = Callable[..., Sequence[Array]]
 #: Collectives of a device's program. Those that only move elements are combined here.
 _MOVE = ("all_gather", "all_to_all")
+#: Bytes of what a device gets, up to which a collective shares a message.
+_LARGEST = 1 << 20
 _MEET = frozenset({*_MOVE, "psum", "pmax", "pmin", "ppermute", "reduce_scatter", "psum_invariant"})
 
 
@@ -89,7 +92,10 @@ def _kind(equation: Eqn) -> Hashable:
         return None
     if name == "all_to_all" and (params["split_axis"], params["concat_axis"]) != (0, 0):
         return None
-    return name, str(params["axis_name"]), _bits(equation.invars[0].aval.dtype)
+    (made,) = equation.outvars
+    if made.aval.size * made.aval.dtype.itemsize > _LARGEST:
+        return None
+    return name, str(params["axis_name"]), _bits(made.aval.dtype)
 
 
 def _bits(dtype: Dtype) -> Leaf:

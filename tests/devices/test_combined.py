@@ -57,6 +57,21 @@ def test_what_moves_in_a_round_is_one_message() -> None:
     assert counts(alone)["all-gather"] == len(given) + 1
 
 
+def test_large_arrays_are_messages_of_their_own() -> None:
+    """Weights that are gathered for use aren't all in memory at once."""
+
+    def fun(*xs: jax.Array) -> Sequence[jax.Array]:
+        return [lax.all_gather(x, AXIS, tiled=True) for x in xs]
+
+    large = [jnp.full((COUNT, 1 << 17), k, np.float32) for k in range(2)]  # 2 MiB on each device
+    small = [jnp.full((COUNT, 1 << 10), k, np.float32) for k in range(3)]
+    compiled = on_devices(combined(fun), *large, *small)
+    assert counts(compiled) == {"all-gather": 2 + 1}
+    assert all(
+        np.array_equal(a, jnp.tile(b, (COUNT, 1))) for a, b in zip(compiled(*large, *small), large + small, strict=True)
+    )
+
+
 def test_effects_stay_in_their_order() -> None:
     def fun(x: jax.Array) -> jax.Array:
         jax.debug.print("first {}", lax.psum(x.sum(), AXIS))
