@@ -190,7 +190,7 @@ class Plan:
         return self.source or f"the plan of {self.step}"
 
     @property
-    def way(self) -> SyncPlan | ServedPlan | None:
+    def clients_plan(self) -> SyncPlan | ServedPlan | None:
         """Returns the plan of clients, which have replicas of their own or servers, or None without clients."""
         return self.sync or self.served
 
@@ -348,7 +348,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",
-        "replicas": str(plan.way or "none"),
+        "replicas": str(plan.clients_plan or "none"),
         "bytes of state on a device": str(plan.state_bytes),
     }
 

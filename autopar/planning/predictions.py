@@ -69,7 +69,7 @@ def predict(plan: Plan) -> Prediction:
     source = "measured here" if plan.cluster is None else f"figures of {plan.cluster.name}"
     if plan.pipeline is not None:
         step = predict_stages(plan.pipeline, plan.cluster)
-    elif plan.way is not None:
+    elif plan.clients_plan is not None:
         step = _of_clients(plan)
     else:
         step = _of_devices(plan)
@@ -106,8 +106,10 @@ def _of_devices(plan: Plan) -> Prediction:
 
 def _of_clients(plan: Plan) -> Prediction:
     """Predicts a client's own step, and counts what it exchanges with others behind or beside it."""
-    assert plan.way is not None, "clients train"
-    return Prediction("step", (_of_devices(plan), Term("exchange", 0.0, round(plan.way.sent_bytes))), timed=False)
+    assert plan.clients_plan is not None, "clients train"
+    return Prediction(
+        "step", (_of_devices(plan), Term("exchange", 0.0, round(plan.clients_plan.sent_bytes))), timed=False
+    )
 
 
 def predict_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:

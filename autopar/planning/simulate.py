@@ -137,7 +137,7 @@ def simulate(
         raise ArgumentsError(f"overlap={overlap}, variation={variation}: overlap is in [0, 1], variation 0 or more")
     slack = {"overlap": overlap, "variation": variation}
     options = ClientOptions({} if slow is None else slow, step_s, servers, steps)
-    if plan.way is not None:
+    if plan.clients_plan is not None:
         return simulate_clients(plan, cluster, numbers, options, methods=methods, **slack)
     if options != ClientOptions():
         raise ArgumentsError(
@@ -150,7 +150,7 @@ def simulate(
 
 
 def _counts(plan: Plan, cluster: ClusterSpec) -> Sequence[int]:
-    if plan.way is not None:
+    if plan.clients_plan is not None:
         return [cluster.count]
     if plan.pipeline is None:
         return COUNTS

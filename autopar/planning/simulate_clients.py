@@ -210,7 +210,7 @@ def simulate_clients(
       ArgumentsError: a number of devices that isn't a multiple of a client's; a slow worker that there isn't; more
         servers than processes; an odd ring; or a step that is predicted to take no time.
     """
-    way = plan.way
+    way = plan.clients_plan
     assert way is not None, "clients train"
     wrong = [n for n in numbers if n % plan.devices]
     if wrong:

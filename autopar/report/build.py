@@ -99,7 +99,7 @@ def report(
     made.tables["parameters"] = parameter_rows(plan)
     if plan.pipeline is not None:
         title = stages.add_stages(made, plan.pipeline, staleness)
-    elif plan.way is not None:
+    elif plan.clients_plan is not None:
         title = clients.add_clients(made, plan, cluster, timeline)
     else:
         title = devices.add_devices(made, plan, cluster, table)

@@ -79,7 +79,7 @@ def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: 
         _add_workers(made, timeline, "minibatches" if plan.served is not None or timeline.ring else "exchanges")
         if plan.served is not None and len(timeline.staleness):
             _add_staleness(made, timeline)
-    return f"by {plan.way}"
+    return f"by {plan.clients_plan}"
 
 
 def _add_workers(made: Parts, timeline: Timeline, noun: str) -> None:

@@ -508,7 +508,7 @@ class Checkpointer:
             if best is not None and best.step in known and best != history.best():
                 history.note_best(best)
             plan = None if self._planned is None else self._planned.plan
-            if plan is not None and plan.pipeline is None and plan.way is None:
+            if plan is not None and plan.pipeline is None and plan.clients_plan is None:
                 history.note_plan(plan)
             noted = history.best()  # until the new one is saved, too
             kept = known if self._keep is None else known[-self._keep :]

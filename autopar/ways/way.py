@@ -73,10 +73,10 @@ class Way:
           ArgumentsError: they don't.
         """
         plan = asked.planner.options.plan
-        if plan is not None and plan.way is not None:
+        if plan is not None and plan.clients_plan is not None:
             raise ArgumentsError(
-                f"{plan.name} is of {plan.way}, and doesn't hold all of what it was made with: give sync= as well, as "
-                "it was"
+                f"{plan.name} is of {plan.clients_plan}, and doesn't hold all of what it was made with: give sync= as "
+                "well, as it was"
             )
 
     @classmethod
