@@ -14,18 +14,18 @@ from typing import Protocol
 
 from autopar.collection import paused_collection
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
 from autopar.ir.program import Block, Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
 
 #: A name, and what finds out about a program.
 Analysis = tuple[str, Callable[[Program], tuple[Program, str]]]
 #: A name, and what does as a plan says, which may note in it what came of that.
-Pass = tuple[str, Callable[[Program, BoundPlan], tuple[Program, BoundPlan, str]]]
+Pass = tuple[str, Callable[[Program, ProgramPlan], tuple[Program, ProgramPlan, str]]]
 
 
 class HasPasses(Protocol):
@@ -41,7 +41,7 @@ class HasPasses(Protocol):
         """The analyses of a traced program, in this order."""
         ...
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns what makes a program of a plan, in this order; only what does something."""
         ...
 
@@ -64,7 +64,7 @@ class Compiled:
     """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
 
     analysed: Program
-    bound: BoundPlan
+    bound: ProgramPlan
     program: Program
     records: tuple[Record, ...]
     fallback: Program | None = None
@@ -112,7 +112,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
         return Compiled(analysed.program, bound, program, (*analysed.records, decided, *followed), fallback)
 
 
-def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[BoundPlan, Record]:
+def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:
     """Chooses a plan.
 
     Raises:
@@ -128,7 +128,9 @@ def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[
     return bound, Record("choose", program, note, time.perf_counter() - start)
 
 
-def run_passes(passes: Sequence[Pass], program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, list[Record]]:
+def run_passes(
+    passes: Sequence[Pass], program: Program, bound: ProgramPlan
+) -> tuple[Program, ProgramPlan, list[Record]]:
     """Runs passes one after the other, and checks the program after each."""
     records: list[Record] = []
     for name, run in passes:
@@ -143,7 +145,7 @@ def _record(name: str, program: Program, before: Block | None, note: str, start:
     return Record(name, program, note, time.perf_counter() - start)
 
 
-def follow(analysed: Program, bound: BoundPlan, way: HasPasses) -> Program:
+def follow(analysed: Program, bound: ProgramPlan, way: HasPasses) -> Program:
     """Returns the program of another plan than the one that was chosen."""
     program = analysed
     for _, run in way.passes(bound):

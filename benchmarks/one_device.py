@@ -104,7 +104,7 @@ def planning() -> None:
         step, state, batch = _deep(layers)
         planned = autopar.parallelize(step, strategy="ps")
         start = time.perf_counter()
-        entry = planned.entry(state, batch)
+        entry = planned.planned_for(state, batch)
         own = time.perf_counter() - start - entry.trace_s
         lowered = planned.lower(state, batch)
         start = time.perf_counter()

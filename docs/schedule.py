@@ -29,7 +29,7 @@ def main() -> None:
     pipeline = autopar.Pipeline(stages=STAGES, microbatches=MICROBATCHES, schedule="zero-bubble")
     step = autopar.parallelize(train_step, pipeline=pipeline)
     params, batch = [jnp.eye(WIDTH)] * (2 * STAGES), jnp.ones((8 * MICROBATCHES, WIDTH))
-    plan = step.entry(params, batch).compiled.plan.pipeline
+    plan = step.planned_for(params, batch).compiled.plan.pipeline
     assert plan is not None, "the step has stages"
     figure = schedule_figure(plan)
     figure.savefig(Path(__file__).with_suffix(".png"), dpi=110)

@@ -112,12 +112,12 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
         kind = self._kind(var)
         if kind is None:
             return outcome if var.shape == () and not outcome.events else self.unknown(var)
-        off = kind.off if isinstance(kind.off, Const) else None
-        zero = off is not None and off.is_zero
+        untouched = kind.untouched if isinstance(kind.untouched, Const) else None
+        zero = untouched is not None and untouched.is_zero
         if zero and outcome.events <= outcome.zero_or_nan and not outcome.events <= outcome.nan:
             event = frozenset({(var, _NAN)})
             return NonfiniteOutcome(outcome.own, True, True, event, event, event, event, event, outcome.turns)
-        return replace(outcome, constant=off is not None, zero=zero)
+        return replace(outcome, constant=untouched is not None, zero=zero)
 
     # --- equations ---
 

@@ -21,7 +21,7 @@ from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.nonfinite import NonfiniteOutcomes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, SHAPED
 from autopar.analysis.row_ids import index_atoms, known_ids
-from autopar.analysis.rules import ALIGNED, APART, LAZY, OF_ROWS, OWN_IDS, RULES, Mixes, off_of
+from autopar.analysis.rules import ALIGNED, APART, LAZY, OF_ROWS, OWN_IDS, RULES, Mixes, untouched_of
 from autopar.analysis.values import atom_key, params_key
 from autopar.ir.program import Atom, Block, Equation, Program, Source, Var
 from autopar.ir.rowspace import (
@@ -29,13 +29,13 @@ from autopar.ir.rowspace import (
     Access,
     Const,
     Free,
-    Off,
     Refusal,
     RefusalKind,
     Row,
     RowSpace,
     Same,
     Unknown,
+    UntouchedValue,
     Value,
     can_be_run_again,
     representative,
@@ -143,7 +143,7 @@ class Families:
         for atom, output in zip(self.program.block.outputs, self.program.outputs, strict=True):
             value = self._row(atom, space)
             if value is not None and output.state not in space.leaves:
-                reads.append(f"the output {output.path} is written with all rows, {value.off} on untouched ones")
+                reads.append(f"the output {output.path} is written with all rows, {value.untouched} on untouched ones")
         return tuple(dict.fromkeys([*reads, *(f"to change that: {remedy}" for remedy in remedies)]))
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
@@ -200,7 +200,9 @@ class Families:
         value = self._row(atom, space)
         source = self._defined_at(atom)
         if value is not None and value.axis == self.flow.candidates[leaf]:
-            if value.off == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(value.off, Const):
+            if value.untouched == Same(leaf, self.program.block.inputs[leaf].dtype) or isinstance(
+                value.untouched, Const
+            ):
                 late = any(self.flow.find(f) == space.family for f in self.flow.after.get(atom, ()))
                 return Refusal(f"{path} depends on a read of the whole updated table", source, APART) if late else None
             mixed = next((e for f, e in self.flow.mixed_with_dense if self.flow.find(f) == space.family), None)
@@ -242,7 +244,7 @@ class Families:
         """Returns whether a step moves rows that it doesn't touch."""
         new, block = self.program.new_states, self.program.block
         values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
-        return any(v is not None and not isinstance(v.off, (Const, Same)) for v in values)
+        return any(v is not None and not isinstance(v.untouched, (Const, Same)) for v in values)
 
     def _product(self, space: RowSpace) -> Refusal | None:
         """Returns what makes the gradient dense (a product over all rows, a loop, a scatter): the cause, not its
@@ -531,7 +533,7 @@ class RowFlow(Interpreter[Value]):
             return value
         if var in self.program.pulled:
             self.pulled.add(value.family)
-        return dataclasses.replace(value, off=Const(0)) if self.is_pulled(value.family) else value
+        return dataclasses.replace(value, untouched=Const(0)) if self.is_pulled(value.family) else value
 
     def is_pulled(self, family: int) -> bool:
         """Returns whether every step touches all rows of a family."""
@@ -548,7 +550,7 @@ class RowFlow(Interpreter[Value]):
     def _named(self, equation: Equation, operands: Sequence[Value], results: Sequence[Value]) -> Sequence[Value]:
         """Returns the results; those of which no more is known off the touched rows are named by what they are made
         of."""
-        if not any(isinstance(v, Row) and v.off == UNKNOWN for v in results):
+        if not any(isinstance(v, Row) and v.untouched == UNKNOWN for v in results):
             return results
         sources = tuple((a.type, _source(a, v)) for a, v in zip(equation.inputs, operands, strict=True))
         try:
@@ -557,7 +559,7 @@ class RowFlow(Interpreter[Value]):
         except TypeError:  # a parameter that can't be hashed
             return results
         return [
-            dataclasses.replace(v, off=Unknown((name, k))) if isinstance(v, Row) and v.off == UNKNOWN else v
+            dataclasses.replace(v, untouched=Unknown((name, k))) if isinstance(v, Row) and v.untouched == UNKNOWN else v
             for k, v in enumerate(results)
         ]
 
@@ -574,22 +576,31 @@ class RowFlow(Interpreter[Value]):
         axis = rows[0].axis
         if any(r.axis != axis for r in rows):
             raise Mixes("rows along different axes in a loop or a cond")
-        offs = [off_of(a, v, axis) for a, v in zip(atoms, values, strict=True)]
-        return Row(axis, self.unite(rows), offs[0] if all(off == offs[0] for off in offs) else UNKNOWN)
+        untouched_values = [untouched_of(a, v, axis) for a, v in zip(atoms, values, strict=True)]
+        return Row(
+            axis,
+            self.unite(rows),
+            untouched_values[0] if all(untouched == untouched_values[0] for untouched in untouched_values) else UNKNOWN,
+        )
 
     def widen(self, equation: Equation, k: int, carry: Value, result: Value) -> Value:
-        if isinstance(carry, Free) and isinstance(result, Free) and carry.off == result.off and carry.off != UNKNOWN:
-            return Free(carry.axes & result.axes, carry.off)
+        if (
+            isinstance(carry, Free)
+            and isinstance(result, Free)
+            and carry.untouched == result.untouched
+            and carry.untouched != UNKNOWN
+        ):
+            return Free(carry.axes & result.axes, carry.untouched)
         is_rows = isinstance(carry, Row) or isinstance(result, Row)
         return super().widen(equation, k, carry, result) if is_rows else None
 
     def inside(self, value: Value) -> Value:
         if isinstance(value, Row) and value.axis == 0:
             raise Mixes("a scan over the rows of the table")
-        return Row(value.axis - 1, value.family, _in_turns(value.off)) if isinstance(value, Row) else None
+        return Row(value.axis - 1, value.family, _in_turns(value.untouched)) if isinstance(value, Row) else None
 
     def outside(self, value: Value) -> Value:
-        return Row(value.axis + 1, value.family, _in_turns(value.off)) if isinstance(value, Row) else None
+        return Row(value.axis + 1, value.family, _in_turns(value.untouched)) if isinstance(value, Row) else None
 
     def unconverged(self, equation: Equation) -> Sequence[Value]:
         raise Mixes("a loop whose carries don't converge")
@@ -675,11 +686,15 @@ class RowFlow(Interpreter[Value]):
             value = self.values[var]
             if not isinstance(value, Row):
                 continue
-            if not self.path and isinstance(value.off, Same) and value.off.leaf in self.updates.get(var, ()):
+            if (
+                not self.path
+                and isinstance(value.untouched, Same)
+                and value.untouched.leaf in self.updates.get(var, ())
+            ):
                 self.whole[var] = frozenset([value.family])
             elif sources is not None:
                 self.whole[var] = sources
-            elif not self.path and isinstance(value.off, Const):
+            elif not self.path and isinstance(value.untouched, Const):
                 self.whole[var] = frozenset()
             else:
                 self.whole.pop(var, None)
@@ -690,19 +705,19 @@ class RowFlow(Interpreter[Value]):
         row = next(v for v in results if isinstance(v, Row))
         for atom, value in zip(equation.inputs, values, strict=True):
             dense = value is None or (isinstance(value, Free) and row.axis not in value.axes)
-            if dense and atom.shape != () and not (isinstance(row.off, Const)):
+            if dense and atom.shape != () and not (isinstance(row.untouched, Const)):
                 self.mixed_with_dense.append((row.family, equation))
 
 
 def _source(atom: Atom, value: Value) -> Hashable:
-    off = value.off if isinstance(value, (Row, Free)) else UNKNOWN
-    if isinstance(off, Const):
-        return np.asarray(off.value).tobytes()
-    return atom_key(atom) if off == UNKNOWN else off
+    untouched = value.untouched if isinstance(value, (Row, Free)) else UNKNOWN
+    if isinstance(untouched, Const):
+        return np.asarray(untouched.value).tobytes()
+    return atom_key(atom) if untouched == UNKNOWN else untouched
 
 
-def _in_turns(off: Off) -> Off:
-    return UNKNOWN if isinstance(off, Unknown) else off
+def _in_turns(untouched: UntouchedValue) -> UntouchedValue:
+    return UNKNOWN if isinstance(untouched, Unknown) else untouched
 
 
 # Sums over all rows of a table that have a remedy of their own: a full softmax, and what a mask takes of the rows.

@@ -20,7 +20,7 @@ from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
 from autopar.ir.program import Equation, Literal
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
-from autopar.ir.rowspace import UNKNOWN, Const, Free, Off, Refusal, RefusalKind, Row, Same, Value
+from autopar.ir.rowspace import UNKNOWN, Const, Free, Refusal, RefusalKind, Row, Same, UntouchedValue, Value
 from autopar.jax_types import Dtype, Leaf, Params
 
 # --- why rows can't be followed, and what to write instead ---
@@ -136,35 +136,37 @@ _INEXACT = frozenset({"div", "rem", "pow", "integer_pow"})
 _IDENTITIES = ELEMENTWISE & MOVES
 
 
-def fold(equation: Equation, offs: Sequence[Off]) -> Off:
+def fold(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
     """Returns what the result is off the touched rows, from what the operands are there."""
     op = equation.op
     if op in _INEXACT and not jnp.issubdtype(equation.outputs[0].dtype, np.inexact):
         return UNKNOWN  # integers divide and overflow in XLA's own way
     special = _SPECIAL.get(op)
     if special is not None:
-        return special(equation, offs)
+        return special(equation, untouched_values)
     if op in _IDENTITIES:
-        return offs[0]
-    known = _constants(equation, offs) or (_combined(equation, offs) if op in _ALGEBRA else UNKNOWN)
-    return _of_equals(equation, offs) if known == UNKNOWN and op in _OF_EQUALS else known
+        return untouched_values[0]
+    known = _constants(equation, untouched_values) or (
+        _combined(equation, untouched_values) if op in _ALGEBRA else UNKNOWN
+    )
+    return _of_equals(equation, untouched_values) if known == UNKNOWN and op in _OF_EQUALS else known
 
 
 def _as(equation: Equation, value: Leaf) -> Leaf:
     return np.asarray(value).astype(equation.outputs[0].dtype)
 
 
-def is_zero(off: Off) -> bool:
+def is_zero(untouched: UntouchedValue) -> bool:
     """Returns whether it is the constant zero."""
-    return isinstance(off, Const) and off.is_zero
+    return isinstance(untouched, Const) and untouched.is_zero
 
 
-def _constants(equation: Equation, offs: Sequence[Off]) -> Const | None:
+def _constants(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> Const | None:
     folded = PRIMITIVES[equation.op].fold
-    if folded is None or not all(isinstance(o, Const) for o in offs):
+    if folded is None or not all(isinstance(o, Const) for o in untouched_values):
         return None
     with np.errstate(all="ignore"):
-        return Const(_as(equation, folded(*(np.asarray(o.value) for o in offs if isinstance(o, Const)))))
+        return Const(_as(equation, folded(*(np.asarray(o.value) for o in untouched_values if isinstance(o, Const)))))
 
 
 #: Of two operands' constants, by operand: those that are the result whatever the other operand is, and those of which
@@ -180,14 +182,14 @@ _ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, in
 }
 
 
-def _combined(equation: Equation, offs: Sequence[Off]) -> Off:
+def _combined(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
     """Returns where one of two operands is a constant."""
     absorbing, neutral = _ALGEBRA[equation.op]
-    for off, number in zip(offs, absorbing, strict=True):
-        if number is not None and _is_all(off, number):
+    for untouched, number in zip(untouched_values, absorbing, strict=True):
+        if number is not None and _is_all(untouched, number):
             return Const(_as(equation, number))
-    for off, number, other in zip(offs, neutral, offs[::-1], strict=True):
-        if number is not None and _is_all(off, number):
+    for untouched, number, other in zip(untouched_values, neutral, untouched_values[::-1], strict=True):
+        if number is not None and _is_all(untouched, number):
             return other
     return UNKNOWN
 
@@ -202,37 +204,42 @@ _OF_EQUALS: Mapping[str, int | None] = {
 }
 
 
-def _of_equals(equation: Equation, offs: Sequence[Off]) -> Off:
+def _of_equals(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
     """Returns the background of an equation of two operands that are the same function of the row there.
 
     One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity.
     """
     one, other = equation.inputs
-    if one is other or offs[0] != offs[1] or isinstance(offs[0], Const) or offs[0] == UNKNOWN:
+    if (
+        one is other
+        or untouched_values[0] != untouched_values[1]
+        or isinstance(untouched_values[0], Const)
+        or untouched_values[0] == UNKNOWN
+    ):
         return UNKNOWN
     number = _OF_EQUALS[equation.op]
-    return offs[0] if number is None else Const(_as(equation, number))
+    return untouched_values[0] if number is None else Const(_as(equation, number))
 
 
-def _is_all(off: Off, number: int) -> bool:
-    if not isinstance(off, Const):
+def _is_all(untouched: UntouchedValue, number: int) -> bool:
+    if not isinstance(untouched, Const):
         return False
-    value = np.asarray(off.value)
+    value = np.asarray(untouched.value)
     return bool(np.all(value == np.asarray(number).astype(value.dtype)))
 
 
-def _convert(equation: Equation, offs: Sequence[Off]) -> Off:
-    (off,), new = offs, equation.outputs[0].dtype
-    if isinstance(off, Const):
+def _convert(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
+    (untouched,), new = untouched_values, equation.outputs[0].dtype
+    if isinstance(untouched, Const):
         with np.errstate(all="ignore"):
-            value = np.asarray(off.value)
+            value = np.asarray(untouched.value)
             if np.iscomplexobj(value) and not np.issubdtype(new, np.complexfloating):
-                return Const(np.zeros((), new)) if off.is_zero else UNKNOWN
+                return Const(np.zeros((), new)) if untouched.is_zero else UNKNOWN
             converted = value.astype(new)
             kept = jnp.issubdtype(new, np.inexact) or bool(converted.astype(value.dtype) == value)
             return Const(converted) if kept or converted.dtype == np.bool_ else UNKNOWN
-    if isinstance(off, Same) and (new == off.dtype or _holds(new, off.dtype)):
-        return off  # widening is exact, and narrowing back to the leaf's own dtype undoes it
+    if isinstance(untouched, Same) and (new == untouched.dtype or _holds(new, untouched.dtype)):
+        return untouched  # widening is exact, and narrowing back to the leaf's own dtype undoes it
     return UNKNOWN
 
 
@@ -241,29 +248,29 @@ def _holds(wide: Dtype, narrow: Dtype) -> bool:
     return both_float and jax_compat.holds_floats(wide, narrow)
 
 
-def _integer_pow(equation: Equation, offs: Sequence[Off]) -> Off:
-    off = offs[0]
-    if not isinstance(off, Const):
+def _integer_pow(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
+    untouched = untouched_values[0]
+    if not isinstance(untouched, Const):
         return UNKNOWN
     with np.errstate(all="ignore"):
-        return Const(_as(equation, np.asarray(off.value) ** float(equation.params["y"])))
+        return Const(_as(equation, np.asarray(untouched.value) ** float(equation.params["y"])))
 
 
-def _select(equation: Equation, offs: Sequence[Off]) -> Off:
-    which, *cases = offs
+def _select(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
+    which, *cases = untouched_values
     if isinstance(which, Const) and np.ndim(which.value) == 0:
         return cases[int(which.value)]
     return cases[0] if all(c == cases[0] and c != UNKNOWN for c in cases) else UNKNOWN
 
 
-def _clamp(equation: Equation, offs: Sequence[Off]) -> Off:
-    if all(isinstance(o, Const) for o in offs):
-        low, x, high = (np.asarray(o.value) for o in offs if isinstance(o, Const))
+def _clamp(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
+    if all(isinstance(o, Const) for o in untouched_values):
+        low, x, high = (np.asarray(o.value) for o in untouched_values if isinstance(o, Const))
         return Const(_as(equation, np.minimum(np.maximum(x, low), high)))
     return UNKNOWN
 
 
-_SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
+_SPECIAL: Mapping[str, Callable[[Equation, Sequence[UntouchedValue]], UntouchedValue]] = {
     "convert_element_type": _convert,
     "integer_pow": _integer_pow,
     "select_n": _select,
@@ -271,12 +278,12 @@ _SPECIAL: Mapping[str, Callable[[Equation, Sequence[Off]], Off]] = {
 }
 
 
-def off_of(atom: Any, value: Value, axis: int) -> Off:
+def untouched_of(atom: Any, value: Value, axis: int) -> UntouchedValue:
     """Returns what an operand is off the rows that lie along `axis`."""
     if isinstance(value, Row):
-        return value.off
+        return value.untouched
     if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
-        return value.off
+        return value.untouched
     if isinstance(atom, Literal) and atom.shape == () and not jax_compat.is_key(atom.dtype):
         return Const(np.asarray(atom.value))
     return UNKNOWN
@@ -290,15 +297,15 @@ def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis)
     if len({r.axis for r in rows}) > 1:
         raise Mixes(f"{equation.op} of values whose rows lie along different axes")
     axis = rows[0].axis
-    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
-    return [Row(axis, analysis.unite(rows), fold(equation, offs))]
+    untouched_values = [untouched_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    return [Row(axis, analysis.unite(rows), fold(equation, untouched_values))]
 
 
 def _free(equation: Equation, values: Sequence[Value]) -> Value:
     """Returns the result of operands that belong to no family."""
     axes = set(range(len(equation.outputs[0].shape)))
     index_axis: int | None = None
-    offs: list[Off] = []
+    untouched_values: list[UntouchedValue] = []
     for atom, value in zip(equation.inputs, values, strict=True):
         if isinstance(value, Free):
             if atom.shape != ():
@@ -307,15 +314,15 @@ def _free(equation: Equation, values: Sequence[Value]) -> Value:
                 if index_axis not in (None, value.index_axis):
                     return None
                 index_axis = value.index_axis
-            offs.append(value.off)
+            untouched_values.append(value.untouched)
         elif atom.shape == ():
-            offs.append(off_of(atom, value, 0))
+            untouched_values.append(untouched_of(atom, value, 0))
         else:
             return None
-    off = fold(equation, offs)
-    if not axes and not isinstance(off, Const):
+    untouched = fold(equation, untouched_values)
+    if not axes and not isinstance(untouched, Const):
         return None
-    return Free(frozenset(axes), off, index_axis)
+    return Free(frozenset(axes), untouched, index_axis)
 
 
 for _op in ELEMENTWISE:
@@ -326,9 +333,9 @@ for _op in ELEMENTWISE:
 # --- primitives that move or make axes (broadcast, reshape, transpose, slices), products, cumsum, sort ---
 
 
-def constant_or_unknown(off: Off) -> Off:
-    """Returns what is left of `off` when elements move within their rows: a row that was the leaf's is so no longer."""
-    return off if isinstance(off, Const) else UNKNOWN
+def constant_or_unknown(untouched: UntouchedValue) -> UntouchedValue:
+    """Returns what is left of `untouched` when elements move within rows: a row that was the leaf's is so no longer."""
+    return untouched if isinstance(untouched, Const) else UNKNOWN
 
 
 def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -338,29 +345,33 @@ def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Anal
         axis = place_axes(equation, 0, value.axis)
         if axis is None:
             raise Mixes("broadcasts a table of one row")
-        return [Row(axis, value.family, constant_or_unknown(value.off))]
+        return [Row(axis, value.family, constant_or_unknown(value.untouched))]
     new = {d for d in range(len(shape)) if d not in dims}
     new |= {d for k, d in enumerate(dims) if operand.shape[k] == 1 and shape[d] != 1}
     index_axis = None
     if isinstance(value, Free):
         new |= {dims[a] for a in value.axes if operand.shape[a] == shape[dims[a]]}
         index_axis = dims[value.index_axis] if value.index_axis is not None else None
-    off = constant_or_unknown(off_of(operand, value, 0)) if operand.shape == () or isinstance(value, Free) else UNKNOWN
-    return [Free(frozenset(new), off, index_axis)] if new else [None]
+    untouched = (
+        constant_or_unknown(untouched_of(operand, value, 0))
+        if operand.shape == () or isinstance(value, Free)
+        else UNKNOWN
+    )
+    return [Free(frozenset(new), untouched, index_axis)] if new else [None]
 
 
 def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
     value, old, new = values[0], equation.inputs[0].shape, equation.params["new_sizes"]
     if isinstance(value, Free):
-        if isinstance(value.off, Const) and len(value.axes) == len(old):
-            return [Free(frozenset(range(len(new))), value.off)]
+        if isinstance(value.untouched, Const) and len(value.axes) == len(old):
+            return [Free(frozenset(range(len(new))), value.untouched)]
         return [None]
     if not isinstance(value, Row):
         return [None]
     before = math.prod(old[: value.axis])
     for axis, size in enumerate(new):
         if size == old[value.axis] and math.prod(new[:axis]) == before:
-            return [Row(axis, value.family, constant_or_unknown(value.off))]
+            return [Row(axis, value.family, constant_or_unknown(value.untouched))]
     raise Mixes(*LOST["reshape"], kind="lost")
 
 
@@ -385,14 +396,14 @@ def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
         axis = place_axes(equation, 0, value.axis)
         if axis is None:
             raise Mixes(_REFUSED[equation.op])
-        return [Row(axis, value.family, constant_or_unknown(value.off))] * count
+        return [Row(axis, value.family, constant_or_unknown(value.untouched))] * count
     if not isinstance(value, Free) or equation.op in ("split", "unstack"):
         return [None] * count
     index_axis = None if value.index_axis is None else place_axes(equation, 0, value.index_axis)
     if value.index_axis is not None and index_axis is None:
         return [None]
     moved = (place_axes(equation, 0, axis) for axis in value.axes)
-    return [Free(frozenset(axis for axis in moved if axis is not None), value.off, index_axis)]
+    return [Free(frozenset(axis for axis in moved if axis is not None), value.untouched, index_axis)]
 
 
 def iota(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -409,9 +420,9 @@ def concatenate(equation: Equation, values: Sequence[Value], analysis: Analysis)
     axis = rows[0].axis
     if axis == equation.params["dimension"] or any(r.axis != axis for r in rows):
         raise Mixes("concatenates rows", _APART_ROWS, kind="lost")
-    offs = [off_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
-    same = all(isinstance(o, Const) and o == offs[0] for o in offs)
-    return [Row(axis, analysis.unite(rows), offs[0] if same else UNKNOWN)]
+    untouched_values = [untouched_of(a, v, axis) for a, v in zip(equation.inputs, values, strict=True)]
+    same = all(isinstance(o, Const) and o == untouched_values[0] for o in untouched_values)
+    return [Row(axis, analysis.unite(rows), untouched_values[0] if same else UNKNOWN)]
 
 
 def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -422,8 +433,8 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
         raise Mixes("stacks rows of a table with something else")
     axis = place_axes(equation, 0, rows[0].axis)
     assert axis is not None, "stacked axes stay"
-    same = all(isinstance(r.off, Const) and r.off == rows[0].off for r in rows)
-    return [Row(axis, analysis.unite(rows), rows[0].off if same else UNKNOWN)]
+    same = all(isinstance(r.untouched, Const) and r.untouched == rows[0].untouched for r in rows)
+    return [Row(axis, analysis.unite(rows), rows[0].untouched if same else UNKNOWN)]
 
 
 def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Leaf:
@@ -441,9 +452,13 @@ def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> 
         if any(not isinstance(v, Row) for v in values) or any(r.axis in along or r.axis != rows[0].axis for r in rows):
             raise Mixes(f"{equation.op} along the rows", kind="lost")
         family = analysis.unite(rows)
-        offs = [r.off if isinstance(r.off, Const) and keeps(r.off) else UNKNOWN for r in rows]
-        offs = offs if len(offs) == len(equation.outputs) else [UNKNOWN] * len(equation.outputs)
-        return [Row(rows[0].axis, family, off) for off in offs]
+        untouched_values = [
+            r.untouched if isinstance(r.untouched, Const) and keeps(r.untouched) else UNKNOWN for r in rows
+        ]
+        untouched_values = (
+            untouched_values if len(untouched_values) == len(equation.outputs) else [UNKNOWN] * len(equation.outputs)
+        )
+        return [Row(rows[0].axis, family, untouched) for untouched in untouched_values]
 
     return rule
 
@@ -457,7 +472,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         return [None]
     if len(rows) == 2:
         positions = [c.index(v.axis) if v.axis in c else None for v, c in zip(rows, contract, strict=True)]
-        if positions[0] is None or positions[0] != positions[1] or not any(is_zero(v.off) for v in rows):
+        if positions[0] is None or positions[0] != positions[1] or not any(is_zero(v.untouched) for v in rows):
             raise Mixes("a product of two tables' rows", kind="product")
         analysis.unite(rows)
         analysis.role(equation, "contract")
@@ -469,7 +484,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         raise Mixes("a matrix product is batched over the rows", kind="product")
     axis = place_axes(equation, side, row.axis)
     assert axis is not None, "axes of a matrix product go somewhere"
-    return [Row(axis, row.family, row.off if is_zero(row.off) else UNKNOWN)]
+    return [Row(axis, row.family, row.untouched if is_zero(row.untouched) else UNKNOWN)]
 
 
 def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
@@ -477,9 +492,9 @@ def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Valu
     _, row = row_operand(values)
     if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
         raise Mixes(*LOST["pad"], kind="lost")
-    filled = off_of(equation.inputs[1], values[1], 0)
-    same = isinstance(row.off, Const) and filled == row.off
-    return [Row(row.axis, row.family, row.off if same else UNKNOWN)]
+    filled = untouched_of(equation.inputs[1], values[1], 0)
+    same = isinstance(row.untouched, Const) and filled == row.untouched
+    return [Row(row.axis, row.family, row.untouched if same else UNKNOWN)]
 
 
 RULES |= {
@@ -540,25 +555,25 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
     if axis == SUMMED:
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
-        if not isinstance(row.off, Const):
+        if not isinstance(row.untouched, Const):
             raise Mixes(f"{equation.op} over all rows of the table", kind="sum")
         analysis.role(equation, "reduce")
         return [None]
     assert axis is not None, "axes stay or are reduced"
-    return [Row(axis, row.family, _reduced_off(equation, row.off))]
+    return [Row(axis, row.family, _reduced_untouched(equation, row.untouched))]
 
 
-def _reduced_off(equation: Equation, off: Off) -> Off:
-    if not isinstance(off, Const) or equation.op in _ARG:
+def _reduced_untouched(equation: Equation, untouched: UntouchedValue) -> UntouchedValue:
+    if not isinstance(untouched, Const) or equation.op in _ARG:
         return UNKNOWN
     count = math.prod([equation.inputs[0].shape[a] for a in equation.params["axes"]])
-    value = np.asarray(off.value)
+    value = np.asarray(untouched.value)
     with np.errstate(all="ignore"):
         if equation.op == "reduce_sum":
             return Const((value * count).astype(equation.outputs[0].dtype))
         if equation.op == "reduce_prod":
             return Const((value**count).astype(equation.outputs[0].dtype))
-    return off
+    return untouched
 
 
 for _op in REDUCTION_PRIMITIVES.keys() | _ARG:
@@ -587,8 +602,8 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         raise Mixes("a gather that is batched over the rows")
     axis = place_axes(equation, 0, row.axis)
     if axis is not None:
-        off = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.off)
-        return [Row(axis, row.family, off)]
+        untouched = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.untouched)
+        return [Row(axis, row.family, untouched)]
     if equation.params["slice_sizes"][row.axis] != 1:
         raise Mixes("a gather of several adjacent rows at a time", _EACH)
     analysis.access(row.family, equation, row.axis)
@@ -607,25 +622,27 @@ def scatter(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     if isinstance(operand, Row):
         if operand.axis not in rows or not is_known_scatter(equation):
             raise Mixes(f"a {equation.op} that is not by rows", _WRITE_ROWS, "scatter")
-        family, axis, off = operand.family, operand.axis, operand.off
+        family, axis, untouched = operand.family, operand.axis, operand.untouched
     elif isinstance(operand, Free) and is_known_scatter(equation):
         free = [d for d in rows if d in operand.axes]
-        if not free or not isinstance(operand.off, Const):
+        if not free or not isinstance(operand.untouched, Const):
             return [None]
-        off = operand.off
+        untouched = operand.untouched
         entered = ((d, analysis.enter(equation, d)) for d in free)
         axis, family = next((pair for pair in entered if pair[1] is not None), (free[0], None))
     else:
         return [None]
-    return _pushed(equation, axis, family, off, analysis)
+    return _pushed(equation, axis, family, untouched, analysis)
 
 
-def _pushed(equation: Equation, axis: int, family: int | None, off: Off, analysis: Analysis) -> Sequence[Value]:
+def _pushed(
+    equation: Equation, axis: int, family: int | None, untouched: UntouchedValue, analysis: Analysis
+) -> Sequence[Value]:
     if family is None:
         return [None]
     analysis.access(family, equation, axis)
     analysis.role(equation, "push")
-    return [Row(axis, family, off)]
+    return [Row(axis, family, untouched)]
 
 
 def _window(equation: Equation, gone: Sequence[int]) -> list[int]:
@@ -645,9 +662,9 @@ def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Anal
         raise Mixes("a scatter of rows of a table", kind="scatter")
     if not free and not (isinstance(operand, Row) and operand.axis == axis):
         raise Mixes("a scatter of rows of a table into something else", kind="scatter")
-    offs = [off_of(equation.inputs[0], operand, axis), update.off]
+    untouched_values = [untouched_of(equation.inputs[0], operand, axis), update.untouched]
     family = analysis.unite([v for v in (operand, update) if isinstance(v, Row)])
-    return [Row(axis, family, offs[0] if all(map(is_zero, offs)) else UNKNOWN)]
+    return [Row(axis, family, untouched_values[0] if all(map(is_zero, untouched_values)) else UNKNOWN)]
 
 
 def _single_rows(equation: Equation) -> set[int]:
@@ -676,7 +693,7 @@ def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
     if not isinstance(row, Row):
         return [None]
     if place_axes(equation, 0, row.axis) is not None:
-        return [Row(row.axis, row.family, constant_or_unknown(row.off))]
+        return [Row(row.axis, row.family, constant_or_unknown(row.untouched))]
     analysis.access(row.family, equation, row.axis)
     analysis.role(equation, "lookup")
     return [None]
@@ -691,13 +708,13 @@ def dynamic_update_slice(equation: Equation, values: Sequence[Value], analysis: 
     if isinstance(value, Row):
         if short != [value.axis]:
             raise Mixes("a dynamic_update_slice that is not by rows", _WRITE_ROWS)
-        family, axis, off = value.family, value.axis, value.off
-    elif isinstance(value, Free) and isinstance(value.off, Const) and len(short) == 1 and short[0] in value.axes:
-        axis, off = short[0], value.off
+        family, axis, untouched = value.family, value.axis, value.untouched
+    elif isinstance(value, Free) and isinstance(value.untouched, Const) and len(short) == 1 and short[0] in value.axes:
+        axis, untouched = short[0], value.untouched
         family = analysis.enter(equation, axis)
     else:
         return [None]
-    return _pushed(equation, axis, family, off, analysis)
+    return _pushed(equation, axis, family, untouched, analysis)
 
 
 def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -705,12 +722,12 @@ def pad(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequ
         return pad_other_axis(equation, values)
     config = equation.params["padding_config"]
     padded = [d for d, c in enumerate(config) if tuple(c) != (0, 0, 0)]
-    off = off_of(equation.inputs[1], values[1], 0)
-    if len(padded) != 1 or not is_zero(off) or any(x < 0 for x in config[padded[0]]):
+    untouched = untouched_of(equation.inputs[1], values[1], 0)
+    if len(padded) != 1 or not is_zero(untouched) or any(x < 0 for x in config[padded[0]]):
         return [None]
     axis = padded[0]
     family = analysis.enter(equation, axis)
-    return _pushed(equation, axis, family, off, analysis)
+    return _pushed(equation, axis, family, untouched, analysis)
 
 
 RULES |= {

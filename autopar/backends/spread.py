@@ -11,13 +11,13 @@ from autopar.backends.gathered import GatheredRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import LocalFacts, Spread
 from autopar.ir.program import ArrayType, Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Array
 
 
-def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
+def backends(bound: ProgramPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
     """Maps families to their backends; `allreduce_rows` needs none but that of `emit`."""
     by_family: dict[int, RowBackend] = {}
     for family in bound.families:
@@ -28,7 +28,7 @@ def backends(bound: BoundPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
     return by_family
 
 
-def mapped(program: Program, bound: BoundPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
+def mapped(program: Program, bound: ProgramPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
     """Runs the program of one device on all of them: a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
@@ -48,7 +48,7 @@ def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
 
 
 def spread(
-    run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], bound: ProgramPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """Returns the function of global arrays, with XLA told where its inputs and the new states are."""
     types = [v.type for v in program.block.inputs]
@@ -68,7 +68,7 @@ def spread(
 
 
 def on_ordinary_arrays(
-    run: Callable[..., Sequence[Array]], bound: BoundPlan, program: Program, devices: Devices
+    run: Callable[..., Sequence[Array]], bound: ProgramPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
     """Returns the function of arrays whose rows are in their own order."""
     outputs = {out: bound.layouts[k] for k, out in program.new_states.items() if k in bound.layouts}

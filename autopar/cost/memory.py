@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.cluster import state_budget
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.strategy import Strategy, asked_of
 
@@ -73,29 +73,29 @@ def _whole_bytes(program: Program, leaf: int) -> int:
     return int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
 
 
-def leaf_bytes(program: Program, bound: BoundPlan, leaf: int) -> int:
+def leaf_bytes(program: Program, bound: ProgramPlan, leaf: int) -> int:
     """Returns bytes of a leaf of the state on each device."""
     size = _whole_bytes(program, leaf)
     size = size if bound.placements[leaf] is None else -(-size // bound.devices)
     return size if leaf not in bound.tensors or bound.plan.tensor is None else -(-size // bound.plan.tensor.devices)
 
 
-def state_bytes(program: Program, bound: BoundPlan) -> int:
+def state_bytes(program: Program, bound: ProgramPlan) -> int:
     """Returns bytes of the state on each device, without what is on hosts."""
     return sum(leaf_bytes(program, bound, k) for k in _on_devices(program, bound))
 
 
-def hosted_bytes(program: Program, bound: BoundPlan) -> int:
+def hosted_bytes(program: Program, bound: ProgramPlan) -> int:
     """Returns bytes of what is on hosts, all of them together."""
     return sum(_whole_bytes(program, k) for k in _on_hosts(program, bound))
 
 
-def _on_hosts(program: Program, bound: BoundPlan) -> set[int]:
+def _on_hosts(program: Program, bound: ProgramPlan) -> set[int]:
     hosted = {f.family for f in bound.families if f.on_hosts}
     return {k for space in program.facts.spaces if space.family in hosted for k in space.leaves}
 
 
-def _on_devices(program: Program, bound: BoundPlan) -> list[int]:
+def _on_devices(program: Program, bound: ProgramPlan) -> list[int]:
     away = _on_hosts(program, bound)
     return [k for k, input_ in enumerate(program.inputs) if input_.role == "state" and k not in away]
 
@@ -117,7 +117,7 @@ class Shortage:
         return None if self.devices is None else math.ceil(self.devices / devices)
 
 
-def find_shortage(program: Program, bound: BoundPlan, strategy: Strategy, memory: float) -> Shortage | None:
+def find_shortage(program: Program, bound: ProgramPlan, strategy: Strategy, memory: float) -> Shortage | None:
     """Says by how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
     missing = state_bytes(program, bound) - state_budget(memory)
     if missing <= 0:

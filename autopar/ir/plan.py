@@ -1,7 +1,7 @@
 """`Plan`: all that is decided of a step, and why, as plain data, by the paths of its parameters.
 
 `choose` makes it; `explain` prints it; a file holds it; `diff` compares it; runners follow it. It outlives the traced
-program, the process and the version of JAX. An `ir.bound_plan.BoundPlan` is what follows from it for one program.
+program, the process and the version of JAX. An `ir.program_plan.ProgramPlan` is what follows from it for one program.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that are tied by
 row-parallel equations. A value is *in row space* if each of its rows depends on that row of the family alone. What it
-is on the rows that the step doesn't touch is its `off`.
+is on the rows that the step doesn't touch is its `untouched`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Unknown:
 
 
 UNKNOWN = Unknown()
-Off = Const | Same | Unknown
+UntouchedValue = Const | Same | Unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Row:
 
     axis: int
     family: int
-    off: Off
+    untouched: UntouchedValue
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Free:
     """
 
     axes: frozenset[int]
-    off: Off
+    untouched: UntouchedValue
     index_axis: int | None = None
 
 

@@ -98,9 +98,13 @@ def _verify_padding(equation: Equation, where: str | _Place, rows: RowFacts | No
     if not (equation.op in OPERATIONS and OPERATIONS[equation.op].takes_padding):
         return
     values = [None if rows is None else rows.value(atom) for atom in equation.params["of"]]
-    offs = [value.off if isinstance(value, Row) else None for value in values]
-    known = isinstance(offs[0], Const) if len(offs) == 1 else any(isinstance(o, Const) and o.is_zero for o in offs)
-    assert known, f"{where}: rows that the step doesn't touch are taken for a constant, and are {offs[0]}"
+    untouched_values = [value.untouched if isinstance(value, Row) else None for value in values]
+    known = (
+        isinstance(untouched_values[0], Const)
+        if len(untouched_values) == 1
+        else any(isinstance(o, Const) and o.is_zero for o in untouched_values)
+    )
+    assert known, f"{where}: rows that the step doesn't touch are taken for a constant, and are {untouched_values[0]}"
 
 
 def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:

@@ -263,7 +263,7 @@ class WholeSteps:
         batches = [{"ids": self._ids, "x": jnp.full((n * count, _IN), 1e-3, jnp.float32)} for count in _EXAMPLES]
         few, many = ((self._plan(_perceptron, BASE), state, batch) for batch in batches)
         seconds = _times({"few": few, "many": many}, self._devices)
-        work = [count_work(step.entry(state(), batch).compiled.analysed) for step, _, batch in (few, many)]
+        work = [count_work(step.planned_for(state(), batch).compiled.analysed) for step, _, batch in (few, many)]
         products = (work[1].on(n) - work[0].on(n)) * flop_s
         moved = (work[1].moved_bytes - work[0].moved_bytes) / n
         return max(0.0, seconds["many"] - seconds["few"] - products) / moved

@@ -15,7 +15,6 @@ from autopar.cost.model import EXCHANGES_MARGIN, MOST_EXCHANGES_S
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
 from autopar.cost.units import format_bytes
 from autopar.errors import PlanError, StrategyError
-from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.cluster import STATE_SHARE, state_budget
 from autopar.ir.figures import wire_bytes
 from autopar.ir.layout import RowLayout, even_axis
@@ -23,13 +22,14 @@ from autopar.ir.options import Options
 from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan
 from autopar.ir.program import Atom, Program, Var
+from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method, with_hosts, without_hosts
 from autopar.ir.tensor_plan import TensorGroupPlan, TensorPlan
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 
 
-def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[BoundPlan, str]:
+def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:
     """Decides for every table of an analysed program.
 
     Args:
@@ -71,7 +71,7 @@ def compares_methods(program: Program, options: Options) -> bool:
     return any(compares(program, space, choices) for space in program.facts.spaces)
 
 
-def _assemble(program: Program, options: Options, decided: Sequence[Decision], wanted: _Wanted) -> BoundPlan:
+def _assemble(program: Program, options: Options, decided: Sequence[Decision], wanted: _Wanted) -> ProgramPlan:
     """Returns the plan of all families' decisions, and of dense leaves."""
     pairs = zip(program.facts.spaces, decided, strict=True)
     families = [
@@ -101,7 +101,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     facts = (program.name, options.devices, None, options.sparse)
     plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
-    bound = BoundPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
+    bound = ProgramPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
     if bound.on_hosts:
         # A rank uses as many of its devices as divide its examples.
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
@@ -180,8 +180,8 @@ class _Wanted:
 
 
 def _with_tensors(
-    program: Program, options: Options, bound: BoundPlan, wanted: _Wanted, measured: Measurements
-) -> BoundPlan:
+    program: Program, options: Options, bound: ProgramPlan, wanted: _Wanted, measured: Measurements
+) -> ProgramPlan:
     """Returns the plan with products that are divided over the devices of a tensor axis."""
     lifted = {f.family for f in bound.families}
     rows = {leaf for space in program.facts.spaces if space.family in lifted for leaf in space.leaves}
@@ -532,7 +532,7 @@ def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan)
     return [f"{plan.path}: {what} {now} in the step, {then} in the plan" for what, then, now in pairs if then != now]
 
 
-def check_followed(program: Program, earlier: Plan, made: BoundPlan) -> None:
+def check_followed(program: Program, earlier: Plan, made: ProgramPlan) -> None:
     """Checks that what was decided now is what the earlier plan says.
 
     Raises:
@@ -586,7 +586,7 @@ class Move:
 
 
 def move_tables(
-    program: Program, bound: BoundPlan, options: Options, memory: int | None, *, devices: int, ranks: int
+    program: Program, bound: ProgramPlan, options: Options, memory: int | None, *, devices: int, ranks: int
 ) -> Move | None:
     """Returns whether tables are to be elsewhere than a plan has them; None if they are where they can be.
 
@@ -613,7 +613,7 @@ def on_hosts(options: Options, paths: Iterable[str], ranks: int) -> Options:
     return dataclasses.replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
 
 
-def leave_devices(program: Program, bound: BoundPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:
+def leave_devices(program: Program, bound: ProgramPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:
     """Returns the tables that don't fit devices of `memory` bytes each, and that the strategy leaves to autopar.
 
     The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.

@@ -6,7 +6,7 @@ Order matters: pull, compute, commit last. With it a donated table is updated in
 
 Lifting rests on 0 * x = 0, which holds for finite x. A route always has a padding row: a real row of the table that
 gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip
-factor does this in plain JAX, too), and `sweep` runs the off-row equations over all rows, in place, block by block.
+factor does this in plain JAX, too), and `sweep` runs the untouched equations over all rows, in place, block by block.
 Otherwise it does nothing.
 """
 
@@ -23,7 +23,6 @@ import numpy as np
 from autopar.analysis.nonfinite import NonfiniteOutcome, NonfiniteOutcomes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, those_that
 from autopar.analysis.rules import ALIGNED, LAZY
-from autopar.ir.bound_plan import BoundPlan, FamilyPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.program import (
     ArrayType,
@@ -37,18 +36,19 @@ from autopar.ir.program import (
     Var,
     count_equations,
 )
-from autopar.ir.rowspace import Const, Free, Off, Refusal, Row, RowFacts, RowIds, RowSpace
+from autopar.ir.program_plan import FamilyPlan, ProgramPlan
+from autopar.ir.rowspace import Const, Free, Refusal, Row, RowFacts, RowIds, RowSpace, UntouchedValue
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.jax_types import Leaf
 from autopar.passes.lifting.deferral import NotDeferrable, StepUpdateLog, read_untouched_update
-from autopar.passes.lifting.equations import OffScope, off_scope, rewrite
+from autopar.passes.lifting.equations import UntouchedScope, rewrite, untouched_scope
 from autopar.passes.lifting.scope import Lifting, RowValue, Scope, UntouchedRows
 
 #: Rows that a sweep takes at a time: its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
 
 
-def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def lift_rows(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program with every family that the plan lifts in row space.
 
     Raises:
@@ -74,7 +74,7 @@ def lift_rows(program: Program, bound: BoundPlan) -> tuple[Program, str]:
 @dataclass(eq=False)
 class _Lift:
     program: Program
-    bound: BoundPlan
+    bound: ProgramPlan
     facts: RowFacts
     scope: Scope
     spaces: dict[int, RowSpace]
@@ -91,7 +91,7 @@ class _Lift:
     logs: dict[int, StepUpdateLog] = field(default_factory=dict)
 
     @staticmethod
-    def of(program: Program, bound: BoundPlan) -> _Lift:
+    def of(program: Program, bound: ProgramPlan) -> _Lift:
         facts = program.facts
         spaces = {s.family: s for s in facts.spaces if bound.family(s.family) is not None}
         block = program.block
@@ -264,8 +264,8 @@ class _Lift:
         leaves = {k: inputs[k] for k in kept}
         if changed and log is None and not scope.lifting.moves_alone(family):
             # Other rows are updated first: the touched ones are written into what the sweep returns.
-            offs = {k: (atom, self._off(atom)) for k, atom in updates.items()}
-            leaves = sweep(scope, family, offs, self.exceeded, first)
+            untouched_values = {k: (atom, self._untouched(atom)) for k, atom in updates.items()}
+            leaves = sweep(scope, family, untouched_values, self.exceeded, first)
             first = []
         for k, rows in changed.items():
             if k in leaves:
@@ -305,24 +305,24 @@ class _Lift:
 
     def _kept(self, space: RowSpace) -> list[int]:
         waits = self.scope.lifting.families[space.family].table.log_steps or space.is_pulled
-        return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._off(atom), Const)]
+        return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._untouched(atom), Const)]
 
     def _defer(self, space: RowSpace, log: StepUpdateLog, kept: list[int]) -> None:
         """Writes down what the step does to the other rows."""
         scope = self.scope
-        off, inner = off_scope(scope, space.family)
+        untouched, inner = untouched_scope(scope, space.family)
         axes, updates = space.row_axes, self._updates(space)
-        off.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
-        new = [off.at_rows(updates[k], axes[k], space.family) for k in kept]
-        update = read_untouched_update(scope, off, space.family, kept, inner, new)
+        untouched.run([a for k in kept if isinstance(a := updates[k], Var)], space.family)
+        new = [untouched.at_rows(updates[k], axes[k], space.family) for k in kept]
+        update = read_untouched_update(scope, untouched, space.family, kept, inner, new)
         flushed = log.end(scope, update, self.exceeded)
         for k in kept:
             self._name(updates[k], k, flushed[k])
             self.guarded.add((flushed[k], k))
 
-    def _off(self, atom: Atom):
+    def _untouched(self, atom: Atom):
         value = self.facts.value(atom)
-        return value.off if isinstance(value, Row) else None
+        return value.untouched if isinstance(value, Row) else None
 
     def _old_readers(self, leaf: Var) -> list[Atom]:
         """Returns results of what has read the whole old leaf so far: the commit waits for them, and so needs no
@@ -351,12 +351,12 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
 # --- what the step does to rows that it doesn't touch, where that isn't nothing ---
 #
 # changes -> whether it isn't
-# sweep   -> if so, the off-row form of all rows, in place, block by block
+# sweep   -> if so, the untouched form of all rows, in place, block by block
 # fill    -> if not, all rows of a leaf that is constant off the touched ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OffForm:
+class UntouchedForm:
     """The function that makes new rows of those that the step doesn't touch.
 
     Attributes:
@@ -379,8 +379,8 @@ class OffForm:
         targets: Sequence[tuple[Atom, int]],
         first: Sequence[int] = (),
         product: tuple[Equation, int] | None = None,
-    ) -> OffForm:
-        """Returns the off-row form of some values.
+    ) -> UntouchedForm:
+        """Returns the untouched form of some values.
 
         Args:
           scope: The block that has them.
@@ -389,17 +389,17 @@ class OffForm:
           first: Leaves that it takes in any case.
           product: What is made of these rows, if it is not they that are asked for; where its rows lie.
         """
-        off, inner = off_scope(scope, family)
-        chunk = off.routes[family]
+        untouched, inner = untouched_scope(scope, family)
+        chunk = untouched.routes[family]
         assert isinstance(chunk, Var), "the rows of a round are an input"
-        off.run([a for a, _ in targets if isinstance(a, Var)], family)
-        rows = tuple(off.at_rows(atom, axis, family) for atom, axis in targets)
+        untouched.run([a for a, _ in targets if isinstance(a, Var)], family)
+        rows = tuple(untouched.at_rows(atom, axis, family) for atom, axis in targets)
         if product is not None:
             equation, axis = product
-            made = Var(off.at(equation.outputs[0].type, axis, family))
-            off.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            made = Var(untouched.at(equation.outputs[0].type, axis, family))
+            untouched.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
             rows = (made,)
-        levels = _levels(off)
+        levels = _levels(untouched)
         imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]
         assert all(key[0] == "new" for level in levels for key in level.imports), "it reads the first rewriting only"
         names = [var for *_, var in imports]
@@ -410,21 +410,21 @@ class OffForm:
         body = Block((chunk, *(inner[k] for k in leaves), *names), body.equations, body.outputs)
         finite, nonzero = list[Atom](), list[Atom]()
         for level in levels:
-            assert level.primary is not None, "an off-row form is a second rewriting"
+            assert level.primary is not None, "an untouched form is a second rewriting"
             needed = needed_numbers(level.primary, level.ran, family)
             for found, those in zip((finite, nonzero), needed, strict=True):
                 found += [scope.take(a, level.primary) for a in those]
         frontier = tuple(scope.take(a, level.primary) for level, a, _ in imports if level.primary is not None)
-        return OffForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
+        return UntouchedForm(body, leaves, frontier, tuple(finite), tuple(nonzero))
 
 
-def _levels(off: OffScope) -> list[OffScope]:
-    return [off] if off.outer is None else [*_levels(off.outer), off]
+def _levels(untouched: UntouchedScope) -> list[UntouchedScope]:
+    return [untouched] if untouched.outer is None else [*_levels(untouched.outer), untouched]
 
 
 def changes(
     scope: Scope,
-    form: OffForm,
+    form: UntouchedForm,
     family: int,
     kept: Iterable[tuple[Atom, Atom, int]],
     constant: Iterable[tuple[Atom, Leaf, int]],
@@ -435,7 +435,7 @@ def changes(
 
     Args:
       scope: The outermost block.
-      form: Their off-row form.
+      form: Their untouched form.
       family: The family.
       kept: (old, new, axis) of what they keep, at the routed rows.
       constant: (new, constant, axis) of what is constant off the touched rows.
@@ -461,7 +461,7 @@ def changes(
 def sweep(
     scope: Scope,
     family: int,
-    updates: Mapping[int, tuple[Atom, Off | None]],
+    updates: Mapping[int, tuple[Atom, UntouchedValue | None]],
     exceeded: Atom | None,
     first: Sequence[Atom],
 ) -> dict[int, Atom]:
@@ -476,9 +476,9 @@ def sweep(
     """
     space, inputs = scope.lifting.spaces[family], scope.lifting.inputs
     axes = space.row_axes
-    form = OffForm.of(scope, family, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
+    form = UntouchedForm.of(scope, family, [(a, axes[k]) for k, (a, _) in updates.items()], tuple(updates))
     rows = {k: scope.at_rows(atom, axes[k], family) for k, (atom, _) in updates.items()}
-    constants = {k: off.value for k, (_, off) in updates.items() if isinstance(off, Const)}
+    constants = {k: untouched.value for k, (_, untouched) in updates.items() if isinstance(untouched, Const)}
     old = {k: scope.at_rows(scope.block.inputs[k], axes[k], family) for k in updates if k not in constants}
     kept = [(old[k], rows[k], axes[k]) for k in old]
     constant = [(rows[k], value, axes[k]) for k, value in constants.items()]
@@ -515,11 +515,13 @@ class Exact:
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns a densified value, swept if need be."""
-        if scope.lifting.moves_alone(row.family) or not isinstance(row.off, Const):
+        if scope.lifting.moves_alone(row.family) or not isinstance(row.untouched, Const):
             return dense
         rows = scope.at_rows(atom, row.axis, row.family)
         equation = scope.producers.get(atom)
-        value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation, is_reduced=False)
+        value = RowValue(
+            rows, row.axis, row.family, row.untouched.value, ((atom, row.axis),), equation, is_reduced=False
+        )
         form, needed = self._form(scope, value)
         if form is None or needed is None:
             return dense
@@ -550,16 +552,16 @@ class Exact:
         """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
         return scope.lifting.moves_alone(family) or self.outcomes().keeps_zero(sources)
 
-    def _axes(self, scope: Scope, form: OffForm, family: int) -> tuple[int, ...]:
+    def _axes(self, scope: Scope, form: UntouchedForm, family: int) -> tuple[int, ...]:
         axes = scope.lifting.spaces[family].row_axes
         return tuple(axes[k] for k in form.leaves)
 
-    def _leaves(self, scope: Scope, form: OffForm) -> list[Atom]:
+    def _leaves(self, scope: Scope, form: UntouchedForm) -> list[Atom]:
         return [scope.take(scope.lifting.inputs[k], scope.around[-1]) for k in form.leaves]
 
-    def _form(self, scope: Scope, value: RowValue) -> tuple[OffForm | None, Var | None]:
-        """Returns the off-row form of a value, and whether untouched rows differ from its constant; None if they never
-        do, or if the padding row tells what all of them are.
+    def _form(self, scope: Scope, value: RowValue) -> tuple[UntouchedForm | None, Var | None]:
+        """Returns a value's untouched form, and whether untouched rows differ from its constant; None if they never do,
+        or if the padding row tells what all of them are.
 
         Raises:
           NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
@@ -571,7 +573,7 @@ class Exact:
         is_deferred = planned.table.log_steps > 0
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
-        form = OffForm.of(scope, family, value.sources, product=value.product)
+        form = UntouchedForm.of(scope, family, value.sources, product=value.product)
         if is_deferred and (form.leaves or planned.layout is not None):  # a round is of one row, of one device
             if self._outcome(value).may_differ:
                 raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
@@ -662,8 +664,12 @@ def _is_finite(scope: Scope, atom: Atom) -> bool:
     if made is not None and made.op == "convert_element_type" and made.inputs[0].dtype == bool:
         return True
     value = scope.lifting.facts.value(atom)
-    off = value.off if isinstance(value, Free) else None
-    return isinstance(off, Const) and bool(np.all(np.isfinite(np.asarray(off.value)))) and _is_literal(scope, atom)
+    untouched = value.untouched if isinstance(value, Free) else None
+    return (
+        isinstance(untouched, Const)
+        and bool(np.all(np.isfinite(np.asarray(untouched.value))))
+        and _is_literal(scope, atom)
+    )
 
 
 def _unspread(scope: Scope, atom: Atom) -> Atom:

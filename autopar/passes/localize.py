@@ -21,9 +21,9 @@ from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, keeps_partial, place_spread, resized_params
 from autopar.analysis.rules import ALIGNED
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import PARTIAL, LocalFacts, NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localizing.local_forms import Forms, Shared, joined
@@ -31,7 +31,7 @@ from autopar.passes.localizing.local_rows import LOCAL_ROW_OPS
 
 
 def localize(
-    program: Program, bound: BoundPlan, *, examples: bool = True, between: bool = False
+    program: Program, bound: ProgramPlan, *, examples: bool = True, between: bool = False
 ) -> tuple[Program, str]:
     """Returns the program of each device, with `local` facts.
 
@@ -67,7 +67,7 @@ def localize(
     return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {shared.devices} devices"
 
 
-def _is_owned(program: Program, bound: BoundPlan, k: int) -> bool:
+def _is_owned(program: Program, bound: ProgramPlan, k: int) -> bool:
     planned = {f.family for f in bound.families if f.layout is not None}
     space = program.facts.space_of(k)
     is_entry = program.inputs[k].entry_axis is not None

@@ -15,8 +15,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import ZeroWriter
 
@@ -24,7 +24,7 @@ from autopar.ir.writer import ZeroWriter
 _ADDING = ("ap.aggregate", "ap.push")
 
 
-def merge_pushes(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def merge_pushes(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the lifted program with as few exchanges of gradients as its sums allow."""
     if not bound.families:
         return program, "nothing is lifted"

@@ -34,9 +34,9 @@ from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED, place_axes
 from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
 from autopar.analysis.work import flops, products
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import OncePerRow
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand
@@ -50,7 +50,7 @@ _GATHERS = frozenset({"ap.lookup", "gather"})
 _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
-def once_per_row(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def once_per_row(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program of one device with what depends on single rows computed once for each.
 
     Args:

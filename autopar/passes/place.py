@@ -10,13 +10,13 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from autopar.analysis.rules import ALIGNED
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer
 
 
-def place(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def place(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program with `replicate` and `spread` where shards are used (`Plan.shards`)."""
     if not bound.shards:
         return program, "no dense parameter is spread"

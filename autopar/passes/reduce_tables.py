@@ -21,11 +21,11 @@ import numpy as np
 from autopar.analysis.batch_rules import SUMMED
 from autopar.analysis.local import REDUCES, place_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import NotLocal
 from autopar.ir.operations import OPERATIONS, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Output, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.ir.writer import Writer
@@ -248,7 +248,7 @@ _COUNT = (
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 
 
-def reduce_tables(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program with its reads of whole tables on hosts as `reduce_table` equations.
 
     Raises:

@@ -11,10 +11,10 @@ from autopar.analysis.flow import dependent
 from autopar.analysis.local import keeps_partial
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced, center_shares
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.examples import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Row, Same
 from autopar.ir.sync_plan import SyncPlan
 from autopar.passes.analyze_batch import analyze_batch
@@ -23,14 +23,14 @@ from autopar.sync import Elastic, Replicated
 
 def replicate(
     program: Program,
-    bound: BoundPlan,
+    bound: ProgramPlan,
     sync: Replicated,
     clients: int,
     batch_axis: BatchAxis,
     earlier: Plan | None = None,
     servers: int = 1,
     server_ranks: Sequence[int] = (),
-) -> tuple[BoundPlan, str]:
+) -> tuple[ProgramPlan, str]:
     """Puts a `SyncPlan` into the plan.
 
     Args:
@@ -124,7 +124,9 @@ def check_replicas(earlier: Plan | None, name: str, old: object, new: object) ->
         )
 
 
-def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatches: int) -> Iterator[tuple[int, int]]:
+def _touched(
+    program: Program, bound: ProgramPlan, leaves: Sequence[int], minibatches: int
+) -> Iterator[tuple[int, int]]:
     """Yields tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
     for k in leaves:
         space = program.facts.space_of(k)
@@ -132,7 +134,7 @@ def _touched(program: Program, bound: BoundPlan, leaves: Sequence[int], minibatc
         if space is None or family is None or family.table.log_steps:
             continue
         new = program.facts.value(program.block.outputs[program.new_states[k]])
-        if isinstance(new, Row) and isinstance(new.off, Same) and new.off.leaf == k:
+        if isinstance(new, Row) and isinstance(new.untouched, Same) and new.untouched.leaf == k:
             count = min(space.extent, minibatches * program.ids[space.family].count)
             yield k, count * (program.block.inputs[k].type.nbytes // space.extent)
 

@@ -13,12 +13,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.values import Numbering, atom_key, block_key
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import Replay, flushes
 from autopar.ir.program import Atom, Block, Equation, Output, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 
 
-def share_logs(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def share_logs(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the lifted program with as few update logs as there are different ones."""
     logs = _logs(program)
     if not logs:

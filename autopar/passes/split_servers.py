@@ -20,8 +20,8 @@ from autopar.analysis.interpreter import union
 from autopar.analysis.rules import ALIGNED
 from autopar.errors import StrategyError
 from autopar.ir.balance import balanced_pieces
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import Piece, ServedStep, ServerPart
 from autopar.ir.slicing import free_values, nearest_line, needed_equations
 from autopar.ir.sync_plan import ServedPlan, ServerPlan
@@ -401,7 +401,7 @@ def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]
 
 
 def served_plan(
-    program: Program, bound: BoundPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int] = ()
+    program: Program, bound: ProgramPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int] = ()
 ) -> ServedPlan:
     """Returns what is decided of a step that `split_servers` has cut, as the plan has it. `ranks`: of the servers that
     are processes of their own."""

@@ -20,10 +20,10 @@ from autopar import jax_compat
 from autopar.analysis.flow import dependent
 from autopar.analysis.work import PRODUCTS
 from autopar.errors import StrategyError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import clone, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -42,7 +42,7 @@ _OF_IDS = ("ap.row_ids", "ap.route")
 
 
 def split_update(
-    program: Program, bound: BoundPlan, *, own_statistics: bool = False, option: str = "pipeline="
+    program: Program, bound: ProgramPlan, *, own_statistics: bool = False, option: str = "pipeline="
 ) -> tuple[Program, str]:
     """Returns the program with an `ap.microbatches` equation in place of what works on examples.
 
@@ -70,7 +70,7 @@ def split_update(
         raise StrategyError(f"{what}: {program.name} {wrong}: {error}. {remedy}") from error
 
 
-def _split(program: Program, bound: BoundPlan, count: int, own_statistics: bool) -> tuple[Program, str]:
+def _split(program: Program, bound: ProgramPlan, count: int, own_statistics: bool) -> tuple[Program, str]:
     walk = _Microbatch(_shared(program, bound, count), program)
     axes = _axes(program, bound)
     inputs: list[State] = [None if axis is None else Spread(axis) for axis in axes]
@@ -168,7 +168,7 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
         raise NotLocal("nothing in it works on single examples")
 
 
-def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
+def _shared(program: Program, bound: ProgramPlan, count: int) -> Shared:
     families = tuple(
         dataclasses.replace(f, bounds=dataclasses.replace(f.bounds, layout=None, requested=None))
         for f in bound.families
@@ -177,7 +177,7 @@ def _shared(program: Program, bound: BoundPlan, count: int) -> Shared:
     return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
 
 
-def _axes(program: Program, bound: BoundPlan) -> list[int | None]:
+def _axes(program: Program, bound: ProgramPlan) -> list[int | None]:
     rows = {k for space in program.facts.spaces for k in space.leaves if bound.family(space.family) is not None}
     axes = [None if k in rows or k in bound.shards else axis for k, axis in enumerate(bound.placements)]
     axes += [None] * (len(program.block.inputs) - len(axes))

@@ -20,8 +20,8 @@ from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import growth_of, id_reader, rows_together
 from autopar.passes.choosing.capacity import device_ids
 from autopar.planning.plan import on_devices
-from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, unwrapped
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 
 
@@ -177,7 +177,7 @@ class _Reader:
         self.workers = 0
         self._step, self._spread = step, workers
         self._own: dict[ParallelStep, ParallelStep] = {}
-        self._readers: dict[Entry, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
+        self._readers: dict[PlannedStep, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
 
     def read(self, args: Sequence[Pytree], number: int) -> None:
         """Reads the rows of one call, the `number`th."""
@@ -185,18 +185,18 @@ class _Reader:
         own = self._own.setdefault(pure, on_devices(pure, self._spread))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RecompileWarning)  # nothing is compiled
-            entry = own.entry(*arrays, **named)
+            planned = own.planned_for(*arrays, **named)
         leaves = own.leaves(arrays, named)
-        program = entry.compiled.analysed
-        is_spread = not entry.compiled.bound.uneven and any(v in program.batch for v in program.block.inputs)
+        program = planned.compiled.analysed
+        is_spread = not planned.compiled.bound.uneven and any(v in program.batch for v in program.block.inputs)
         if self._spread > 1 and not is_spread:
             raise ArgumentsError(
                 f"batch {number} of measure_alpha isn't spread over {self._spread} workers: its examples must be a "
                 "multiple of them"
             )
-        if entry not in self._readers:
-            self._readers[entry] = list(_readers(program))
-        for space, ids, run in self._readers[entry]:
+        if planned not in self._readers:
+            self._readers[planned] = list(_readers(program))
+        for space, ids, run in self._readers[planned]:
             flat = run(leaves)
             if flat is None:
                 raise self._unknown(program, space, number)

@@ -41,9 +41,9 @@ from autopar.measure.machine import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.planning.predictions import predict_method
 from autopar.run.asynchronous import AsynchronousRunner
-from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.pipeline import PipelineRunner
+from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import StageExecutor
 
 #: Collectives that a plan's exchanges are made of, and those that XLA has besides.
@@ -140,20 +140,20 @@ def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
     if not args and not kwargs:
         raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "check")
-    entry = pure.entry(*arrays, **named)
-    sent = entry.way.sends(entry, step.name)
+    planned = pure.planned_for(*arrays, **named)
+    sent = planned.way.sends(planned, step.name)
     if sent is not None:
         return sent
-    untimed = replace(entry, machine=NOWHERE)
+    untimed = replace(planned, machine=NOWHERE)
     made = plan_of(untimed, step.name, None)
-    collectives = read_collectives(entry.runner.lower().compile().as_text())
-    program = entry.compiled.program
+    collectives = read_collectives(planned.runner.lower().compile().as_text())
+    program = planned.compiled.program
     own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
-    if made.tensor is None or entry.devices is None:
+    if made.tensor is None or planned.devices is None:
         return compare_collectives(made, collectives, own)
-    divided = [c for c in collectives if _is_divided(c, entry.devices)]
+    divided = [c for c in collectives if _is_divided(c, planned.devices)]
     rest = compare_collectives(made, [c for c in collectives if c not in divided], own)
-    return Check(step.name, entry.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
+    return Check(step.name, planned.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
 
 
 def _is_divided(collective: Collective, devices: Devices) -> bool:
@@ -182,9 +182,9 @@ def _all_sent(collectives: Sequence[Collective], devices: int, times: int = 1) -
     return times * sum(sent for sent, _ in counts), times * sum(arrays for _, arrays in counts)
 
 
-def compare_pipeline(entry: Entry, step: str) -> Check:
+def compare_pipeline(planned: PlannedStep, step: str) -> Check:
     """Compares what a pipeline's devices send each other, and within its stages, with the plan. `step`: its name."""
-    runner, plan = entry.runner, entry.compiled.plan.pipeline
+    runner, plan = planned.runner, planned.compiled.plan.pipeline
     assert isinstance(runner, (PipelineRunner, AsynchronousRunner)) and plan is not None, "there are stages"
     made = compare_sends(step, plan, runner.timeline)
     return replace(made, rows=(*made.rows, *_compare_stages(plan, runner.executor)))

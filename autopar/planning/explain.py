@@ -37,8 +37,8 @@ from autopar.planning.notes import (
 from autopar.planning.plan import elsewhere, plan_of
 from autopar.planning.predictions import predict
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
-from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
+from autopar.run.planned_step import PlannedStep
 from autopar.run.slow_plans import gathered_bytes, undivided
 
 #: Lines for tables, and for dense leaves, if their plans don't need more.
@@ -71,7 +71,7 @@ def explain(
     require_step(step, "explain")
     if args or kwargs:
         pure, arrays, named = unwrapped(step, args, kwargs, "explain")
-        entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
+        planned = (pure if cluster is None else elsewhere(pure, cluster)).planned_for(*arrays, **named)
         leaves: Sequence[Leaf] | None = pure.leaves(arrays, named)
     else:
         latest = step.latest
@@ -79,51 +79,51 @@ def explain(
             raise ArgumentsError(f"{step.name} hasn't been called yet: explain(step, state, batch)")
         if cluster is not None:
             raise ArgumentsError("a cluster takes a step's arguments as well: explain(step, state, batch, cluster=...)")
-        entry, leaves = latest, latest.example
-    return _explain(entry, leaves, step.name, cluster, verbose)
+        planned, leaves = latest, latest.example
+    return _explain(planned, leaves, step.name, cluster, verbose)
 
 
 def _explain(
-    entry: Entry, leaves: Sequence[Leaf] | None, name: str, cluster: ClusterSpec | None, verbose: bool
+    planned: PlannedStep, leaves: Sequence[Leaf] | None, name: str, cluster: ClusterSpec | None, verbose: bool
 ) -> Explanation:
-    program, plan = entry.compiled.analysed, entry.compiled.plan
-    rows = [_table_row(entry, space, k, leaves) for space in program.facts.spaces for k in space.tables]
+    program, plan = planned.compiled.analysed, planned.compiled.plan
+    rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
-    passes = tuple((r.name, r.note, r.seconds) for r in entry.compiled.records)
-    there = emission_notes(entry, verbose)
+    passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
+    there = emission_notes(planned, verbose)
     if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
-        there = predicted_note(predict(plan_of(entry, name, leaves, cluster))), *there
-    bound = entry.compiled.bound
+        there = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *there
+    bound = planned.compiled.bound
     if bound.uneven:
         k, axis = next(iter(bound.uneven.items()))
         size = program.block.inputs[k].shape[axis]
         each = f"each has {-(-size // plan.devices)} or fewer, padded and masked"
         there += (f"{plan.devices} devices don't divide the batch ({size}): {each}.",)
-    if examples := undivided(entry):
+    if examples := undivided(planned):
         there += (f"All devices do the same: {plan.devices} devices don't divide the batch ({examples}).",)
-    if gathered := gathered_bytes(entry):
+    if gathered := gathered_bytes(planned):
         each = f"each of {plan.devices} sends {format_bytes(gathered * (plan.devices - 1) // plan.devices)}"
         there += (f"Results by example, {format_bytes(gathered)}, come whole to every process: {each} (results=).",)
     return Explanation(
         name,
         tuple(rows),
         passes,
-        entry.trace_s,
+        planned.trace_s,
         plan.sparse,
         devices=plan.devices,
         updates=any(input_.role == "state" for input_ in program.inputs),
-        processes=1 if entry.devices is None else len(entry.devices.processes.members),
-        hosted=hosted_text(entry, leaves) if plan.on_hosts else "",
+        processes=1 if planned.devices is None else len(planned.devices.processes.members),
+        hosted=hosted_text(planned, leaves) if plan.on_hosts else "",
         notes=(
             *replica_notes(plan),
             *server_notes(plan),
-            *memory_notes(entry, cluster),
+            *memory_notes(planned, cluster),
             *tensor_notes(plan),
             *there,
-            *entry.notes,
+            *planned.notes,
         ),
         pipeline=plan.pipeline,
-        tensor=entry.options.tensor,
+        tensor=planned.options.tensor,
         microbatches=plan.microbatches,
         verbose=verbose,
     )
@@ -143,9 +143,9 @@ def _divided(plan: Plan, path: str, action: str, touched: int) -> tuple[str, int
     return "tensor", touched // plan.tensor.devices
 
 
-def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Leaf] | None) -> ExplainedLeaf:
+def _table_row(planned: PlannedStep, space: RowSpace, k: int, leaves: Sequence[Leaf] | None) -> ExplainedLeaf:
     """Returns a table's row; the family's slots, and what is exchanged, are counted with its first table."""
-    program, bound, plan = entry.compiled.analysed, entry.compiled.bound, entry.compiled.plan
+    program, bound, plan = planned.compiled.analysed, planned.compiled.bound, planned.compiled.plan
     devices = plan.devices
     table, first = bound.plan.table(program.inputs[k].path), k == space.tables[0]
     nbytes = program.block.inputs[k].type.nbytes
@@ -154,31 +154,31 @@ def _table_row(entry: Entry, space: RowSpace, k: int, leaves: Sequence[Leaf] | N
     is_read = program.inputs[k].role == "table"
     dense = size if is_read else touched_bytes(table_bytes=nbytes, family_bytes=size)
     alpha = batch_alpha(program, space, leaves, devices) if space.accesses else None
-    action, planned, deferred = "dense", dense, ""
+    action, kept, deferred = "dense", dense, ""
     if table.lifted:
         action = "sparse, lazy" if bound.plan.sparse == "lazy" else "sparse"
-        planned = int(dense * alpha.share) if alpha else dense
+        kept = int(dense * alpha.share) if alpha else dense
     if k in bound.shards:
-        action, planned = "dense, in shards", dense // devices
-    action, planned = _divided(plan, table.path, action, planned)
+        action, kept = "dense, in shards", dense // devices
+    action, kept = _divided(plan, table.path, action, kept)
     if table.log_steps:
         action += ", others deferred"
-        deferred = f"{format_bytes(_log_bytes(entry, space.family))} for what they missed"
+        deferred = f"{format_bytes(_log_bytes(planned, space.family))} for what they missed"
     if table.pulled:
         action = "pulled whole, ps on hosts"
     elif table.where == "hosts":
         action += ", ps on hosts"
     elif (table.sent or is_read) and table.lifted:
         action += f", {table.method}"
-    row = ExplainedLeaf(table, size, len(slots), alpha, action, dense, planned, deferred)
+    row = ExplainedLeaf(table, size, len(slots), alpha, action, dense, kept, deferred)
     if not first:
         return row
     paper = table_3(b=nbytes, n=devices, alpha=alpha.local_share) if table.sent and alpha and not table.pulled else {}
     return dataclasses.replace(row, sent=table.sent, seconds=table.seconds, table_3=paper)
 
 
-def _log_bytes(entry: Entry, family: int) -> int:
-    program = entry.compiled.program
+def _log_bytes(planned: PlannedStep, family: int) -> int:
+    program = planned.compiled.program
     lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
     return sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead))

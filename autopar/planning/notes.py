@@ -19,7 +19,7 @@ from autopar.jax_types import Leaf
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
 from autopar.planning.text import LIST, Column, Columns, fold_paths
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope
 
 #: Lines that are listed where not all are asked for.
@@ -28,10 +28,10 @@ _SHOWN = 8
 _WEIGHTS = 4
 
 
-def emission_notes(entry: Entry, verbose: bool) -> tuple[str, ...]:
+def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
     """Tells which examples' values every device has whole; `verbose`: all."""
-    local = entry.compiled.program.local
-    if local is None or entry.compiled.plan.on_hosts:
+    local = planned.compiled.program.local
+    if local is None or planned.compiled.plan.on_hosts:
         return ()
     found = [g for g in local.gathered if g.op]
     if not found:
@@ -78,10 +78,10 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
     return f"Products that {plan.tensor.devices} devices can divide:", *lines
 
 
-def memory_notes(entry: Entry, cluster: ClusterSpec | None) -> tuple[str, ...]:
+def memory_notes(planned: PlannedStep, cluster: ClusterSpec | None) -> tuple[str, ...]:
     """Tells for which machines it is planned, if not for those here, and whether the state fits their devices."""
-    program, plan, options = entry.compiled.analysed, entry.compiled.bound, entry.options
-    memory = entry.machine.memory_bytes
+    program, plan, options = planned.compiled.analysed, planned.compiled.bound, planned.options
+    memory = planned.machine.memory_bytes
     if plan.plan.pipeline is not None:  # which says what each device holds
         return () if cluster is None else (f"Planned for {cluster}; times are predicted from its figures.",)
     shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
@@ -112,16 +112,16 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
     return f"{shortage.machines(cluster.devices)} machines of {cluster.devices} are enough"
 
 
-def hosted_text(entry: Entry, leaves: Sequence[Leaf] | None) -> str:
+def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
     """Tells what is done between ranks, and for distinct rows by each of their devices."""
-    plan = entry.compiled.plan
+    plan = planned.compiled.plan
     why = plan.reduction_reason
     text = {
         "mpi": f"Dense gradients are reduced by MPI, between programs: {why}",
         "psum": f"Dense gradients are reduced by psum, within the programs of all ranks' devices: {why}",
         "": f"Nothing is reduced: {why}",
     }[plan.reduction_backend]
-    once = once_per_row_of(entry, leaves)
+    once = once_per_row_of(planned, leaves)
     if once is not None:
         text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
     return f"{text}.\nStages: {', '.join(plan.stages)}."

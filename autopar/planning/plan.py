@@ -39,8 +39,8 @@ from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.choosing.capacity import device_ids
-from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, require_step, unwrapped
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 
 if TYPE_CHECKING:  # whose own steps are planned here
@@ -68,8 +68,8 @@ def plan(
     if not args and not kwargs:
         raise ArgumentsError(f"plan takes a step's arguments as well: plan({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "plan")
-    entry = (pure if cluster is None else elsewhere(pure, cluster)).entry(*arrays, **named)
-    return plan_of(entry, step.name, pure.leaves(arrays, named), cluster, alphas)
+    planned = (pure if cluster is None else elsewhere(pure, cluster)).planned_for(*arrays, **named)
+    return plan_of(planned, step.name, pure.leaves(arrays, named), cluster, alphas)
 
 
 def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
@@ -126,17 +126,17 @@ def on_devices(
 
 
 def plan_of(
-    entry: Entry,
+    planned: PlannedStep,
     name: str,
     leaves: Sequence[Leaf] | None,
     cluster: ClusterSpec | None = None,
     alphas: Alphas | None = None,
 ) -> Plan:
-    """Makes the plan of an entry; `leaves` are flat arguments, by which alpha is measured."""
-    program, made = entry.compiled.analysed, entry.compiled.plan
+    """Makes the plan of a planned step; `leaves` are flat arguments, by which alpha is measured."""
+    program, made = planned.compiled.analysed, planned.compiled.plan
     decided = {t.path: t for t in made.tables}
     # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
-    measure = entry.machine.step_rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
+    measure = planned.machine.step_rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
     least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
@@ -147,11 +147,11 @@ def plan_of(
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             alpha, growth = _touched(program, space, leaves, made.devices, seen)
             changed = dataclasses.replace(decided[path], alpha=alpha, growth=growth)
-            terms = _earlier_terms(entry, changed)
+            terms = _earlier_terms(planned, changed)
             if rates is not None:
                 terms = with_bounds(_terms(changed, rates, hosts), _terms(changed, least, hosts.bound))
             tables.append(dataclasses.replace(changed, terms=terms))
-    fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(entry, leaves)}
+    fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(planned, leaves)}
     changed = dataclasses.replace(made, **fields)
     if rates is None:
         return changed
@@ -163,17 +163,17 @@ def plan_of(
     return dataclasses.replace(changed, parts=parts)
 
 
-def _work(entry: Entry, leaves: Sequence[Leaf] | None) -> Work:
+def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
     """Counts what the step computes; of devices' own programs with the sums that these have, which stand after loops.
     Those of tables that are trained whole aren't among them (`dense_load`)."""
-    work, facts = count_work(entry.compiled.analysed), entry.compiled.program.local
-    once = once_per_row_of(entry, leaves)
+    work, facts = count_work(planned.compiled.analysed), planned.compiled.program.local
+    once = once_per_row_of(planned, leaves)
     if once is not None:
         work = dataclasses.replace(work, examples=work.examples * once.share, moved_bytes=work.moved_bytes * once.share)
     if facts is None:
         return work
     sums = Counter(int(getattr(r.type, "nbytes", 0)) for r in facts.reductions)
-    sums -= Counter(size for size, _ in _trained_whole(entry.compiled.plan))
+    sums -= Counter(size for size, _ in _trained_whole(planned.compiled.plan))
     return dataclasses.replace(work, sums=tuple(sorted(sums.items())))
 
 
@@ -227,22 +227,22 @@ def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tup
     return step_terms(rates, table.sizes)
 
 
-def _earlier_terms(entry: Entry, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:
+def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:
     """Returns what the plan says that the step is run by, if it is of these sizes, on devices."""
-    if table.sizes is None or table.where == "hosts" or entry.options.plan is None:
+    if table.sizes is None or table.where == "hosts" or planned.options.plan is None:
         return {}
-    earlier = entry.options.plan.table(table.path)
+    earlier = planned.options.plan.table(table.path)
     return earlier.terms if earlier.sizes == table.sizes else {}
 
 
-def once_per_row_of(entry: Entry, leaves: Sequence[Leaf] | None) -> OncePerRow | None:
+def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> OncePerRow | None:
     """Returns what a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
 
     Args:
-      entry: Of any step.
+      planned: Of any step.
       leaves: Its flat arguments, or those that ids depend on.
     """
-    program, bound = entry.compiled.analysed, entry.compiled.bound
+    program, bound = planned.compiled.analysed, planned.compiled.bound
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.facts.spaces:
         family = bound.family(space.family)
@@ -259,7 +259,7 @@ def once_per_row_of(entry: Entry, leaves: Sequence[Leaf] | None) -> OncePerRow |
         )
     if not sizes:
         return None
-    return follow(program, bound.with_sizes(sizes), entry.way).once_per_row
+    return follow(program, bound.with_sizes(sizes), planned.way).once_per_row
 
 
 def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:

@@ -21,7 +21,7 @@ from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.run.asynchronous import AsynchronousRunner
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import CompiledProgram, joined, stage_executables
 from autopar.tables.kinds import copied, materialize
 
@@ -170,12 +170,12 @@ def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[
     return found
 
 
-def compare_replay(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
+def compare_replay(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares a run, drained at its end, with its replay, by `replayed`. Arguments as of `Way.replayed`."""
-    program, runner = entry.compiled.analysed, entry.runner
+    program, runner = planned.compiled.analysed, planned.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
-    step = known(entry.compiled.program.staged)
-    pipeline = entry.compiled.plan.pipeline
+    step = known(planned.compiled.program.staged)
+    pipeline = planned.compiled.plan.pipeline
     assert pipeline is not None, "a step without a flush has stages"
     first = [copied(materialize(leaf)) for leaf in leaves]
     expected = replay_minibatches(step, program.new_states, [first] * steps, tensor=pipeline.tensor)

@@ -25,9 +25,9 @@ from autopar.ir.ring import Ring
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.protocols import Compute, Send
-from autopar.run.entry import Entry
 from autopar.run.exchanges import RingEnd
 from autopar.run.means import MeansRunner
+from autopar.run.planned_step import PlannedStep
 from autopar.run.replicas import Weights, fragments_of
 from autopar.run.runner import Runner
 from autopar.run.step import ParallelStep
@@ -88,7 +88,7 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
         return
     if not isinstance(first, Sequence) or not first:
         raise ArgumentsError("replay takes for each step a list of minibatches, one for each client")
-    entry = _among(step, len(first)).entry(state, first[0])
+    planned = _among(step, len(first)).planned_for(state, first[0])
 
     def calls() -> Iterator[list[list[Leaf]]]:
         for k, batches in enumerate(itertools.chain([first], coming)):
@@ -96,10 +96,10 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
                 raise ArgumentsError(f"replay: step {k} has {len(batches)} minibatches, the first one had {len(first)}")
             yield [step.leaves((state, batch), {}) for batch in batches]
 
-    runner = dataclasses.replace(entry, clients=step.clients).runner
+    runner = dataclasses.replace(planned, clients=step.clients).runner
     assert isinstance(runner, MeansRunner), "clients have means"
-    for results in replay_replicas(entry.compiled.analysed, runner, calls()):
-        yield [entry.out_tree.unflatten(own) for own in results]
+    for results in replay_replicas(planned.compiled.analysed, runner, calls()):
+        yield [planned.out_tree.unflatten(own) for own in results]
 
 
 def _among(step: ParallelStep, clients: int, servers: int | None = None) -> ParallelStep:
@@ -229,16 +229,16 @@ def replay_timeline(
     first = next((own[0] for own in minibatches if own), None)
     if first is None:
         raise ArgumentsError("replay_timeline was given no minibatches")
-    entry = _among(step, timeline.workers, len(timeline.events)).entry(state, first)
+    planned = _among(step, timeline.workers, len(timeline.events)).planned_for(state, first)
     start = step.leaves((materialize(state), first), {})
     calls = [[step.leaves((state, batch), {}) for batch in own] for own in minibatches]
-    leaves, done = entry.way.followed(entry, start, calls, timeline, step.clients)
+    leaves, done = planned.way.followed(planned, start, calls, timeline, step.clients)
     made = jax.tree.unflatten(jax.tree.structure((state, first)), leaves)[0]
-    return made, [[entry.out_tree.unflatten(own) for own in each] for each in done]
+    return made, [[planned.out_tree.unflatten(own) for own in each] for each in done]
 
 
 def replay_served(
-    entry: Entry,
+    planned: PlannedStep,
     start: Sequence[Leaf],
     calls: Sequence[Sequence[Sequence[Leaf]]],
     timeline: Timeline,
@@ -258,7 +258,7 @@ def replay_served(
             f"replay_timeline was given {[len(own) for own in calls]} minibatches of {len(calls)} workers, and the "
             f"timeline has steps {counts}"
         )
-    program = entry.compiled.analysed
+    program = planned.compiled.analysed
     if len(programs.servers) != len(timeline.events):
         raise TimelineError(f"{program.name} has {len(programs.servers)} servers at most, not {len(timeline.events)}")
     job = Job(programs, start, timeline.workers, None)
@@ -269,13 +269,17 @@ def replay_served(
 
 
 def replay_center(
-    sync: Elastic, entry: Entry, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
+    sync: Elastic,
+    planned: PlannedStep,
+    start: Sequence[Leaf],
+    calls: Sequence[Sequence[Sequence[Leaf]]],
+    timeline: Timeline,
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Does what a timeline says of a centre.
 
     Args:
       sync: How it moves.
-      entry: The step at these shapes.
+      planned: The step at these shapes.
       start: A call's flat arguments; of these the state.
       calls: For each client its calls' flat arguments; those of the state aren't read.
       timeline: All exchanges.
@@ -286,51 +290,51 @@ def replay_center(
     Raises:
       TimelineError: a message comes before its client can have sent it, or the clients have others.
     """
-    weights, servers = _weights(entry, start), len(timeline.events)
+    weights, servers = _weights(planned, start), len(timeline.events)
     parts = CenterParts(weights, servers)
     if parts.count != servers:
-        name = entry.compiled.analysed.name
+        name = planned.compiled.analysed.name
         raise TimelineError(f"{name} has {parts.count} servers at most, not {servers}")
     own = [dict(enumerate(parts.of(n, weights))) for n in range(servers)]
     centers = [Center(leaves, sync.alpha, timeline.workers) for leaves in own]
-    clients = _run(entry, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
+    clients = _run(planned, start, calls, [CenterEnd(parts, sync.interval) for _ in calls], centers, timeline)
     centre = parts.joined([[*center.leaves.values()] for center in centers])
     return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
 
 
 def replay_ring(
-    entry: Entry, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
+    planned: PlannedStep, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
     """Does what a timeline says of a ring. Arguments, results and errors as of `replay_center`."""
-    weights, count, plan = _weights(entry, start), timeline.workers, entry.compiled.plan.sync
+    weights, count, plan = _weights(planned, start), timeline.workers, planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
-    passives, rows = Ring(count).passives, TouchedRows(entry.compiled, plan)
+    passives, rows = Ring(count).passives, TouchedRows(planned.compiled, plan)
     if len(passives) != len(timeline.events) or not timeline.ring:
         raise TimelineError(f"the timeline isn't of a ring of {count} clients")
     ends = [RingEnd([*weights], rows, count, c, equal=True) for c in range(count)]
     neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
-    clients = _run(entry, start, calls, ends, neighbors, timeline)
+    clients = _run(planned, start, calls, ends, neighbors, timeline)
     for c, neighbor in zip(passives, neighbors, strict=True):  # what came behind its last step
         clients[c].leaves |= dict(zip(weights, neighbor.leaves.values(), strict=True))
     return _ended(start, clients, {})
 
 
-def _weights(entry: Entry, start: Sequence[Leaf]) -> dict[int, Array]:
-    plan = entry.compiled.plan.sync
+def _weights(planned: PlannedStep, start: Sequence[Leaf]) -> dict[int, Array]:
+    plan = planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
-    fragments = fragments_of(plan, entry.compiled.analysed)
+    fragments = fragments_of(plan, planned.compiled.analysed)
     return {k: jnp.asarray(materialize(start[k])) for some in fragments for k in some}
 
 
 def _run(
-    entry: Entry,
+    planned: PlannedStep,
     start: Sequence[Leaf],
     calls: Sequence[Sequence[Sequence[Leaf]]],
     ends: Sequence[End],
     servers: Sequence[Center],
     timeline: Timeline,
 ) -> list[_Client]:
-    runner, states, recorded = entry.own_runner, entry.compiled.analysed.new_states, Recorded(timeline)
+    runner, states, recorded = planned.own_runner, planned.compiled.analysed.new_states, Recorded(timeline)
     clients = [_Client(runner, states, start, own, end) for own, end in zip(calls, ends, strict=True)]
     run_clients([client.steps(c) for c, client in enumerate(clients)], servers, recorded)
     recorded.check_done()
@@ -385,12 +389,12 @@ def _ended(
     return made, [client.results for client in clients]
 
 
-def compare_replicas(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
+def compare_replicas(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares a run of clients that average all at once with its replay, by `replayed`. Collective.
 
     Replicas begin from the mean of what clients are given. Arguments as of `Way.replayed`.
     """
-    program, runner = entry.compiled.analysed, entry.runner
+    program, runner = planned.compiled.analysed, planned.runner
     assert isinstance(runner, MeansRunner), "clients have means"
     first = average(list(leaves))
     *_, last = replay_replicas(program, runner, [_calls_of_all(runner.clients, program, first)] * steps)
@@ -398,18 +402,18 @@ def compare_replicas(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verifi
     return _compared(runner.clients, program, [[pair] for pair in pairs], steps, _MEANS)
 
 
-def compare_served(entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
+def compare_served(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
     """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
 
     Servers begin with the state once all pushes are applied. Arguments as of `Way.replayed`.
     """
-    program, clients, runner = entry.compiled.analysed, entry.clients, entry.runner
+    program, clients, runner = planned.compiled.analysed, planned.clients, planned.runner
     assert clients is not None, "processes are workers"
     first = average(list(leaves))
     calls = [[own] * steps for own in _calls_of_all(clients, program, first)]
     found = _run_steps(runner, program, first, steps)
     done, now = timeline([found[out] for out in program.new_states.values()]), average(found)
-    made, results = entry.way.followed(entry, first, calls, done, clients)
+    made, results = planned.way.followed(planned, first, calls, done, clients)
     pairs = [[pair] for pair in zip(results[clients.own][-1], found, strict=True)]
     for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
         pairs[out] = [*(pair for pair in pairs[out] if pair[0] is not None), (made[k], now[out])]
@@ -461,9 +465,9 @@ def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
     return max(sizes), max(errors)
 
 
-def programs_here(entry: Entry, clients: Clients | None) -> ServedPrograms:
+def programs_here(planned: PlannedStep, clients: Clients | None) -> ServedPrograms:
     """Returns what workers and servers run, on the devices of this process's worker if no other process has some."""
-    compiled, devices = entry.compiled, None if clients is None else clients.devices
+    compiled, devices = planned.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
         devices = None
     return ServedPrograms(compiled.program, compiled.analysed, devices)

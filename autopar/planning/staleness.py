@@ -91,8 +91,8 @@ def staleness(step: AnyStep, state: Pytree, batches: Iterable[Pytree]) -> Stalen
     if not minibatches:
         raise ArgumentsError("staleness: no batches")
     pure, arrays, named = unwrapped(step, (state, minibatches[0]), {}, "staleness")
-    entry = pure.entry(*arrays, **named)
-    staged, plan = entry.compiled.program.staged, entry.compiled.plan.pipeline
+    planned = pure.planned_for(*arrays, **named)
+    staged, plan = planned.compiled.program.staged, planned.compiled.plan.pipeline
     if staged is None or staged.asynchronous is None or plan is None:
         raise ArgumentsError(
             f"staleness: {step.name} has no asynchronous pipeline, so nothing is stale: "
@@ -107,7 +107,7 @@ def staleness(step: AnyStep, state: Pytree, batches: Iterable[Pytree]) -> Stalen
     leaves = [pure.leaves(*unwrapped(step, (state, batch), {}, "staleness")[1:]) for batch in minibatches]
     watched = _Watched(staged, ahead)
     given = [[materialize(leaf) for leaf in each] for each in leaves]
-    replay_minibatches(staged, entry.compiled.analysed.new_states, given, watched.see, plan.tensor)
+    replay_minibatches(staged, planned.compiled.analysed.new_states, given, watched.see, plan.tensor)
     return Staleness(plan.schedule, tuple(watched.found()))
 
 

@@ -29,8 +29,8 @@ from autopar.launch.notices import noticing
 from autopar.measure.alpha import id_program
 from autopar.run.arguments import read_call
 from autopar.run.buffers import naming_donated
-from autopar.run.entry import Entry
 from autopar.run.object_step import AnyStep, unwrapped
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 from autopar.tables.kinds import is_table, materialize
 
@@ -111,27 +111,27 @@ def verify(step: AnyStep, *args: Pytree, steps: int = 1, **kwargs: Pytree) -> Ve
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in pure.leaves(arrays, named)):
         raise ArgumentsError("verify runs the step: give it arrays, not shapes (jax.ShapeDtypeStruct)")
     with naming_donated(step.name, args, kwargs):
-        entry = pure.entry(*arrays, **named)
-        _check_pure(pure, entry, arrays, named)
+        planned = pure.planned_for(*arrays, **named)
+        _check_pure(pure, planned, arrays, named)
         with noticing(step.name, "verifying, by the plain step and one in float64"):
             leaves = pure.leaves(arrays, named)
-            compared = entry.way.replayed(entry, leaves, steps)
+            compared = planned.way.replayed(planned, leaves, steps)
             if compared is None:
-                compared = compare_runs(entry, [leaves] * steps, lazy=pure.options.sparse == "lazy")
+                compared = compare_runs(planned, [leaves] * steps, lazy=pure.options.sparse == "lazy")
     if not compared.ok:
         wrong = "\n".join(str(leaf) for leaf in compared.leaves if not leaf.ok)
         raise VerificationError(f"{step.name}: the planned step differs from {compared.against}\n{wrong}")
     return compared
 
 
-def _check_pure(step: ParallelStep, entry: Entry, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
+def _check_pure(step: ParallelStep, planned: PlannedStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
     call = read_call(step.fun, args, kwargs, step.static)
     shapes, named = call.shapes
-    again = jax_compat.trace(_fresh(entry.fun or step.fun), shapes, named, **step.static.static_options)
-    old, new = (block_text(block_of(j)) for j in (entry.jaxpr, again.jaxpr))
+    again = jax_compat.trace(_fresh(planned.fun or step.fun), shapes, named, **step.static.static_options)
+    old, new = (block_text(block_of(j)) for j in (planned.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:
-            where = list(block_of(entry.jaxpr).walk())
+            where = list(block_of(planned.jaxpr).walk())
             place = where[line - 1].where if 0 < line <= len(where) else "an unknown line"
             raise StepError(
                 f"{step.name} isn't a function of its arguments: traced twice it gave two programs, which differ at "
@@ -145,28 +145,28 @@ def _fresh(fun: Callable[..., Pytree]) -> Callable[..., Pytree]:
 
 
 def compare_runs(
-    entry: Entry,
+    planned: PlannedStep,
     batches: Sequence[Sequence[Pytree]],
     *,
     lazy: bool = False,
-    planned: Callable[..., Sequence[Any]] | None = None,
+    run: Callable[..., Sequence[Any]] | None = None,
 ) -> Verification:
     """Compares plain, planned and oracle over several steps.
 
     Args:
-      entry: The step at these shapes.
+      planned: The step at these shapes.
       batches: Flat arguments of each step. States are taken from the first one, then go around.
       lazy: Compare with the lazy oracle: rows that a step doesn't look up stay as they are.
-      planned: The planned step on flat arrays, compiled; the entry's own by default.
+      run: The planned step on flat arrays, compiled; its own by default.
     """
-    program = entry.compiled.analysed
+    program = planned.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
     first = [_here(x) for x in batches[0]]
-    run_plain = jax.jit(lambda *xs: entry.plain(*xs))
-    as_called = entry.devices is not None or entry.compiled.plan.on_hosts or entry.compiled.plan.defers
-    run_planned = planned or (entry.run_called if as_called else jax.jit(lambda *xs: entry.run(*xs)))
-    keep = jax.jit(_lazy(entry)) if lazy else None
-    block = block_of(entry.jaxpr)
+    run_plain = jax.jit(lambda *xs: planned.plain(*xs))
+    as_called = planned.devices is not None or planned.compiled.plan.on_hosts or planned.compiled.plan.defers
+    run_planned = run or (planned.run_called if as_called else jax.jit(lambda *xs: planned.run(*xs)))
+    keep = jax.jit(_lazy(planned)) if lazy else None
+    block = block_of(planned.jaxpr)
     with jax_compat.enable_x64():
         run_oracle = jax.jit(oracle(block))
     plain, mine = list(first), list(first)
@@ -203,14 +203,14 @@ def _wide(x: Leaf) -> Leaf:
         return promote(x)
 
 
-def _lazy(entry: Entry) -> Callable[..., list[Leaf]]:
+def _lazy(planned: PlannedStep) -> Callable[..., list[Leaf]]:
     """Returns what puts old rows back into outputs: those of lazy tables that were not looked up."""
-    program = entry.compiled.analysed
+    program = planned.compiled.analysed
 
     def keep(inputs: Sequence[Leaf], outputs: Sequence[Pytree]) -> list[Leaf]:
         kept = list(outputs)
         for space in program.facts.spaces:
-            if entry.compiled.bound.family(space.family) is None or entry.compiled.plan.sparse != "lazy":
+            if planned.compiled.bound.family(space.family) is None or planned.compiled.plan.sparse != "lazy":
                 continue
             flat = emit(id_program(program, program.ids[space.family])[0])(*inputs)
             touched = jnp.zeros((space.extent,), bool)

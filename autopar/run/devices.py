@@ -34,10 +34,10 @@ from autopar.backends.indices import sorted_unique
 from autopar.backends.layouts import placed
 from autopar.backends.watched import jit_on
 from autopar.compile import Compiled
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.deferred import update_logs
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Access, RowSpace
 from autopar.ir.sizes import NEAR
 from autopar.jax_compat import ConcreteArray
@@ -68,7 +68,7 @@ def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
     return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
 
 
-def _layout(bound: BoundPlan, family: int) -> RowLayout | None:
+def _layout(bound: ProgramPlan, family: int) -> RowLayout | None:
     family_plan = bound.family(family)
     return None if family_plan is None else family_plan.layout
 

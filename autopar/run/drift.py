@@ -26,7 +26,7 @@ from autopar.jax_types import Leaf
 from autopar.measure.alpha import id_program, id_reader
 from autopar.passes.choosing.capacity import device_ids
 from autopar.run.buffers import is_traced
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.tables.kinds import is_table
 
 _logger = logging.getLogger("autopar")
@@ -96,10 +96,10 @@ class AlphaWatch:
 
     def __init__(self, every: int = EVERY, pool: Executor | None = None) -> None:
         self._every = self._interval = self._left = every
-        self._plans: dict[Entry, _Watched] = {}
+        self._plans: dict[PlannedStep, _Watched] = {}
         self._latest: _Watched | None = None
         self._pool = pool
-        self._at_work: tuple[Entry, Future[_Watched | dict[str, int]]] | None = None
+        self._at_work: tuple[PlannedStep, Future[_Watched | dict[str, int]]] | None = None
 
     @property
     def seen(self) -> Mapping[str, SeenAlpha]:
@@ -111,11 +111,11 @@ class AlphaWatch:
         self._left -= 1
         return self._left <= 0
 
-    def look(self, entry: Entry | None, leaves: Sequence[Leaf]) -> Mapping[str, SeenAlpha]:
+    def look(self, planned: PlannedStep | None, leaves: Sequence[Leaf]) -> Mapping[str, SeenAlpha]:
         """Judges the sample before, and takes one of a call.
 
         Args:
-          entry: Its plan, None if there is none.
+          planned: Its plan, None if there is none.
           leaves: Its flat arguments.
 
         Returns:
@@ -123,45 +123,45 @@ class AlphaWatch:
         """
         done = self._collected()
         self._left = self._interval
-        if not done or entry is None or not entry.way.is_watched:
+        if not done or planned is None or not planned.way.is_watched:
             return {}
-        watched = self._plans.get(entry)
+        watched = self._plans.get(planned)
         if watched is None:
-            self._start(entry, _Watched, entry)
+            self._start(planned, _Watched, planned)
             return {}
         drifted = watched.drifted()
         if not drifted and (sample := watched.sample(leaves)) is not None:
-            self._start(entry, watched.rows, sample)
+            self._start(planned, watched.rows, sample)
         return drifted
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, planned: PlannedStep) -> None:
         """Begins anew with a plan, or drops one that another took the place of."""
-        self._plans.pop(entry, None)
-        if self._at_work is not None and self._at_work[0] is entry:
+        self._plans.pop(planned, None)
+        if self._at_work is not None and self._at_work[0] is planned:
             self._at_work = None
 
-    def _start(self, entry: Entry, work: Callable[..., Any], argument: Any) -> None:
+    def _start(self, planned: PlannedStep, work: Callable[..., Any], argument: Any) -> None:
         self._pool = self._pool or ThreadPoolExecutor(1, "autopar-alpha")
-        self._at_work = entry, self._pool.submit(work, argument)
+        self._at_work = planned, self._pool.submit(work, argument)
 
     def _collected(self) -> bool:
         """Tells whether nobody is at work any more; what was found is taken in."""
         if self._at_work is None:
             return True
-        entry, work = self._at_work
+        planned, work = self._at_work
         if not work.done():
             return False
         self._at_work = None
         error = work.exception()
         if error is not None:  # arrays that the user gave away, or a context that only the caller has
             _logger.info("alpha isn't watched any more: %s: %s", type(error).__name__, error)
-            self._plans.setdefault(entry, _Watched(None))
+            self._plans.setdefault(planned, _Watched(None))
             return True
         outcome = work.result()
         if isinstance(outcome, _Watched):
-            self._plans[entry] = outcome
+            self._plans[planned] = outcome
         else:
-            self._latest = watched = self._plans[entry]
+            self._latest = watched = self._plans[planned]
             watched.take(outcome)
             strays = any(seen.streak for seen in watched.seen.values())
             self._interval = self._every if strays else min(2 * self._interval, max(RAREST, self._every))
@@ -171,12 +171,12 @@ class AlphaWatch:
 class _Watched:
     """One plan's tables; nothing of no plan."""
 
-    def __init__(self, entry: Entry | None) -> None:
+    def __init__(self, planned: PlannedStep | None) -> None:
         self.seen: dict[str, SeenAlpha] = {}
-        self._families = [] if entry is None else _families(entry.compiled.analysed)
+        self._families = [] if planned is None else _families(planned.compiled.analysed)
         self._told: set[str] = set()
         self._wanted = [any(used) for used in zip(*(f.used for f in self._families), strict=True)]
-        example = None if entry is None else entry.example
+        example = None if planned is None else planned.example
         self._planned = None if example is None else self.rows(example)
 
     def sample(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:

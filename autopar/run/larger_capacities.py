@@ -18,7 +18,7 @@ from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.passes.choosing.capacity import needed_share
 from autopar.run.devices import DevicesRunner
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 
 
@@ -29,82 +29,82 @@ class LargerCapacities:
     Attributes:
       name: The step's.
       planner: Its planner.
-      another: Makes an entry of one that was planned once more, by an example and some headroom.
+      another: Makes a planned step of one that was planned once more, by an example and some headroom.
     """
 
     name: str
     planner: Planner
-    another: Callable[[Entry, Compiled, Sequence[Any] | None, float], Entry]
+    another: Callable[[PlannedStep, Compiled, Sequence[Any] | None, float], PlannedStep]
 
-    def after(self, entry: Entry, loads: Sequence[int]) -> tuple[Entry, str]:
+    def after(self, planned: PlannedStep, loads: Sequence[int]) -> tuple[PlannedStep, str]:
         """Plans the step with larger capacities after batches that exceeded those of its plan; returns it, and a note.
 
         Capacities are twice as large, or as large as the batches needed, with headroom. After batches that came near
         them it returns the plan as it is: the larger one is compiled beside the steps.
 
         Args:
-          entry: The step as it is planned.
+          planned: The step as it is planned.
           loads: What batches needed of each measured capacity, in rows.
 
         Returns:
           The step as it is to be taken, and a warning if that is another one.
         """
-        tight = [f for f in entry.compiled.bound.families if f.bounds.tight]
+        tight = [f for f in planned.compiled.bound.families if f.bounds.tight]
         needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
         exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
         if not exceeded:
-            if entry.larger is None:
-                if isinstance(entry.own_runner, DevicesRunner):
-                    entry.own_runner.prepare()
-                entry.larger = self._larger(entry, 2 * entry.headroom)
-            return entry, ""
-        is_beside = entry.larger is not None and entry.larger.has_begun
+            if planned.larger is None:
+                if isinstance(planned.own_runner, DevicesRunner):
+                    planned.own_runner.prepare()
+                planned.larger = self._larger(planned, 2 * planned.headroom)
+            return planned, ""
+        is_beside = planned.larger is not None and planned.larger.has_begun
         with interruptible(not everyone().several), noticing(self.name, "compiling"):
-            grown = None if entry.larger is None else entry.larger.finish()
+            grown = None if planned.larger is None else planned.larger.finish()
             if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
                 is_beside = False
-                needed = HEADROOM * entry.headroom * max(needed_share(most, n) for _, n, most in needs)
-                grown = self._with_headroom(entry, entry.example, max(2 * entry.headroom, needed))
+                needed = HEADROOM * planned.headroom * max(needed_share(most, n) for _, n, most in needs)
+                grown = self._with_headroom(planned, planned.example, max(2 * planned.headroom, needed))
         how = "the step was compiled beside the ones before" if is_beside else "the step is compiled again"
-        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (entry, grown))
+        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (planned, grown))
         shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         return grown, (
             f"{self.name}: a batch needed more rows of one device than the example did ({exceeded}). That step was run "
             f"without limits, with the same result; capacities grow from {shown}, in rows, and {how}"
         )
 
-    def _larger(self, entry: Entry, headroom: float) -> Compilation[Entry]:
+    def _larger(self, planned: PlannedStep, headroom: float) -> Compilation[PlannedStep]:
         """Compiles the step with larger capacities beside the steps.
 
         It is planned there unless processes compare their plans; these take the plan that all of them made, whether it
         was compiled or not.
         """
-        planned, example = None, entry.example
+        made, example = None, planned.example
         if self.planner.processes is not None:
-            planned = self._with_headroom(entry, example, headroom)
+            made = self._with_headroom(planned, example, headroom)
         elif example is not None:  # on the host: a program on all devices would meet those of a step
             example = [x if x is None or jax_compat.is_key(x.dtype) else np.asarray(x) for x in example]
 
-        def compiled() -> Entry:
-            larger = planned or self._with_headroom(entry, example, headroom)
+        def compiled() -> PlannedStep:
+            larger = made or self._with_headroom(planned, example, headroom)
             if isinstance(larger.own_runner, DevicesRunner):
                 larger.own_runner.begin_whole()
             larger.own_runner.lower().compile()
             return larger
 
-        return beside(f"{self.name} with larger capacities", compiled, otherwise=planned)
+        return beside(f"{self.name} with larger capacities", compiled, otherwise=made)
 
-    def _with_headroom(self, entry: Entry, example: Sequence[Leaf] | None, headroom: float) -> Entry:
+    def _with_headroom(self, planned: PlannedStep, example: Sequence[Leaf] | None, headroom: float) -> PlannedStep:
         """Plans the step with some headroom, or twice as much until that changes the plan, as capacities are
         rounded."""
         while True:
-            compiled = self.planner.plan_again(entry, example, headroom)
-            if compiled.bound.decisions != entry.compiled.bound.decisions:
-                return self.another(entry, compiled, example, headroom)
+            compiled = self.planner.plan_again(planned, example, headroom)
+            if compiled.bound.decisions != planned.compiled.bound.decisions:
+                return self.another(planned, compiled, example, headroom)
             headroom *= 2
 
 
-def _has_room(entry: Entry, needs: Mapping[str, int]) -> bool:
+def _has_room(planned: PlannedStep, needs: Mapping[str, int]) -> bool:
     """Returns whether batches that need so much, in rows by table, stay away from the capacities."""
-    tight = {f.table.path: f.bounds.capacity or 0 for f in entry.compiled.bound.families if f.bounds.tight}
+    tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

@@ -11,7 +11,7 @@ from typing import Any
 from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
 from autopar.jax_types import Pytree
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
 
 
@@ -39,8 +39,8 @@ class ObjectStep(PickledByOptions, abc.ABC):
         """Runs one step."""
 
     @property
-    def latest(self) -> Entry | None:
-        """The entry of the latest call that was planned."""
+    def latest(self) -> PlannedStep | None:
+        """The step as planned for the latest call that was planned."""
         return self._latest.latest if self._latest else None
 
     @property

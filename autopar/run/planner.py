@@ -38,9 +38,9 @@ from autopar.passes.choose import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.run.agreement import check_same_call, check_same_plan
 from autopar.run.arguments import Call, States, check_positions, describe_leaves
-from autopar.run.entry import Entry
 from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
+from autopar.run.planned_step import PlannedStep
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states, warn_of_missed_states
 from autopar.tables.host import HostTable
@@ -98,7 +98,7 @@ class Planner:
         processes = self.way.processes(self)
         return processes if processes is not None and processes.several else None
 
-    def plan(self, call: Call, leaves: Sequence[Leaf], number: int, *, is_first: bool) -> Entry:
+    def plan(self, call: Call, leaves: Sequence[Leaf], number: int, *, is_first: bool) -> PlannedStep:
         """Plans a call.
 
         Args:
@@ -169,7 +169,7 @@ class Planner:
         notes = [*notes, *self._rate_notes(compiled), *_reduction_notes(compiled)]
         donate = self._donates(call, states)
         rest = (jaxpr, traced.out_tree, seconds, None, self.devices, donate, self.machine)
-        return Entry(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
+        return PlannedStep(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
     def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
         """Makes a call's program for so many devices.
@@ -245,15 +245,15 @@ class Planner:
 
     def _staged(
         self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Leaf], number: int
-    ) -> tuple[Entry | None, str]:
+    ) -> tuple[PlannedStep | None, str]:
         """Plans the call in stages, as its state doesn't fit the devices otherwise; returns why not, if it can't be
         cut."""
         note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
         try:
-            entry = planner.plan(call, leaves, number, is_first=False)
+            planned = planner.plan(call, leaves, number, is_first=False)
         except StrategyError as error:
             return None, f"{note}, and in stages it doesn't run: {error}."
-        return dataclasses.replace(entry, notes=(*entry.notes, f"{note}, so it is run in stages.")), ""
+        return dataclasses.replace(planned, notes=(*planned.notes, f"{note}, so it is run in stages.")), ""
 
     def _rate_notes(self, compiled: Compiled) -> list[str]:
         """Says which of the rates that a plan was made by are assumed."""
@@ -262,11 +262,13 @@ class Planner:
         note = assumed_note(self.machine.rates())
         return [note] if note else []
 
-    def plan_again(self, entry: Entry, example: Sequence[Leaf] | None, headroom: float) -> Compiled:
+    def plan_again(self, planned: PlannedStep, example: Sequence[Leaf] | None, headroom: float) -> Compiled:
         """Plans the step once more, by another example and headroom."""
-        old = entry.compiled.analysed
-        program = Program(block_of(entry.jaxpr), old.inputs, old.outputs, self.name)
-        return self._compile(program, entry.way.by(dataclasses.replace(entry.options, headroom=headroom)), example)[0]
+        old = planned.compiled.analysed
+        program = Program(block_of(planned.jaxpr), old.inputs, old.outputs, self.name)
+        return self._compile(program, planned.way.by(dataclasses.replace(planned.options, headroom=headroom)), example)[
+            0
+        ]
 
     def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
         """Analyzes, measures, compiles; once more where rows turn out not to be deferrable."""

@@ -16,7 +16,7 @@ from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.strategy import ROW_METHODS, asked_of
 from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 
 #: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
 _BYTES, _TIMES = 64 << 20, 4
@@ -32,24 +32,30 @@ _SLOW_SCATTERS = (
 )
 
 
-def warn_of_slow_plan(name: str, entry: Entry) -> None:
+def warn_of_slow_plan(name: str, planned: PlannedStep) -> None:
     """Warns of what costs much and needn't.
 
     Args:
       name: The step's.
-      entry: Its plan, at the first call by it.
+      planned: Its plan, at the first call by it.
     """
-    found = _dense_tables(entry), _whole_tables(entry), _undivided_batch(entry), _large_results(entry), _gathered(entry)
+    found = (
+        _dense_tables(planned),
+        _whole_tables(planned),
+        _undivided_batch(planned),
+        _large_results(planned),
+        _gathered(planned),
+    )
     for told in itertools.chain(*found):
         warn(f"{name}: {told}", SlowPlanWarning)
-    if entry.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
-        for told in slow_scatters(entry):
+    if planned.options.accelerators and has_slow_scatters(jax.devices()[0].device_kind):
+        for told in slow_scatters(planned):
             warn(f"{name}: {told}", SlowPlanWarning)
 
 
-def slow_scatters(entry: Entry) -> Iterator[str]:
+def slow_scatters(planned: PlannedStep) -> Iterator[str]:
     """Says what adds updates of float32 to rows, where this jaxlib does that slowly."""
-    scatters = (e for e in entry.compiled.analysed.block.walk() if e.op == "scatter-add")
+    scatters = (e for e in planned.compiled.analysed.block.walk() if e.op == "scatter-add")
     first = next((e for e in scatters if e.outputs[0].dtype == np.float32), None)
     if first is not None:
         yield _SLOW_SCATTERS.format(jaxlib.version.__version__, first.where)
@@ -67,34 +73,34 @@ def has_slow_scatters(device_kind: str, version: Sequence[int] = jaxlib.version.
     return is_slow and "NVIDIA" in device_kind and _ATOMICS not in flags and "--xla_gpu_ftz=true" not in flags
 
 
-def undivided(entry: Entry) -> int:
+def undivided(planned: PlannedStep) -> int:
     """Returns the number of examples in the batch, if several devices don't divide them; 0 if they do, or it isn't
     known."""
-    program, devices = entry.compiled.analysed, entry.compiled.plan.devices
-    batch = {v: v.shape[axis] for v, axis in batch_of(program, entry.options.batch_axis).items()}
+    program, devices = planned.compiled.analysed, planned.compiled.plan.devices
+    batch = {v: v.shape[axis] for v, axis in batch_of(program, planned.options.batch_axis).items()}
     spread = {batch.get(v, 0) for v in program.block.inputs if v in program.batch}
     size = common_size(batch.values(), devices) if spread else next(iter(batch.values()), 0)
     return size if devices > 1 and size not in spread else 0
 
 
-def gathered_bytes(entry: Entry) -> int:
+def gathered_bytes(planned: PlannedStep) -> int:
     """Returns the bytes of the results by example that a call brings to every process; 0 if there is one."""
-    program, plan = entry.compiled.analysed, entry.compiled.plan
-    processes = entry.devices.processes if entry.devices is not None else everyone() if plan.on_hosts else None
-    if processes is None or not processes.several or not entry.are_results_whole:
+    program, plan = planned.compiled.analysed, planned.compiled.plan
+    processes = planned.devices.processes if planned.devices is not None else everyone() if plan.on_hosts else None
+    if processes is None or not processes.several or not planned.are_results_whole:
         return 0
     pairs = zip(program.block.outputs, program.outputs, strict=True)
     return sum(getattr(a.type, "nbytes", 0) for a, out in pairs if out.state is None and a in program.batch)
 
 
-def _dense_tables(entry: Entry) -> Iterator[str]:
+def _dense_tables(planned: PlannedStep) -> Iterator[str]:
     """Tells of tables that are updated as a whole because of what else the step does with them."""
-    program, plan = entry.compiled.analysed, entry.compiled.plan
+    program, plan = planned.compiled.analysed, planned.compiled.plan
     looked_up = {table.path: table.ids for table in plan.tables if table.refused}
     for space in program.facts.spaces:
         table = program.inputs[space.tables[0]].path if space.tables else ""
         refusal, ids = space.refusal, looked_up.get(table, 0)
-        asked = asked_of(entry.options.strategy, table)
+        asked = asked_of(planned.options.strategy, table)
         is_named = asked.method in ROW_METHODS and asked.pattern is not None and "*" not in asked.pattern
         if refusal is None or (refusal.kind in ("softmax", "replayed") and not is_named) or not ids:
             continue
@@ -110,16 +116,16 @@ def _dense_tables(entry: Entry) -> Iterator[str]:
         )
 
 
-def _whole_tables(entry: Entry) -> Iterator[str]:
+def _whole_tables(planned: PlannedStep) -> Iterator[str]:
     """Tells of tables that the strategy gives to a method of rows, and that are whole on every device all the same, for
     there is no update of theirs to save."""
-    program, plan = entry.compiled.analysed, entry.compiled.plan
+    program, plan = planned.compiled.analysed, planned.compiled.plan
     for space in program.facts.spaces:
         if space.refusal is None or space.accesses or space.rows_read or plan.devices == 1:
             continue
         table = plan.table(program.inputs[space.tables[0]].path)
         size = program.block.inputs[space.tables[0]].type.nbytes
-        asked = asked_of(entry.options.strategy, table.path).method
+        asked = asked_of(planned.options.strategy, table.path).method
         if asked in ROW_METHODS and table.method != "ps" and size >= _BYTES:
             yield (
                 f"strategy {asked!r} leaves {table.path}, {format_bytes(size)}, whole on each of {plan.devices} "
@@ -127,9 +133,9 @@ def _whole_tables(entry: Entry) -> Iterator[str]:
             )
 
 
-def _undivided_batch(entry: Entry) -> Iterator[str]:
+def _undivided_batch(planned: PlannedStep) -> Iterator[str]:
     """Tells of a batch that every device computes as a whole, because their number doesn't divide it."""
-    devices, examples = entry.compiled.plan.devices, undivided(entry)
+    devices, examples = planned.compiled.plan.devices, undivided(planned)
     if examples >= MANY * devices and examples % devices:
         fewer = examples - examples % devices
         yield (
@@ -138,10 +144,10 @@ def _undivided_batch(entry: Entry) -> Iterator[str]:
         )
 
 
-def _gathered(entry: Entry) -> Iterator[str]:
+def _gathered(planned: PlannedStep) -> Iterator[str]:
     """Tells of large values of all examples that every device needs whole."""
-    local = entry.compiled.program.local
-    for value in () if local is None or entry.compiled.plan.on_hosts else local.gathered:
+    local = planned.compiled.program.local
+    for value in () if local is None or planned.compiled.plan.on_hosts else local.gathered:
         if value.op and value.nbytes >= _GATHERED_BYTES:
             yield (
                 f"every device needs {format_bytes(value.nbytes)} of all examples for {value.op} "
@@ -150,10 +156,10 @@ def _gathered(entry: Entry) -> Iterator[str]:
             )
 
 
-def _large_results(entry: Entry) -> Iterator[str]:
+def _large_results(planned: PlannedStep) -> Iterator[str]:
     """Tells of results that are large and come whole to every process, though nobody has asked for that."""
-    size = gathered_bytes(entry)
-    if size >= _BYTES and entry.options.results is None:
+    size = gathered_bytes(planned)
+    if size >= _BYTES and planned.options.results is None:
         yield (
             f"its results with a value for each example, {format_bytes(size)}, come whole to every process in each "
             "call, so that NumPy can read them. Reduce them in the function (a mean, top_k), or leave each with its "

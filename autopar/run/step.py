@@ -30,8 +30,8 @@ from autopar.launch.progress import mark
 from autopar.run.arguments import Call, call_difference, read_call, static_key
 from autopar.run.buffers import check_not_donated, is_traced, naming_donated, noting_lost_state
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
-from autopar.run.entry import Entry
 from autopar.run.larger_capacities import LargerCapacities
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
@@ -124,10 +124,10 @@ class ParallelStep(PickledByOptions):
 
     planner: Planner
     watch: AlphaWatch | None = None
-    _entries: dict[Leaf, Entry] = field(default_factory=dict)
+    _planned: dict[Leaf, PlannedStep] = field(default_factory=dict)
     _ready: dict[Any, _Ready] = field(default_factory=dict)
     _last: _Ready = field(default_factory=lambda: _NONE)
-    latest: Entry | None = None
+    latest: PlannedStep | None = None
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -197,12 +197,12 @@ class ParallelStep(PickledByOptions):
             leaves = list(map(explicit_meshes.on_auto_mesh, leaves))
         runner, has_run = ready.runner, ready.has_run
         if runner is None or jax_compat.is_tracing():
-            return self._traced(ready.entry, runner, leaves)
+            return self._traced(ready.planned, runner, leaves)
         loads = runner.loads()
         if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
-            grown, told = self._larger_capacities.after(ready.entry, loads)
-            if grown is not ready.entry:
-                self._replace(ready.entry, grown)
+            grown, told = self._larger_capacities.after(ready.planned, loads)
+            if grown is not ready.planned:
+                self._replace(ready.planned, grown)
                 warn(told, CapacityWarning)
                 runner, has_run = grown.runner, False
         mark(self._calls, self.name)
@@ -242,8 +242,8 @@ class ParallelStep(PickledByOptions):
         """Returns the plan for a call and who runs it, made if there is none yet."""
         known = self._ready.get(key)
         if known is not None:
-            self._last, self.latest = known, known.entry
-            self._entries |= self._forgotten(known.entry)
+            self._last, self.latest = known, known.planned
+            self._planned |= self._forgotten(known.planned)
             return known
         if any(map(self._is_of_another_kind, leaves)):
             raise StepError(
@@ -251,15 +251,15 @@ class ParallelStep(PickledByOptions):
                 "takes what is the same everywhere: give autopar.average(state), or autopar.materialize(state) for "
                 "this client's own"
             )
-        entry = self.entry(*args, **kwargs)
-        if all(ready.entry is not entry for ready in self._ready.values()):
-            warn_of_slow_plan(self.name, entry)
+        planned = self.planned_for(*args, **kwargs)
+        if all(ready.planned is not planned for ready in self._ready.values()):
+            warn_of_slow_plan(self.name, planned)
         if any(map(is_traced, leaves)):
-            self._check_is_one_program(entry)
-            ready = _Ready(key, entry, None)
+            self._check_is_one_program(planned)
+            ready = _Ready(key, planned, None)
         else:
-            runner = entry.table_runner if any(map(is_table, leaves)) else entry.runner
-            ready = _Ready(key, entry, runner, is_explicit=any(map(explicit_meshes.is_explicit, leaves)))
+            runner = planned.table_runner if any(map(is_table, leaves)) else planned.runner
+            ready = _Ready(key, planned, runner, is_explicit=any(map(explicit_meshes.is_explicit, leaves)))
         if key is not None:
             self._ready[key] = self._last = ready
         return ready
@@ -269,23 +269,23 @@ class ParallelStep(PickledByOptions):
         of_clients = isinstance(leaf, TableLeaf) and leaf.of_clients
         return of_clients and not isinstance(leaf, self.planner.way.leaves)
 
-    def _traced(self, entry: Entry, runner: Any, leaves: Sequence[Leaf]) -> Pytree:
+    def _traced(self, planned: PlannedStep, runner: Any, leaves: Sequence[Leaf]) -> Pytree:
         """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An
         evaluation of arrays alone is none."""
-        if runner is None or entry.compiled.analysed.new_states:
-            return entry.out_tree.unflatten(entry.run(*materialize(leaves, copy=False)))
+        if runner is None or planned.compiled.analysed.new_states:
+            return planned.out_tree.unflatten(planned.run(*materialize(leaves, copy=False)))
         with jax_compat.outside_traces():
             return runner(leaves)
 
     @explicit_meshes.outside_mesh
     def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
         """Lowers the planned step as `jax.jit(step).lower` does; arguments may be shapes."""
-        entry = self.entry(*args, **kwargs)
-        self._check_is_one_program(entry)
-        return entry.runner.lower()
+        planned = self.planned_for(*args, **kwargs)
+        self._check_is_one_program(planned)
+        return planned.runner.lower()
 
-    def _check_is_one_program(self, entry: Entry) -> None:
-        what = entry.way.exchanges
+    def _check_is_one_program(self, planned: PlannedStep) -> None:
+        what = planned.way.exchanges
         if what:
             raise StepError(
                 f"{self.name} has {what}: it runs in several programs with exchanges between them, and so can't be "
@@ -293,32 +293,32 @@ class ParallelStep(PickledByOptions):
             )
 
     @explicit_meshes.outside_mesh
-    def entry(self, *args: Pytree, **kwargs: Pytree) -> Entry:
+    def planned_for(self, *args: Pytree, **kwargs: Pytree) -> PlannedStep:
         """Returns the plan for these arguments (arrays or shapes), made if there is none yet."""
         call = read_call(self.fun, args, kwargs, self.static)
-        entry = self._planned_for(call)
-        if entry is None:
+        planned = self._planned_for(call)
+        if planned is None:
             with (
                 interruptible(not everyone().several),
                 naming_donated(self.name, args, kwargs),
                 noticing(self.name, "tracing"),
             ):
                 leaves = self.leaves(args, kwargs)
-                entry = self._settled(self.planner.plan(call, leaves, self._calls, is_first=not self._entries))
-            self._announce(call, entry)
-            self._entries[call.key, call.layouts] = entry
-        self._entries |= self._forgotten(entry)
-        if entry.example is None:
-            entry.example = entry.example_of(self.leaves(args, kwargs))
-        self.latest = entry
-        return entry
+                planned = self._settled(self.planner.plan(call, leaves, self._calls, is_first=not self._planned))
+            self._announce(call, planned)
+            self._planned[call.key, call.layouts] = planned
+        self._planned |= self._forgotten(planned)
+        if planned.example is None:
+            planned.example = planned.example_of(self.leaves(args, kwargs))
+        self.latest = planned
+        return planned
 
-    def _settled(self, entry: Entry) -> Entry:
-        first = next(iter(self._entries.values()), None)
-        return entry if first is None else entry.way.settled_with(first, entry)
+    def _settled(self, planned: PlannedStep) -> PlannedStep:
+        first = next(iter(self._planned.values()), None)
+        return planned if first is None else planned.way.settled_with(first, planned)
 
-    def _planned_for(self, call: Call) -> Entry | None:
-        return next((e for e in self._entries.values() if e.takes(call)), None)
+    def _planned_for(self, call: Call) -> PlannedStep | None:
+        return next((e for e in self._planned.values() if e.takes(call)), None)
 
     def leaves(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> list[Leaf]:
         """Returns the flat dynamic arguments of a call, in the order of the program's inputs."""
@@ -338,36 +338,38 @@ class ParallelStep(PickledByOptions):
         """Warns where batches touch other numbers of rows than the one that the plan was made by."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
-        entry = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.entry
-        drifted = watch.look(entry, list(map(explicit_meshes.on_auto_mesh, leaves)))
-        if entry is not None and drifted:
-            remedy = DRIFT_REMEDY if entry.devices is not None else ONE_DEVICE
+        planned = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.planned
+        drifted = watch.look(planned, list(map(explicit_meshes.on_auto_mesh, leaves)))
+        if planned is not None and drifted:
+            remedy = DRIFT_REMEDY if planned.devices is not None else ONE_DEVICE
             warn(f"{self.name}: {told(drifted)}. {remedy}", AlphaDriftWarning)
 
-    def _another(self, entry: Entry, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float) -> Entry:
-        """Returns the entry of a step that was planned once more, by an example and some headroom."""
-        again = dataclasses.replace(entry, compiled=compiled, headroom=headroom, example=example)
+    def _another(
+        self, planned: PlannedStep, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float
+    ) -> PlannedStep:
+        """Returns a step that was planned once more, by an example and some headroom."""
+        again = dataclasses.replace(planned, compiled=compiled, headroom=headroom, example=example)
         return self._settled(again)
 
-    def _replace(self, entry: Entry, again: Entry) -> None:
+    def _replace(self, planned: PlannedStep, again: PlannedStep) -> None:
         if self.watch is not None:
-            self.watch.forget(entry)
-        self._entries.update({key: again for key, old in self._entries.items() if old is entry})
-        self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not entry}
+            self.watch.forget(planned)
+        self._planned.update({key: again for key, old in self._planned.items() if old is planned})
+        self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not planned}
         self._last = _NONE
         self.latest = again
 
-    def _announce(self, call: Call, entry: Entry) -> None:
+    def _announce(self, call: Call, planned: PlannedStep) -> None:
         """Says that a call had new shapes; makes room for its plan, or stops where that doesn't end."""
         names = [a.name for a in call.arguments]
-        same = [e.call for e in self._entries.values() if [a.name for a in e.call.arguments] == names]
+        same = [e.call for e in self._planned.values() if [a.name for a in e.call.arguments] == names]
         if not same:
             return
         change = call_difference(same[-1], call)
         if change is None:  # only weak types differ: the second step's state has strong ones, as under jax.jit
             return
-        if len(self._entries) >= MAX_PLANS:
-            others = (e for e in self._entries.values() if e.lasting_shapes != entry.lasting_shapes)
+        if len(self._planned) >= MAX_PLANS:
+            others = (e for e in self._planned.values() if e.lasting_shapes != planned.lasting_shapes)
             unused = next(others, None)  # a state of another size: it was resized
             if unused is None:
                 raise ArgumentsError(
@@ -375,15 +377,15 @@ class ParallelStep(PickledByOptions):
                     f"compiled anew ({change}). Pad the batches to a few sizes"
                 )
             self._forgotten(unused)
-            self._ready = {key: ready for key, ready in self._ready.items() if ready.entry is not unused}
+            self._ready = {key: ready for key, ready in self._ready.items() if ready.planned is not unused}
             self._last = _NONE
             if self.watch is not None:
                 self.watch.forget(unused)
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
 
-    def _forgotten(self, entry: Entry) -> dict[Leaf, Entry]:
+    def _forgotten(self, planned: PlannedStep) -> dict[Leaf, PlannedStep]:
         """Takes a plan out of those that there are, which are in the order of their last use."""
-        return {key: self._entries.pop(key) for key, known in list(self._entries.items()) if known is entry}
+        return {key: self._planned.pop(key) for key, known in list(self._planned.items()) if known is planned}
 
 
 @dataclass(slots=True, eq=False)
@@ -392,7 +394,7 @@ class _Ready:
     arguments are on meshes with Explicit axes."""
 
     key: Any
-    entry: Any
+    planned: Any
     runner: Runner | None
     has_run: bool = False
     is_explicit: bool = False

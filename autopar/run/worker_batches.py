@@ -16,7 +16,7 @@ from autopar.backends.devices import Devices
 from autopar.ir.examples import example_axes
 from autopar.ir.paths import path_name
 from autopar.jax_types import Leaf, Pytree
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 from autopar.tables.kinds import is_table, materialize
 
@@ -40,9 +40,9 @@ class GlobalBatchStep(ParallelStep):
         given, named = self._joined(args, kwargs)
         return super().__call__(*given, **named)
 
-    def entry(self, *args: Pytree, **kwargs: Pytree) -> Entry:
+    def planned_for(self, *args: Pytree, **kwargs: Pytree) -> PlannedStep:
         given, named = self._joined(args, kwargs)
-        return super().entry(*given, **named)
+        return super().planned_for(*given, **named)
 
     def _joined(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
@@ -69,7 +69,7 @@ class GlobalBatchStep(ParallelStep):
         options = dataclasses.replace(self.options, devices=1)
         alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
         dynamic = [k for k in range(len(args)) if k not in self.static]
-        states = ParallelStep(alone).entry(*args, **kwargs).states.outputs
+        states = ParallelStep(alone).planned_for(*args, **kwargs).states.outputs
         return frozenset(dynamic[k] for k in states if k < len(dynamic))
 
 

@@ -34,7 +34,7 @@ from autopar.state.files.folder import Folder
 from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest, check_files, rebuild
 from autopar.state.files.places import Place, mapped, named
 from autopar.state.files.rows import RowFiles
-from autopar.state.init import entry_of, unbound
+from autopar.state.init import planned_step_of, unbound
 from autopar.state.resize import home_before, resized_axis
 from autopar.state.resize import resize as with_rows_of
 from autopar.state.saving import PendingSave
@@ -253,10 +253,10 @@ def homes_of_step(
     """Returns homes by a step's plan, and, where that doesn't say, of `homes`; what makes replicas of the leaves, if
     they were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
-    entry, inputs = entry_of(step, "the checkpoint", state, batch, call, no_state)
-    planned = entry.way.homes(entry)
-    found = [home if k is None else planned.get(k, home) for k, home in zip(inputs, homes, strict=True)]
-    runner, states = entry.runner, entry.compiled.analysed.new_states
+    planned, inputs = planned_step_of(step, "the checkpoint", state, batch, call, no_state)
+    of_way = planned.way.homes(planned)
+    found = [home if k is None else of_way.get(k, home) for k, home in zip(inputs, homes, strict=True)]
+    runner, states = planned.runner, planned.compiled.analysed.new_states
     if not isinstance(runner, ReplicaRunner) or clients_of(manifest) != runner.clients.count:
         return found, None
     return found, Keeper(runner, [k if k in states else None for k in inputs])

@@ -25,7 +25,7 @@ from autopar.jax_types import AnyType, Leaf, Pytree
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.buffers import naming_donated
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
@@ -129,11 +129,11 @@ class Maker:
             f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
             "Name the state with parallelize(step, state_argnums=...)"
         )
-        entry, numbers = entry_of(step, name, made, batch, call, no_state)
-        maker = entry.way.maker(entry, traced, numbers)
+        planned, numbers = planned_step_of(step, name, made, batch, call, no_state)
+        maker = planned.way.maker(planned, traced, numbers)
         if maker is not None:
             return maker
-        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), entry.compiled.bound, entry.devices
+        make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), planned.compiled.bound, planned.devices
         if devices is None:
             return Maker(make, None, None, [None] * len(numbers), False)
         shardings = [devices.sharding(*((None,) if k is None else bound.place(k))) for k in numbers]
@@ -267,11 +267,13 @@ class HostMaker(Maker):
     tables: Sequence[HostLeaf | None]
 
     @staticmethod
-    def of_plan(make: Callable[..., Sequence[Pytree]], entry: Entry, inputs_of: Sequence[int | None]) -> HostMaker:
+    def of_plan(
+        make: Callable[..., Sequence[Pytree]], planned: PlannedStep, inputs_of: Sequence[int | None]
+    ) -> HostMaker:
         """Makes the maker of a plan. `inputs_of`: which input of the step each leaf is."""
         ranks = Ranks(exchange(), joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
-        inputs, hosted = entry.compiled.analysed.inputs, hosted_inputs(entry)
+        inputs, hosted = planned.compiled.analysed.inputs, hosted_inputs(planned)
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
@@ -307,12 +309,12 @@ class HostMaker(Maker):
         return storage
 
 
-def hosted_inputs(entry: Entry) -> dict[int, tuple[RowLayout, int]]:
+def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:
     """Maps inputs of a step that are in host memory to layout and row axis."""
-    layouts = {f.family: f.layout for f in entry.compiled.bound.families if f.on_hosts and f.layout is not None}
+    layouts = {f.family: f.layout for f in planned.compiled.bound.families if f.on_hosts and f.layout is not None}
     return {
         leaf: (layouts[space.family], axis)
-        for space in entry.compiled.analysed.facts.spaces
+        for space in planned.compiled.analysed.facts.spaces
         if space.family in layouts
         for leaf, axis in zip(space.leaves, space.axes, strict=True)
     }
@@ -337,10 +339,10 @@ def unbound(
     return step, batch, call
 
 
-def entry_of(
+def planned_step_of(
     step: ParallelStep, name: str, made: Pytree, batch: Pytree, call: CallArguments | None, no_state: str
-) -> tuple[Entry, list[int | None]]:
-    """Plans a step for a state; returns the entry, and which of the step's inputs each leaf of the state is.
+) -> tuple[PlannedStep, list[int | None]]:
+    """Plans a step for a state; returns that, and which of the step's inputs each leaf of the state is.
 
     Args:
       name: Of what makes the state.
@@ -349,7 +351,7 @@ def entry_of(
     """
     arguments = _call_of(step, name, made, batch, call)
     try:
-        entry = step.entry(*arguments)
+        planned = step.planned_for(*arguments)
     except AutoparError:
         raise
     # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
@@ -360,10 +362,10 @@ def entry_of(
         ) from error
     order = {id(leaf): k for k, leaf in reversed(list(enumerate(step.leaves(arguments, {}))))}
     numbers = [order.get(id(leaf)) for leaf in jax.tree.leaves(made)]
-    inputs = entry.compiled.analysed.inputs
+    inputs = planned.compiled.analysed.inputs
     if not any(k is not None and inputs[k].role == "state" for k in numbers):
         raise StateError(no_state)
-    return entry, numbers
+    return planned, numbers
 
 
 def _call_of(

@@ -12,17 +12,17 @@ import jax
 from autopar.backends.devices import Devices
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
 from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
-from autopar.run.entry import Entry
 from autopar.run.one_device import OneDeviceRunner
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.tables.leaf import ArrayHome, Home
@@ -44,7 +44,7 @@ class OnDevices(Way):
         pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
         return dataclasses.replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Lifts tables, divides the batch into microbatches, and writes the program of each device."""
         made = list(lifting(bound))
         if bound.shards:
@@ -57,46 +57,48 @@ class OnDevices(Way):
             made.append(("localize_tensor", rewriting(_localize_tensor)))
         return tuple(made)
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Runs the step on several devices, or on one; an update log's tables are run as on several."""
-        if entry.devices is not None:
-            rest = entry.devices, entry.out_tree, entry.donate, entry.run_first
-            return DevicesRunner(entry.run_stored, entry.compiled, *rest, are_results_whole=entry.are_results_whole)
-        if entry.compiled.plan.defers:
-            return _runs_tables(entry)
-        name = getattr(entry.fun, "__name__", type(entry.fun).__name__)
-        return OneDeviceRunner(entry.run, entry.compiled.analysed, name, entry.out_tree, entry.donate)
+        if planned.devices is not None:
+            rest = planned.devices, planned.out_tree, planned.donate, planned.run_first
+            return DevicesRunner(
+                planned.run_stored, planned.compiled, *rest, are_results_whole=planned.are_results_whole
+            )
+        if planned.compiled.plan.defers:
+            return _runs_tables(planned)
+        name = getattr(planned.fun, "__name__", type(planned.fun).__name__)
+        return OneDeviceRunner(planned.run, planned.compiled.analysed, name, planned.out_tree, planned.donate)
 
-    def table_runner(self, entry: Entry) -> Runner:
+    def table_runner(self, planned: PlannedStep) -> Runner:
         """Runs tables on one device as on several."""
-        return entry.runner if entry.devices is not None or entry.compiled.plan.defers else _runs_tables(entry)
+        return planned.runner if planned.devices is not None or planned.compiled.plan.defers else _runs_tables(planned)
 
-    def homes(self, entry: Entry) -> Mapping[int, Home]:
+    def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         """Returns shards of several devices."""
-        bound, devices, planned = entry.compiled.bound, entry.devices, dict[int, Home]()
+        bound, devices, homes = planned.compiled.bound, planned.devices, dict[int, Home]()
         if devices is None:
-            return planned
+            return homes
         for k in range(len(bound.placements)):
             layout, axis = bound.layouts.get(k, (None, 0))
             sharding = devices.sharding(*bound.place(k))
-            planned[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
-        return planned
+            homes[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
+        return homes
 
 
-def _runs_tables(entry: Entry) -> Runner:
+def _runs_tables(planned: PlannedStep) -> Runner:
     """Returns what calls a step on one device where arguments or results are tables of autopar's own."""
     one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
-    return DevicesRunner(entry.run_on_tables, entry.compiled, one, entry.out_tree, entry.donate)
+    return DevicesRunner(planned.run_on_tables, planned.compiled, one, planned.out_tree, planned.donate)
 
 
-def _localize(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def _localize(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     try:
         return localize(program, bound)
     except NotLocal as error:
         raise without_own_program(program, error) from error
 
 
-def _localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def _localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     try:
         return localize_tensor(program, bound)
     except NotLocal as error:

@@ -13,9 +13,9 @@ from autopar import jax_compat
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.launch.group import everyone
 from autopar.mpi.machines import exchange
 from autopar.passes.classify import classify
@@ -26,7 +26,7 @@ from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
 from autopar.run.asked import Asked
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import ON_DEVICES, Planner
 from autopar.run.runner import Runner
 from autopar.tables.host import HostHome
@@ -84,7 +84,7 @@ class OnHosts(Way):
         program, pulled = pull_whole(program, self.options.strategy)
         return program, f"{note}{pulled}"
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Lifts tables, and writes the programs of a rank; none if nothing can be on hosts: the step is planned again
         then."""
         if not bound.on_hosts:
@@ -102,7 +102,7 @@ class OnHosts(Way):
         ]
         return tuple((name, partial(_checked, run)) for name, run in made)
 
-    def _split_stages(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+    def _split_stages(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         hosted = [f for f in bound.families if f.on_hosts]
         owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
         stages = split_stages(program, {f.family for f in hosted}, owners=owners, bucket_bytes=self.bucket_bytes)
@@ -115,28 +115,28 @@ class OnHosts(Way):
         """Exchanges of rows do."""
         return "tables on hosts", ON_DEVICES
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Runs a rank's programs."""
         from autopar.run.hosts import HostRunner
 
         def in_buckets(nbytes: int | None) -> Way:
             return dataclasses.replace(self, bucket_bytes=nbytes)
 
-        return HostRunner(entry.compiled, in_buckets, entry.out_tree, entry.donate)
+        return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate)
 
-    def homes(self, entry: Entry) -> Mapping[int, Home]:
+    def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         """Returns the shards of tables on hosts."""
         from autopar.state.init import hosted_inputs
 
-        return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(entry).items()}
+        return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(planned).items()}
 
-    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker:
+    def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker:
         """Makes each rank's shard."""
         from autopar.state.init import HostMaker
 
-        return HostMaker.of_plan(jax_compat.jaxpr_as_fun(traced.jaxpr), entry, numbers)
+        return HostMaker.of_plan(jax_compat.jaxpr_as_fun(traced.jaxpr), planned, numbers)
 
-    def sends(self, entry: Entry, name: str) -> Check:
+    def sends(self, planned: PlannedStep, name: str) -> Check:
         """Refuses."""
         raise ArgumentsError(
             f"{name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check it "
@@ -145,8 +145,8 @@ class OnHosts(Way):
 
 
 def _checked(
-    run: Callable[..., tuple[Program, BoundPlan, str]], program: Program, bound: BoundPlan
-) -> tuple[Program, BoundPlan, str]:
+    run: Callable[..., tuple[Program, ProgramPlan, str]], program: Program, bound: ProgramPlan
+) -> tuple[Program, ProgramPlan, str]:
     """Runs a pass; what it can't do with tables on hosts is an error for users."""
     try:
         return run(program, bound)

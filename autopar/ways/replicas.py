@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Self
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.ring import check_even
 from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
 from autopar.run.asked import Asked
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.runner import Runner
 from autopar.sync import Elastic, Replicated
 from autopar.tables.replica import Replica
@@ -47,12 +47,12 @@ class InReplicas(WithClients):
             check_even(clients, f"sync={self.sync.call}", "Give clients= an even number, or train on one process less")
         return super().among(clients, servers)
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Plans what is exchanged; then a client's own passes."""
         assert self.inner is not None, "a client runs its step in some way"
         return ("replicate", self._replicate), *self.inner.passes(bound, measured)
 
-    def _replicate(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+    def _replicate(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         axis, earlier, servers = self.options.batch_axis, self.options.plan, (self.servers, self.server_ranks)
         return program, *replicate(program, bound, self.sync, self.clients, axis, earlier, *servers)
 
@@ -63,34 +63,34 @@ class InReplicas(WithClients):
         """Clients of a centre, and neighbors in a ring, never wait."""
         return self.sync.is_asynchronous and not (self.sync.is_ring and self.clients == 1)
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Runs a client's step by its own runner, and exchanges weights behind it."""
         from autopar.run.exchanges import ElasticRunner, RingRunner
         from autopar.run.means import MeansRunner
         from autopar.run.touched_rows import TouchedRows
 
-        compiled, sync, plan = entry.compiled, self.sync, entry.compiled.plan.sync
-        assert plan is not None and entry.clients is not None, "clients have replicas"
+        compiled, sync, plan = planned.compiled, self.sync, planned.compiled.plan.sync
+        assert plan is not None and planned.clients is not None, "clients have replicas"
         touched, program = TouchedRows(compiled, plan), compiled.analysed
-        given = entry.own_runner, sync, plan, touched, entry.clients, program, entry.out_tree, entry.plain
+        given = planned.own_runner, sync, plan, touched, planned.clients, program, planned.out_tree, planned.plain
         if not self.is_asynchronous:
             return MeansRunner(*given)
         return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
-    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
+    def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
         """Compares all clients with their steps and means, one after the other."""
         from autopar.planning.replay_clients import compare_replicas, compare_served
 
         if not self.is_asynchronous:
-            return compare_replicas(entry, leaves, steps)
+            return compare_replicas(planned, leaves, steps)
         if isinstance(self.sync, Elastic):  # one exchange in each step, and two at least: at any interval it's the same
             way = dataclasses.replace(self, sync=dataclasses.replace(self.sync, interval=1))
-            entry, steps = dataclasses.replace(entry, way=way), max(steps, 3)
-        return compare_served(entry, leaves, steps)
+            planned, steps = dataclasses.replace(planned, way=way), max(steps, 3)
+        return compare_served(planned, leaves, steps)
 
     def followed(
         self,
-        entry: Entry,
+        planned: PlannedStep,
         start: Sequence[Leaf],
         calls: Sequence[Sequence[Sequence[Leaf]]],
         timeline: Timeline,
@@ -100,13 +100,13 @@ class InReplicas(WithClients):
         from autopar.planning.replay_clients import replay_center, replay_ring
 
         if isinstance(self.sync, Elastic):
-            return replay_center(self.sync, entry, start, calls, timeline)
-        return replay_ring(entry, start, calls, timeline)
+            return replay_center(self.sync, planned, start, calls, timeline)
+        return replay_ring(planned, start, calls, timeline)
 
-    def settled_with(self, first: Entry, entry: Entry) -> Entry:
+    def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         """Sends tables by rows that the first call's plan sends so: other shapes come to each client at a time of its
         own, are measured on its own minibatch, and so might be found otherwise."""
-        known, plan = first.compiled.plan.sync, entry.compiled.plan.sync
+        known, plan = first.compiled.plan.sync, planned.compiled.plan.sync
         assert known is not None and plan is not None, "clients have replicas"
-        bound = entry.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))
-        return dataclasses.replace(entry, compiled=dataclasses.replace(entry.compiled, bound=bound))
+        bound = planned.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))
+        return dataclasses.replace(planned, compiled=dataclasses.replace(planned.compiled, bound=bound))

@@ -12,15 +12,15 @@ from autopar.backends.served import one_worker
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import StrategyError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program, known
+from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Leaf
 from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
 from autopar.run.asked import Asked
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.run.step import ParallelStep
@@ -88,7 +88,7 @@ class OnServers(WithClients):
         """A worker's batch is followed, which is cut at its gradients."""
         return True
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Cuts the step into what workers and servers run."""
         made: list[Pass] = [
             *lifting(bound),
@@ -99,7 +99,7 @@ class OnServers(WithClients):
             made.append(("localize", rewriting(self._localize)))
         return tuple(made)
 
-    def _split_servers(self, program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+    def _split_servers(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         earlier = self.options.plan
         is_cut = any(e.op == "ap.microbatches" for e in program.block.equations)
         served = split_servers(program, self.servers, None if is_cut else gradient_equations(program))
@@ -108,7 +108,7 @@ class OnServers(WithClients):
         program = dataclasses.replace(program, served=served)
         return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {self.servers} servers"
 
-    def _localize(self, program: Program, bound: BoundPlan) -> tuple[Program, str]:
+    def _localize(self, program: Program, bound: ProgramPlan) -> tuple[Program, str]:
         devices = self.worker_devices
         try:
             worker = localize_worker(program, bound, devices)
@@ -124,16 +124,16 @@ class OnServers(WithClients):
         """Workers never wait."""
         return True
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Runs a worker."""
         from autopar.run.served import ServedRunner
 
-        assert entry.clients is not None, "servers keep the state"
-        return ServedRunner(entry.compiled, self.sync, entry.clients, entry.out_tree)
+        assert planned.clients is not None, "servers keep the state"
+        return ServedRunner(planned.compiled, self.sync, planned.clients, planned.out_tree)
 
     def followed(
         self,
-        entry: Entry,
+        planned: PlannedStep,
         start: Sequence[Leaf],
         calls: Sequence[Sequence[Sequence[Leaf]]],
         timeline: Timeline,
@@ -143,23 +143,23 @@ class OnServers(WithClients):
         from autopar.planning.replay_clients import programs_here, replay_served
         from autopar.run.served import ServedRunner
 
-        runner = None if entry.clients is None else entry.runner
-        programs = runner.programs if isinstance(runner, ServedRunner) else programs_here(entry, clients)
-        return replay_served(entry, start, calls, timeline, programs)
+        runner = None if planned.clients is None else planned.runner
+        programs = runner.programs if isinstance(runner, ServedRunner) else programs_here(planned, clients)
+        return replay_served(planned, start, calls, timeline, programs)
 
-    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification:
+    def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
         """Compares what one worker does by itself with the plain step; and all workers with what servers did."""
         from autopar.planning.replay_clients import compare_served
         from autopar.planning.verify import compare_runs
         from autopar.run.served import ServedRunner
 
-        assert isinstance(entry.runner, ServedRunner), "servers keep the state"
-        planned = one_worker(entry.runner.programs, entry.compiled.analysed)
-        alone = compare_runs(entry, [average(list(leaves))] * steps, planned=planned)
-        return compare_served(entry, leaves, steps) if alone.ok else alone
+        assert isinstance(planned.runner, ServedRunner), "servers keep the state"
+        run = one_worker(planned.runner.programs, planned.compiled.analysed)
+        alone = compare_runs(planned, [average(list(leaves))] * steps, run=run)
+        return compare_served(planned, leaves, steps) if alone.ok else alone
 
 
-def _split_update(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def _split_update(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     is_whole = bound.plan.microbatches == 1
     try:
         return in_microbatches(program, bound, own_statistics=is_whole, option="sync=")

@@ -19,10 +19,10 @@ from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program, Var, known
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.strategy import asks_for_hosts
 from autopar.jax_types import Leaf
@@ -34,8 +34,8 @@ from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.staging.loads import DividedLeaves
 from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
 from autopar.run.asked import Asked
-from autopar.run.entry import Entry
 from autopar.run.kept_placements import KeptArguments
+from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
 from autopar.tables.leaf import ArrayHome, Home
@@ -144,26 +144,26 @@ class InStages(Way):
         """Microbatches divide the batch."""
         return True
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Cuts the step into the programs of stages."""
         made = [*self._updated_once(bound), ("split_pipeline", partial(self._split_pipeline, measured))]
         if self.options.tensor > 1:
             made.append(("localize_tensor", rewriting(self._localize)))
         return tuple(made)
 
-    def _updated_once(self, bound: BoundPlan) -> tuple[Pass, ...]:
+    def _updated_once(self, bound: ProgramPlan) -> tuple[Pass, ...]:
         own = self.pipeline.statistics == "microbatch" or self.pipeline.is_asynchronous
         return *lifting(bound), ("split_update", rewriting(partial(in_microbatches, own_statistics=own)))
 
     def _split_pipeline(
-        self, measured: Measurements, program: Program, bound: BoundPlan
-    ) -> tuple[Program, BoundPlan, str]:
+        self, measured: Measurements, program: Program, bound: ProgramPlan
+    ) -> tuple[Program, ProgramPlan, str]:
         staged, plan = split_pipeline(program, self.pipeline, measured, _divided(program, bound))
         plan = dataclasses.replace(plan, candidates=self.candidates)
         program = dataclasses.replace(program, staged=staged)
         return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 
-    def _localize(self, program: Program, bound: BoundPlan) -> tuple[Program, str]:
+    def _localize(self, program: Program, bound: ProgramPlan) -> tuple[Program, str]:
         try:
             staged, note = localize_stages(known(program.staged), bound, self.options.tensor)
         except NotLocal as error:
@@ -229,7 +229,7 @@ class InStages(Way):
             candidates=tuple((str(c), c.seconds) for c in candidates) if is_measured else (),
         )
 
-    def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, BoundPlan]:
+    def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, ProgramPlan]:
         """Returns the program as `split_update` cuts it, and the plan so far."""
         with paused_collection():
             bound, _ = decide(analysed, self, measured)
@@ -246,17 +246,17 @@ class InStages(Way):
             return None
         return "stages on several processes", "give the stages devices of one process, mesh="
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Runs tasks on the stages' devices. With stages on several processes new leaves are on those of their stage,
         all other results everywhere."""
         from autopar.run.asynchronous import AsynchronousRunner
         from autopar.run.pipeline import PipelineRunner
 
-        assert entry.compiled.plan.pipeline is not None, "stages are planned"
-        pipeline = entry.compiled.plan.pipeline.pipeline
-        staged = known(entry.compiled.program.staged)
-        devices, analysed = self.places[: pipeline.devices], entry.compiled.analysed
-        given = devices, entry.out_tree, entry.donate, KeptArguments(analysed, staged)
+        assert planned.compiled.plan.pipeline is not None, "stages are planned"
+        pipeline = planned.compiled.plan.pipeline.pipeline
+        staged = known(planned.compiled.program.staged)
+        devices, analysed = self.places[: pipeline.devices], planned.compiled.analysed
+        given = devices, planned.out_tree, planned.donate, KeptArguments(analysed, staged)
         if staged.asynchronous is not None:
             return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
         schedule = pipeline.scheduled(staged.microbatches)
@@ -267,27 +267,27 @@ class InStages(Way):
             wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
         return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
 
-    def homes(self, entry: Entry) -> Mapping[int, Home]:
+    def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         """Returns where leaves are, or their layers."""
-        return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in self._leaves(entry).items()}
+        return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in self._leaves(planned).items()}
 
-    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
+    def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
         """Makes each leaf on its stage's devices."""
         from autopar.state.init import StageMaker
 
-        leaves = self._leaves(entry)
+        leaves = self._leaves(planned)
         if not leaves:
             return None
         places = [() if k is None else leaves.get(k, ()) for k in numbers]
         make, nowhere = jax_compat.jaxpr_as_fun(traced.jaxpr), [None] * len(numbers)
         return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, places)
 
-    def _leaves(self, entry: Entry) -> dict[int, tuple[StagePlace, ...]]:
+    def _leaves(self, planned: PlannedStep) -> dict[int, tuple[StagePlace, ...]]:
         """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
         everywhere."""
-        assert entry.compiled.plan.pipeline is not None, "stages are planned"
-        staged = known(entry.compiled.program.staged)
-        places = entry.compiled.plan.pipeline.places
+        assert planned.compiled.plan.pipeline is not None, "stages are planned"
+        staged = known(planned.compiled.program.staged)
+        places = planned.compiled.plan.pipeline.places
         leaves: dict[int, tuple[StagePlace, ...]] = {}
         for k, leaf in enumerate(staged.inputs):
             parts = leaf if isinstance(leaf, tuple) else (leaf,)
@@ -299,18 +299,18 @@ class InStages(Way):
 
     # --- what it is compared with ---
 
-    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification | None:
+    def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification | None:
         """Compares a pipeline without a flush with its tasks, one after the other."""
         from autopar.planning.replay import compare_replay
 
-        is_asynchronous = known(entry.compiled.program.staged).asynchronous is not None
-        return compare_replay(entry, leaves, steps) if is_asynchronous else None
+        is_asynchronous = known(planned.compiled.program.staged).asynchronous is not None
+        return compare_replay(planned, leaves, steps) if is_asynchronous else None
 
-    def sends(self, entry: Entry, name: str) -> Check:
+    def sends(self, planned: PlannedStep, name: str) -> Check:
         """Compares what devices send each other, and within stages."""
         from autopar.planning.check import compare_pipeline
 
-        return compare_pipeline(entry, name)
+        return compare_pipeline(planned, name)
 
 
 def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
@@ -322,7 +322,7 @@ def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
     return tuple(places[: None if pipeline.stages == AUTO else pipeline.devices])
 
 
-def _divided(program: Program, bound: BoundPlan) -> DividedLeaves:
+def _divided(program: Program, bound: ProgramPlan) -> DividedLeaves:
     """Returns the leaves that are divided over the devices of a tensor axis."""
     if bound.plan.tensor is None:
         return DividedLeaves()

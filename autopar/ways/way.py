@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, ClassVar
 from autopar.compile import Analysed, Analysis, Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Leaf
 from autopar.measure.machine import looked_up
 from autopar.passes.analyze_batch import analyze_batch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # names of those who ask
     from autopar.planning.check import Check
     from autopar.planning.verify import Verification
     from autopar.run.asked import Asked
-    from autopar.run.entry import Entry
+    from autopar.run.planned_step import PlannedStep
     from autopar.run.planner import Planner
     from autopar.run.runner import Runner
     from autopar.run.step import ParallelStep
@@ -176,7 +176,7 @@ class Way:
         rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
         return Measurements(rates, memory, looked_up(program, example), stages)
 
-    def passes(self, bound: BoundPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
+    def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns what makes a program of a plan, in this order; only what does something."""
         raise NotImplementedError
 
@@ -204,44 +204,44 @@ class Way:
         """Returns what takes ranks of an MPI job, and what to do in place of it, in words; None: nothing does."""
         return None
 
-    def runner(self, entry: Entry) -> Runner:
+    def runner(self, planned: PlannedStep) -> Runner:
         """Makes what calls the planned step."""
         raise NotImplementedError
 
-    def table_runner(self, entry: Entry) -> Runner:
+    def table_runner(self, planned: PlannedStep) -> Runner:
         """Returns what calls it where an argument is a table of autopar's own."""
-        return entry.runner
+        return planned.runner
 
-    def settled_with(self, first: Entry, entry: Entry) -> Entry:
+    def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         """Returns a plan for other shapes than the first call's, with what all clients must have as in its plan."""
-        return entry
+        return planned
 
     @property
     def keeps_shards(self) -> bool:
         """Says whether leaves of the state that come in shards can stay so."""
         return True
 
-    def homes(self, entry: Entry) -> Mapping[int, Home]:
+    def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         """Returns where leaves of the state are, by number, as far as the plan says."""
-        return {} if self.inner is None else self.inner.homes(entry)
+        return {} if self.inner is None else self.inner.homes(planned)
 
-    def maker(self, entry: Entry, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
+    def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
         """Returns what makes a state where the plan has it, as `init` does; None: on the devices (`Maker`).
 
         Args:
-          entry: The step.
+          planned: The step.
           traced: What makes the state, as JAX traced it.
           numbers: Of each leaf that is made the number of the step's input that it is.
         """
-        return None if self.inner is None else self.inner.maker(entry, traced, numbers)
+        return None if self.inner is None else self.inner.maker(planned, traced, numbers)
 
     # --- what it is compared with ---
 
-    def replayed(self, entry: Entry, leaves: Sequence[Leaf], steps: int) -> Verification | None:
+    def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification | None:
         """Compares the step with a replay, where it is another function than the plain step by design; else None.
 
         Args:
-          entry: The step.
+          planned: The step.
           leaves: Its flat arguments.
           steps: How often it is run.
         """
@@ -249,7 +249,7 @@ class Way:
 
     def followed(
         self,
-        entry: Entry,
+        planned: PlannedStep,
         start: Sequence[Leaf],
         calls: Sequence[Sequence[Sequence[Leaf]]],
         timeline: Timeline,
@@ -258,7 +258,7 @@ class Way:
         """Does what a timeline says, if there can be one.
 
         Args:
-          entry: The step.
+          planned: The step.
           start: Flat arguments of a call; of these the state.
           calls: For each client its calls' flat arguments.
           timeline: What was done when.
@@ -273,7 +273,7 @@ class Way:
         """
         raise NotImplementedError
 
-    def sends(self, entry: Entry, name: str) -> Check | None:
+    def sends(self, planned: PlannedStep, name: str) -> Check | None:
         """Compares what is sent with the plan, where no compiled program says it; else None. `name`: the step's.
 
         Raises:
@@ -283,18 +283,18 @@ class Way:
 
 
 def rewriting(
-    run: Callable[[Program, BoundPlan], tuple[Program, str]],
-) -> Callable[..., tuple[Program, BoundPlan, str]]:
+    run: Callable[[Program, ProgramPlan], tuple[Program, str]],
+) -> Callable[..., tuple[Program, ProgramPlan, str]]:
     """Returns a pass that leaves the plan as it is."""
 
-    def rewrite(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+    def rewrite(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         program, note = run(program, bound)
         return program, bound, note
 
     return rewrite
 
 
-def lifting(bound: BoundPlan) -> tuple[Pass, ...]:
+def lifting(bound: ProgramPlan) -> tuple[Pass, ...]:
     """Returns what puts a step on the rows that it touches, if it has such tables."""
     if not bound.families:
         return ()
@@ -303,7 +303,7 @@ def lifting(bound: BoundPlan) -> tuple[Pass, ...]:
 
 
 def in_microbatches(
-    program: Program, bound: BoundPlan, *, own_statistics: bool = False, option: str = "pipeline="
+    program: Program, bound: ProgramPlan, *, own_statistics: bool = False, option: str = "pipeline="
 ) -> tuple[Program, str]:
     """Runs `split_update`.
 

@@ -15,7 +15,7 @@ from tests.support.coincidences import OPTIMIZERS, SIZES, TABLES, Sizes, batch_o
 
 def lifted(step: Any, *arguments: Any) -> dict[str, str]:
     """Tables that are lifted, and of the others why they aren't."""
-    plan = step.entry(*arguments).compiled.plan
+    plan = step.planned_for(*arguments).compiled.plan
     return {p.path.split("/")[-1]: "" if p.lifted else f"{p.reason} ({p.line})" for p in plan.parameters}
 
 

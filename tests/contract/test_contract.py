@@ -40,7 +40,7 @@ def check(model: str, optimizer: str, sparse: str = "exact", steps: int = STEPS)
     case = MODELS[model].make(chosen.make())
     strategy = "auto" if sparse == "off" else "ps"
     step = autopar.parallelize(case.step, strategy=strategy, sparse=sparse, donate=False)
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
     expected = set(case.tables) if chosen.lifts and sparse != "off" else set()
     assert lifted == expected, str(autopar.explain(step, case.state, case.batches(0)))

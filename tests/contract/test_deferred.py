@@ -250,7 +250,7 @@ def test_combined(name: str) -> None:
 @pytest.mark.parametrize("name", ["lamb", "lars"])
 def test_what_mixes_rows_is_dense(name: str) -> None:
     case = lookup_case(getattr(optax, name)(0.1))
-    plan = autopar.parallelize(case.step, strategy="ps").entry(case.state, case.batches(0)).compiled.plan
+    plan = autopar.parallelize(case.step, strategy="ps").planned_for(case.state, case.batches(0)).compiled.plan
     assert not plan.lifts and "reduce_sum over all rows" in plan.parameters[0].reason
 
 
@@ -261,7 +261,9 @@ def test_bfloat16_tables_are_replayed_bit_by_bit(mu: Any) -> None:
     assert differ(case, steps=60, share=0.02) == []
     planned = deferring(case.step)
     flushes = [
-        e for e in planned.entry(case.state, case.batches(0)).compiled.program.block.equations if e.op == "ap.flush"
+        e
+        for e in planned.planned_for(case.state, case.batches(0)).compiled.program.block.equations
+        if e.op == "ap.flush"
     ]
     assert flushes and all(e.params["replay"].scale_only is None for e in flushes)
 

@@ -175,7 +175,7 @@ def test_the_same_form_by_what_carries_on() -> None:
     expected = {momentum: {0: 1, 1: 0}, target: {0: 1, 1: 0}, round_: {0: 1, 1: 2, 2: 0}}
     for step, wanted in expected.items():
         planned: Any = autopar.parallelize(step, state_argnums=tuple(range(len(wanted))))
-        entry = planned.entry(*(one(k) for k in wanted), IDS)
+        entry = planned.planned_for(*(one(k) for k in wanted), IDS)
         assert entry.states.outputs == wanted, step
 
 

@@ -54,7 +54,7 @@ def batch_of(i: int, most: int = 1000, size: int = 16) -> dict[str, np.ndarray]:
 )
 def test_contract(model: str, optimizer: str) -> None:
     case = MODELS[model].make(OPTIMIZERS[optimizer].make())
-    entry = autopar.parallelize(case.step, strategy=HOSTS, donate=False).entry(case.state, case.batches(0))
+    entry = autopar.parallelize(case.step, strategy=HOSTS, donate=False).planned_for(case.state, case.batches(0))
     assert entry.compiled.plan.on_hosts
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
     assert found.ok, str(found)
@@ -63,7 +63,7 @@ def test_contract(model: str, optimizer: str) -> None:
 def test_two_programs() -> None:
     """Ids, and all the rest; tables are outside."""
     step = autopar.parallelize(update, strategy={"params/emb": HOSTS})
-    program = step.entry(*make_state(jax.random.key(0)), batch_of(0)).compiled.program
+    program = step.planned_for(*make_state(jax.random.key(0)), batch_of(0)).compiled.program
     items = program.stages.items
     assert [str(i).split(" (")[0].split(" of")[0] for i in items] == [
         "device program",

@@ -71,7 +71,7 @@ def test_a_state_that_is_carried_along_with_the_examples() -> None:
 def test_models(model: str, strategy: str) -> None:
     """Against the float64 oracle, as the contract says."""
     case = MODELS[model].make(OPTIMIZERS["clipped"].make())
-    entry = autopar.parallelize(case.step, microbatches=2, strategy=strategy).entry(case.state, case.batches(0))
+    entry = autopar.parallelize(case.step, microbatches=2, strategy=strategy).planned_for(case.state, case.batches(0))
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(k))) for k in range(4)])
     assert found.ok, str(found)
 

@@ -119,7 +119,7 @@ def _check(recipe: Recipe) -> None:
     # Once a row is infinite itself, 0 * row is NaN in plain JAX: the contract is for finite tables.
     steps = 1 if recipe.repeated and recipe.optimizer == "poisoned" else 2
     batches = [make_batch(recipe.seed + k) for k in range(steps)]
-    entry = planned.entry(state, batches[0])
+    entry = planned.planned_for(state, batches[0])
     if not _is_open(recipe):
         lifted = [p.lifted for p in entry.compiled.plan.parameters if p.path.startswith("params/table")]
         assert lifted == [True] * recipe.tables, entry.compiled.plan.parameters
@@ -163,7 +163,7 @@ def test_steps_that_were_wrong_once(step: Callable[[Tree, Tree], tuple[Tree, Tre
     table = jnp.arange(1.0, ROWS * WIDTH + 1).reshape(ROWS, WIDTH)
     cubes = jnp.arange(4.0 * ROWS).reshape(ROWS, 2, 2).at[-1].set(1.0)
     arguments = {"a": table, "b": table / 2, "m": cubes}, make_batch(0)
-    entry = autopar.parallelize(step, strategy="ps", donate=False).entry(*arguments)
+    entry = autopar.parallelize(step, strategy="ps", donate=False).planned_for(*arguments)
     found = compare_runs(entry, [jax.tree.leaves(arguments)])
     assert found.ok, str(found)
 
@@ -180,7 +180,7 @@ EACH = {
 def test_each_ingredient_lifts_by_itself(name: str) -> None:
     recipe = EACH[name]
     planned = autopar.parallelize(make_step(recipe), strategy="ps")
-    plan = planned.entry(make_state(recipe), make_batch(0)).compiled.plan
+    plan = planned.planned_for(make_state(recipe), make_batch(0)).compiled.plan
     assert [p.lifted for p in plan.parameters] == [True], plan.parameters
 
 
@@ -193,7 +193,7 @@ def test_columns_of_a_slot_are_not_its_rows() -> None:
         return {"table": state["table"] - 0.1 * g * lax.rsqrt(slot[:, :1] + 1e-3), "slot": slot}, loss
 
     state = {"table": jnp.ones((ROWS, WIDTH)), "slot": jnp.zeros((ROWS, WIDTH))}
-    compiled = autopar.parallelize(step, strategy="ps").entry(state, jnp.arange(IDS)).compiled
+    compiled = autopar.parallelize(step, strategy="ps").planned_for(state, jnp.arange(IDS)).compiled
     (space,) = compiled.analysed.rows.spaces
     assert (space.leaves, space.refusal, space.notes) == ((0, 1), None, ())
 
@@ -211,5 +211,5 @@ def test_a_classifier_has_one_table() -> None:
 
     params = {"emb": jnp.ones((ROWS, WIDTH)), "w": jnp.ones((WIDTH, 5)), "bias": jnp.zeros(5)}
     batch = {"ids": jnp.arange(IDS), "labels": jnp.arange(IDS) % 5}
-    plan = autopar.parallelize(step, strategy="ps").entry(params, batch).compiled.plan
+    plan = autopar.parallelize(step, strategy="ps").planned_for(params, batch).compiled.plan
     assert [(p.path, p.lifted) for p in plan.parameters] == [("emb", True)], plan.parameters

@@ -31,13 +31,13 @@ def test_single_rows_meet_rows(width: int, strategy: Any) -> None:
 
 def test_rows_with_momentum_are_deferred() -> None:
     state = {**state_of(11), "momentum": np.zeros((11, 3), np.float32)}
-    plan = autopar.parallelize(with_momentum, strategy={"t": "ps"}).entry(state, batch_of(11, 0)).compiled.plan
+    plan = autopar.parallelize(with_momentum, strategy={"t": "ps"}).planned_for(state, batch_of(11, 0)).compiled.plan
     assert plan.defers, plan.parameters[0].reason
 
 
 def test_operands_have_the_shape_of_the_result() -> None:
     """Whoever follows an axis through an elementwise equation finds it in every operand, in loops too."""
-    compiled = autopar.parallelize(train).entry(state_of(11), batch_of(11, 0)).compiled
+    compiled = autopar.parallelize(train).planned_for(state_of(11), batch_of(11, 0)).compiled
     found = [e for e in compiled.analysed.block.walk() if e.op in ELEMENTWISE]
     assert len(found) > 10
     assert all(a.shape in ((), e.outputs[0].shape) for e in found for a in e.inputs)

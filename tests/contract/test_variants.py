@@ -19,7 +19,7 @@ def test_variant(name: str) -> None:
     variant = VARIANTS[name]
     case = variant.make()
     step = autopar.parallelize(case.step, strategy="ps", donate=False)
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     lifted = {p.path for p in entry.compiled.plan.parameters if p.lifted}
     assert (variant.expect == "defer") == entry.compiled.plan.defers
     if variant.expect != "dense":

@@ -95,7 +95,7 @@ def test_verify_and_explain_know_the_axis() -> None:
 def test_what_the_batch_does_not_have(devices: int) -> None:
     def plan(axis: Any) -> Any:
         planned = autopar.parallelize(recurrent, mesh=mesh_of(devices), batch_axis=axis)
-        return planned.entry(make_state(), time_major())
+        return planned.planned_for(make_state(), time_major())
 
     with pytest.raises(
         autopar.ArgumentsError, match=r"'batch/id' matches nothing.*batch/ids \[5, 8\], batch/negatives"
@@ -121,7 +121,7 @@ def test_a_batch_axis_of_another_kind(axis: Any) -> None:
 
 def state_placements(planned: Any, *args: Any) -> dict[str, int]:
     """Path of a leaf of the state that is spread -> its axis; tables left out."""
-    entry = planned.entry(*args)
+    entry = planned.planned_for(*args)
     program, plan = entry.compiled.analysed, entry.compiled.bound
     tables = {k for space in program.rows.spaces if plan.family(space.family) for k in space.leaves}
     pairs = enumerate(zip(program.inputs, plan.placements, strict=True))

@@ -87,7 +87,7 @@ def test_bytes_by_hand() -> None:
 )
 def test_auto_takes_the_fastest(slow: tuple[str, ...], fast: tuple[str, ...]) -> None:
     state, batch = make_state(4000), ids_in(0, 4000)
-    entry = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)).entry(state, batch)
+    entry = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4)).planned_for(state, batch)
     given = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), given.inputs, given.outputs)
     options, measured = Options(devices=4), Measurements(rates=rates(**dict.fromkeys(slow, 1.0)))

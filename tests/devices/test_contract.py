@@ -32,7 +32,7 @@ def test_planned_step_trains_to_the_plain_numbers(row: dict[str, str]) -> None:
     case = MODELS[row["model"]].make(chosen.make())
     strategy = {"**": "ps"} if row["method"] == "shards" else row["method"]  # dense parameters, too
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh_of(int(row["devices"])), donate=False)
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     plan = entry.compiled.plan
     lifted = set(case.tables) if chosen.lifts else set()
     assert {p.path for p in plan.parameters if p.lifted} == lifted
@@ -54,7 +54,7 @@ def test_variant(name: str, method: str) -> None:
     """Some ways of looking a table up, on three devices: sizes that they don't divide, and some that they do."""
     case = VARIANTS[name].make()
     step = autopar.parallelize(case.step, strategy=method, mesh=mesh_of(3), donate=False)
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     assert {f.method for f in entry.compiled.bound.families} == {method}
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(3)])
     assert found.ok, str(found)

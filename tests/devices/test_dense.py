@@ -60,7 +60,7 @@ def test_a_table_that_can_not_be_lifted_is_stored_in_shares() -> None:
 
 def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
     planned = autopar.parallelize(step, strategy="ps", mesh=mesh_of(4))
-    planned.entry(make_state(), IDS)
+    planned.planned_for(make_state(), IDS)
     assert planned.plan is not None and not planned.latest.compiled.bound.shards
 
 
@@ -79,7 +79,7 @@ def test_one_method_for_all_leaves_dense_parameters_alone() -> None:
 )
 def test_strategies_that_can_not_be(strategy: dict[str, str], message: str) -> None:
     with pytest.raises(autopar.StrategyError, match=message):
-        autopar.parallelize(step, strategy=strategy, mesh=mesh_of(4)).entry(make_state(), IDS)
+        autopar.parallelize(step, strategy=strategy, mesh=mesh_of(4)).planned_for(make_state(), IDS)
 
 
 def test_shares_of_one_device_are_the_whole() -> None:

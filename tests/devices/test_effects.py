@@ -114,7 +114,7 @@ def test_what_the_first_device_does_keeps_its_line() -> None:
         return w - jax.grad(loss)(w), x.sum()
 
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
-    block = planned.entry(jnp.ones((3, 3)), jnp.ones((8, 3))).compiled.program.block
+    block = planned.planned_for(jnp.ones((3, 3)), jnp.ones((8, 3))).compiled.program.block
     lines = {e.op: e.source for e in block.walk() if e.op in ("ap.first", "ap.scaled")}
     assert {op: str(source).split(":")[0].endswith("test_effects.py") for op, source in lines.items()} == {
         "ap.first": True,

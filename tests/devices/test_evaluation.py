@@ -168,7 +168,7 @@ def test_parameters_of_one_size_are_told_by_their_use(fun: Any, first: bool) -> 
     evaluate = autopar.parallelize(fun if first else lambda x, p: fun(p, x), mesh=FOUR)
     arguments = (params, batch) if first else (batch, params)
     same(evaluate(*arguments), fun(params, batch))
-    placements = evaluate.entry(*arguments).compiled.bound.placements
+    placements = evaluate.planned_for(*arguments).compiled.bound.placements
     assert placements == ((None, None, 0, 0, 0) if first else (0, 0, 0, None, None))
 
 

@@ -38,7 +38,7 @@ def test_the_documented_checkpointer_goes_on_where_it_was(tmp_path: Path) -> Non
 def test_a_capacity_warning_that_is_an_error_costs_no_state() -> None:
     planned, plain = autopar.parallelize(rows_step, strategy="ps", mesh=mesh_of(4)), jax.jit(rows_step)
     mine, theirs = make_state(400), make_state(400)
-    planned.entry(mine, ids_in(0, 400, length=20))
+    planned.planned_for(mine, ids_in(0, 400, length=20))
     unequal, warned = ids_in(0, 90, 1, length=20), 0
     with warnings.catch_warnings():
         warnings.simplefilter("error", autopar.CapacityWarning)

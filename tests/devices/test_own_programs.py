@@ -34,7 +34,7 @@ def test_contract(row: dict[str, str]) -> None:
     strategy = {"**": "ps"} if row["method"] == "shards" else row["method"]
     mesh = mesh_of(int(row["devices"]))
     step = autopar.parallelize(case.step, strategy=strategy, mesh=mesh, donate=False)
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     assert entry.compiled.program.local is not None
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(4)])
     assert found.ok, str(found)
@@ -62,7 +62,7 @@ def test_products_are_summed_before_they_are_transposed(tied: bool) -> None:
 
     state, x = {"w": jnp.linspace(-1, 1, 24 * 16).reshape(24, 16)}, jnp.linspace(0, 1, 8 * 24).reshape(8, 24)
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
-    block = planned.entry(state, x).compiled.program.block
+    block = planned.planned_for(state, x).compiled.program.block
     reduced = [e for e in block.walk() if e.op == "ap.reduce" and e.inputs[0].shape]
     made = {v: e for e in block.walk() for v in e.outputs}
     assert [made[e.inputs[0]].op for e in reduced] == (["mul"] if tied else ["dot_general"])
@@ -189,7 +189,7 @@ def test_a_table_that_is_copied_for_each_example(kind: str, method: str) -> None
         return (jnp.tanh(COPIES[kind](state["t"], batch) @ state["w"]) + jnp.tanh(rows @ state["w"])).sum() ** 2
 
     planned = autopar.parallelize(_clipped(loss), strategy={"t": method}, mesh=mesh_of(4), donate=False, replan="off")
-    entry = planned.entry(state, batch)
+    entry = planned.planned_for(state, batch)
     assert entry.compiled.plan.lifts
     found = compare_runs(entry, [jax.tree.leaves((state, batch))])
     assert found.ok, str(found)
@@ -208,7 +208,7 @@ def test_what_is_broadcast_is_made_in_the_size_of_a_shard() -> None:
 
     state = {"w": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(4)}
     planned = autopar.parallelize(step, mesh=mesh_of(4))
-    program = planned.entry(state, np.ones((8, 3), np.float32)).compiled.program
+    program = planned.planned_for(state, np.ones((8, 3), np.float32)).compiled.program
     assert program.local is not None and not [e for e in program.block.walk() if e.op == "ap.shard"]
 
 
@@ -218,7 +218,7 @@ def test_examples_by_themselves() -> None:
         step = step_of(EACH)
         planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
         ours, theirs = planned(*given()), jax.jit(step)(*given())
-        assert planned.entry(*given()).compiled.program.local.inside is None
+        assert planned.planned_for(*given()).compiled.program.local.inside is None
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
 

@@ -168,7 +168,7 @@ def test_check_finds_what_the_plan_says(pipeline: autopar.Pipeline) -> None:
     sent = {row.what: row.compiled for row in found.rows}
     assert sent["device 1" if pipeline.schedule == "interleaved" else "stage 2 to earlier stages"]
     assert "not in the plan" in str(found)
-    entry = planned.entry(make(), batch(0))
+    entry = planned.planned_for(make(), batch(0))
     plan = entry.compiled.plan.pipeline
     stages = (dataclasses.replace(plan.stages[0], ahead_bytes=plan.stages[0].ahead_bytes + 8), *plan.stages[1:])
     wrong = compare_sends("step", dataclasses.replace(plan, stages=stages), entry.runner.timeline)

@@ -181,7 +181,7 @@ def test_replicas_hold_the_same_weights_and_donate_them() -> None:
 def test_a_shared_mask_is_drawn_once_by_each_stage() -> None:
     step, make = language_model(CLIPPED, dropout=0.2)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
-    staged = planned.entry(make(), batch(0)).compiled.program.staged
+    staged = planned.planned_for(make(), batch(0)).compiled.program.staged
     draws = {p.phase for p in staged.programs for e in p.block.walk() if e.op in ("random_bits", "threefry2x32")}
     assert draws == {"before"}
 
@@ -275,7 +275,7 @@ def test_nothing_is_sent_but_activations_their_gradients_and_sums(tied: bool) ->
     """Slots stay with their weights; the update of a stage reads scalars of the others, and sums of tied weights."""
     step, make = language_model(CLIPPED, tied=tied)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(3, microbatches=3))
-    staged = planned.entry(make(), batch(0)).compiled.program.staged
+    staged = planned.planned_for(make(), batch(0)).compiled.program.staged
     made = {v: p for p in staged.programs for v in p.block.outputs}
     given = {v for v, (_, join) in staged.joins.items() if isinstance(join, str)}
     sums = {whole: made[v] for v, (whole, _) in staged.joins.items() if v in given}

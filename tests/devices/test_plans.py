@@ -82,7 +82,7 @@ def test_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     made = autopar.plan(by("auto"), make_state(), BATCH)
     monkeypatch.setattr("autopar.api.rates_of", measure)
     with pytest.raises(AssertionError, match="rates are measured"):
-        by("auto").entry(make_state(), BATCH)
+        by("auto").planned_for(make_state(), BATCH)
     assert not made.diff(autopar.plan(autopar.parallelize(step, plan=made, mesh=mesh_of(4)), make_state(), BATCH))
 
 
@@ -92,7 +92,7 @@ def test_a_measured_capacity_holds_until_a_batch_exceeds_it() -> None:
     assert table.tight and table.cyclic and table.capacity is not None
     planned, plain = autopar.parallelize(step, plan=made, mesh=mesh_of(4)), jax.jit(step)
     one_owner = {"ids": np.int32(4 * np.arange(160).reshape(8, 20) % ROWS)}
-    planned.entry(make_state(), one_owner)
+    planned.planned_for(make_state(), one_owner)
     assert planned.plan.tables[0].capacity == table.capacity
     mine, theirs = make_state(), make_state()
     with warnings.catch_warnings(record=True) as told:  # when a capacity is known to be exceeded isn't certain
@@ -104,16 +104,16 @@ def test_a_measured_capacity_holds_until_a_batch_exceeds_it() -> None:
     needed = one_owner["ids"].size // 4
     assert f"capacities grow from {table.capacity} to {needed} ({table.path})" in str(told[0].message)
     with pytest.warns(autopar.RecompileWarning):
-        (family,) = planned.entry(make_state(), ids_in(0, 400, length=10)).compiled.bound.families
+        (family,) = planned.planned_for(make_state(), ids_in(0, 400, length=10)).compiled.bound.families
     assert family.layout is not None and family.layout.cyclic and family.table.ids == 80, "another batch: measured anew"
 
 
 def test_what_does_not_fit_is_named() -> None:
     made = autopar.plan(by("ps"), make_state(), BATCH)
     with pytest.raises(autopar.PlanError, match="is for 4 devices, and step runs on 2. Give a mesh of 4, or plan"):
-        autopar.parallelize(step, plan=made, mesh=mesh_of(2)).entry(make_state(), BATCH)
+        autopar.parallelize(step, plan=made, mesh=mesh_of(2)).planned_for(make_state(), BATCH)
     with pytest.raises(autopar.PlanError, match=r"params/emb: shape \[404, 8\] in the step, \[400, 8\] in the plan"):
-        autopar.parallelize(step, plan=made, mesh=mesh_of(4)).entry(make_state(404), BATCH)
+        autopar.parallelize(step, plan=made, mesh=mesh_of(4)).planned_for(make_state(404), BATCH)
 
 
 # --- check ---

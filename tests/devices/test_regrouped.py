@@ -126,6 +126,6 @@ def test_each_device_goes_on_with_its_part(name: str) -> None:
     w, batch = given(128)
     assert "DIFFERS" not in str(autopar.check(planned, w, batch))
     assert " a turn for" not in explained(planned), "what doesn't change is exchanged before a loop"
-    runner: Any = planned.entry(w, batch).runner
+    runner: Any = planned.planned_for(w, batch).runner
     flops = [c.compile().cost_analysis()["flops"] for c in (runner.lower(), jax.jit(step).lower(w, batch))]
     assert flops[0] < 0.4 * flops[1], flops

@@ -74,7 +74,7 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
     plain = jax.jit(step)
     mine, theirs = make_state(400), make_state(400)
     even, unequal = ids_in(0, 400, length=20), ids_in(0, 90, 1, length=20)
-    planned.entry(mine, even)
+    planned.planned_for(mine, even)
     small = planned.plan.tables[0].capacity
     # Whether it was exceeded is known when a step has run, which nobody waits for.
     with pytest.warns(autopar.CapacityWarning, match="with the same result; capacities grow"):

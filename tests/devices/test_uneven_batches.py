@@ -100,7 +100,7 @@ def test_each_device_does_its_share(method: str) -> None:
 
     def flops(examples: int) -> float:
         planned = autopar.parallelize(_step, strategy=method, mesh=mesh_of(4), donate=False)
-        runner: Any = planned.entry(_make_state(), _batch(examples)).runner
+        runner: Any = planned.planned_for(_make_state(), _batch(examples)).runner
         return runner.lower().compile().cost_analysis()["flops"]
 
     assert flops(254) < 1.5 * flops(256)
@@ -160,7 +160,7 @@ def test_a_state_that_is_carried_with_the_examples() -> None:
     mine, theirs = (planned(state, batch), jax.jit(step)(state, batch))
     _same(mine, theirs)
     _same(planned(mine[0], batch), jax.jit(step)(theirs[0], batch))
-    assert len(planned.entry(state, batch).compiled.bound.uneven) == 2
+    assert len(planned.planned_for(state, batch).compiled.bound.uneven) == 2
 
 
 def test_products_are_divided_as_well() -> None:
@@ -168,7 +168,7 @@ def test_products_are_divided_as_well() -> None:
     state, batch = _make_state(), _batch(7)
     planned = autopar.parallelize(_step, mesh=mesh, donate=False, strategy={"params/net/**": "tensor"})
     _same(planned(state, batch), jax.jit(_step)(state, batch))
-    bound = planned.entry(state, batch).compiled.bound
+    bound = planned.planned_for(state, batch).compiled.bound
     assert bound.uneven and bound.tensors
 
 
@@ -183,7 +183,7 @@ def test_leaves_of_other_sizes_stay_whole() -> None:
     state, batch = {"w": _dense(rng, WIDTH, 3)}, {"x": rng.normal(size=(10, WIDTH)), "scale": rng.normal(size=3)}
     planned = autopar.parallelize(step, mesh=mesh_of(4), donate=False)
     _same(planned(state, batch), jax.jit(step)(state, batch))
-    entry = planned.entry(state, batch)
+    entry = planned.planned_for(state, batch)
     assert [entry.compiled.analysed.inputs[k].path for k in entry.compiled.bound.uneven] == ["batch/x"]
 
 

@@ -89,7 +89,7 @@ def outcome(program: Program, folder: Path, *, dense: bool = False) -> Outcome:
         module = _load(program, folder)
         try:
             session = module.Session(True)
-            plan = session.step.entry(*_arguments(session, module.batch(0))).compiled.plan
+            plan = session.step.planned_for(*_arguments(session, module.batch(0))).compiled.plan
             failed: Exception | None = None
         except Exception as error:
             plan, failed = None, error

@@ -26,7 +26,7 @@ def check(name: str, steps: int = 300) -> None:
     if _tested.setdefault(text, name) != name:
         return
     planned = deferring(case.step, 5, donate=False)
-    entry = planned.entry(case.state, case.batches(0))
+    entry = planned.planned_for(case.state, case.batches(0))
     assert entry.compiled.plan.defers
     found = compare_runs(entry, [jax.tree.leaves((case.state, case.batches(i))) for i in range(12)])
     assert found.ok, str(found)

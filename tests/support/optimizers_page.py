@@ -14,7 +14,7 @@ import optax
 
 import autopar
 from autopar.ir.rowspace import Const, Row
-from autopar.run.entry import Entry
+from autopar.run.planned_step import PlannedStep
 from tests.zoo.every_optimizer import NOT_MADE, names, optimizer_case
 
 _HEAD = """\
@@ -56,7 +56,7 @@ def end_of(name: str) -> End:
     """How one of `names()` ends."""
     case = optimizer_case(name)
     step = autopar.parallelize(case.step, strategy="ps")
-    entry = step.entry(case.state, case.batches(0))
+    entry = step.planned_for(case.state, case.batches(0))
     (table,) = (p for p in entry.compiled.plan.parameters if p.path in ("params/emb", "params/fast/emb"))
     if not table.lifted:
         return End(name, "dense", _plain(table.reason))
@@ -69,7 +69,7 @@ def end_of(name: str) -> End:
     return End(name, "constant" if constant else "identity", "; ".join([*told, *notes]))
 
 
-def _moved(entry: Entry) -> tuple[str, str]:
+def _moved(entry: PlannedStep) -> tuple[str, str]:
     """Leaves of deferred families that move off the touched rows, and those that become constant there."""
     program = entry.compiled.analysed
     moving, constant = [], []
@@ -77,7 +77,7 @@ def _moved(entry: Entry) -> tuple[str, str]:
         for k in space.leaves if space.refusal is None else ():
             value = program.rows.value(program.block.outputs[program.new_states[k]])
             assert isinstance(value, Row), "a lifted leaf is in row space"
-            if isinstance(value.off, Const):
+            if isinstance(value.untouched, Const):
                 constant.append(_leaf(program.inputs[k].path))
             elif program.block.outputs[program.new_states[k]] is not program.block.inputs[k]:
                 moving.append(_leaf(program.inputs[k].path))
@@ -97,7 +97,7 @@ def _leaf(path: str) -> str:
     return f"`{words[-1]}`"
 
 
-def _at_rest(entry: Entry) -> str:
+def _at_rest(entry: PlannedStep) -> str:
     flushes = [e for e in entry.compiled.program.block.equations if e.op == "ap.flush"]
     return "; at once" if all(e.params["replay"].scale_only is not None for e in flushes) else ""
 

@@ -1,8 +1,9 @@
 """Brute force over what an analysis claims, on small arrays of small integers.
 
 The step is analysed, each of its equations is run, and whatever the analysis says of a variable is checked: a `Row`
-must not change when another row of the operands does, and must be on the untouched rows what its `off` says, values of
-one function must be equal there; a `Free` must be the same all along its axes; a lookup must read no untouched row.
+must not change when another row of the operands does, and must be on the untouched rows what its `untouched` says,
+values of one function must be equal there; a `Free` must be the same all along its axes; a lookup must read no
+untouched row.
 """
 
 from __future__ import annotations
@@ -154,12 +155,12 @@ def check(program: Program) -> set[str]:
         values = [facts.value(a) for a in equation.inputs]
         results = [facts.value(v) for v in equation.outputs]
         for value, result in zip(results, event.results, strict=True):
-            _check_off(equation, value, np.asarray(result), leaves)
-            if isinstance(value, Row) and isinstance(value.off, Unknown) and value.off != UNKNOWN:
+            _check_untouched(equation, value, np.asarray(result), leaves)
+            if isinstance(value, Row) and isinstance(value.untouched, Unknown) and value.untouched != UNKNOWN:
                 rows = np.delete(np.moveaxis(np.asarray(result), value.axis, 0), TOUCHED, 0)
-                first, known = functions.setdefault(value.off.function, (equation, rows))
+                first, known = functions.setdefault(value.untouched.function, (equation, rows))
                 if first is equation:  # of a loop, at another turn
-                    functions[value.off.function] = equation, rows
+                    functions[value.untouched.function] = equation, rows
                 else:
                     np.testing.assert_array_equal(rows, known, f"{equation.op}, {first.op}: one function of the row")
         if not equation.bodies and any(isinstance(v, Row) for v in results):
@@ -172,18 +173,18 @@ def check(program: Program) -> set[str]:
     return seen
 
 
-def _check_off(equation: Equation, value: Any, result: np.ndarray, leaves: dict[int, np.ndarray]) -> None:
+def _check_untouched(equation: Equation, value: Any, result: np.ndarray, leaves: dict[int, np.ndarray]) -> None:
     if isinstance(value, Free):
         for axis in value.axes - {value.index_axis}:
             np.testing.assert_array_equal(result, np.broadcast_to(result.take([0], axis), result.shape), equation.op)
-        if isinstance(value.off, Const):
-            _check_const(equation, value.off, result)
+        if isinstance(value.untouched, Const):
+            _check_const(equation, value.untouched, result)
     elif isinstance(value, Row):
         rows = np.delete(np.moveaxis(result, value.axis, 0), TOUCHED, 0)
-        if isinstance(value.off, Const):
-            _check_const(equation, value.off, rows)
-        elif isinstance(value.off, Same):
-            old = np.delete(leaves[value.off.leaf], TOUCHED, 0).reshape(len(rows), -1).astype(rows.dtype)
+        if isinstance(value.untouched, Const):
+            _check_const(equation, value.untouched, rows)
+        elif isinstance(value.untouched, Same):
+            old = np.delete(leaves[value.untouched.leaf], TOUCHED, 0).reshape(len(rows), -1).astype(rows.dtype)
             new = rows.reshape(len(rows), -1)
             if new.shape == old.shape:
                 np.testing.assert_array_equal(new, old, f"{equation.op}: unchanged off the rows")
@@ -191,10 +192,10 @@ def _check_off(equation: Equation, value: Any, result: np.ndarray, leaves: dict[
                 assert all(set(a) == set(b) for a, b in zip(new, old, strict=True)), equation.op
 
 
-def _check_const(equation: Equation, off: Const, actual: np.ndarray) -> None:
-    expected = np.broadcast_to(np.asarray(off.value), actual.shape)
-    exact = off.is_zero or off.is_one or actual.dtype.kind in "bi"
-    np.testing.assert_allclose(actual, expected, rtol=0 if exact else 1e-6, err_msg=f"{equation.op}: {off}")
+def _check_const(equation: Equation, untouched: Const, actual: np.ndarray) -> None:
+    expected = np.broadcast_to(np.asarray(untouched.value), actual.shape)
+    exact = untouched.is_zero or untouched.is_one or actual.dtype.kind in "bi"
+    np.testing.assert_allclose(actual, expected, rtol=0 if exact else 1e-6, err_msg=f"{equation.op}: {untouched}")
 
 
 def _changed(operand: Any, axis: int, row: int) -> jax.Array:
@@ -207,7 +208,7 @@ def _changed(operand: Any, axis: int, row: int) -> jax.Array:
 def _with_row_changed(event: Event, values: Sequence[Any], row: int, const: bool = True) -> list[Any]:
     operands = []
     for operand, value in zip(event.operands, values, strict=True):
-        change = isinstance(value, Row) and (const or not isinstance(value.off, Const))
+        change = isinstance(value, Row) and (const or not isinstance(value.untouched, Const))
         operands.append(_changed(operand, value.axis, row) if change else operand)
     return operands
 

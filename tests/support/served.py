@@ -54,7 +54,7 @@ def batch(seed: int, dtype: Any = np.float32) -> Any:
 
 def compiled(fun: Any, servers: int, *arguments: Any) -> Compiled:
     """A step as servers run it."""
-    entry = autopar.parallelize(fun, donate=False).entry(*arguments)
+    entry = autopar.parallelize(fun, donate=False).planned_for(*arguments)
     known = entry.compiled.analysed
     program = Program(block_of(entry.jaxpr), known.inputs, known.outputs, known.name)
     way = OnServers(Options(rows_travel=True), sync=autopar.sync.Async(), servers=servers)

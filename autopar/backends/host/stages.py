@@ -23,11 +23,11 @@ from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.reductions import reduce_some
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import Spread
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.stages import ExchangeStage, ProgramStage
 from autopar.jax_types import Dtype, Index, Leaf
@@ -94,7 +94,7 @@ class StagedProgram:
     def __init__(
         self,
         program: Program,
-        bound: BoundPlan,
+        bound: ProgramPlan,
         ranks: Ranks,
         buckets: ShapeBuckets,
         bucket: ShapeBucket,
@@ -387,9 +387,9 @@ _Taken = tuple[int, int, tuple[Any, ...]]
 
 
 class OtherRows:
-    """The off-row form of an `ap.sweep` or `ap.reduce_others` equation."""
+    """The untouched form of an `ap.sweep` or `ap.reduce_others` equation."""
 
-    def __init__(self, equation: Equation, bound: BoundPlan, ranks: Ranks) -> None:
+    def __init__(self, equation: Equation, bound: ProgramPlan, ranks: Ranks) -> None:
         self._params = p = equation.params
         self._ranks = ranks
         (body,) = equation.bodies

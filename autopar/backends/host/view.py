@@ -14,7 +14,7 @@ from autopar.backends.gathered import ReplicatedRows
 from autopar.backends.protocol import Route, RowBackend
 from autopar.backends.reductions import reduce_across
 from autopar.backends.sharded import ShardedRows
-from autopar.ir.bound_plan import BoundPlan
+from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Array, Params
 
 
@@ -127,7 +127,7 @@ def _resized(rows: Array, count: int, axis: int) -> Array:
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
-def host_backends(bound: BoundPlan, view: OwnPart) -> Mapping[int, RowBackend]:
+def host_backends(bound: ProgramPlan, view: OwnPart) -> Mapping[int, RowBackend]:
     """Maps families to their operations within a program; one device's own program needs none for tables on devices."""
     ranks, by_family = view.by_ranks, dict[int, RowBackend]()
     for family in bound.families:

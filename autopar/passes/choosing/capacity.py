@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
+from autopar.ir.program_plan import Bounds
 from autopar.ir.rowspace import RowIds, RowSpace
 
 #: Contiguous shards are kept where the busiest message is at most this much longer than with rows distributed

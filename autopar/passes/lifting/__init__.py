@@ -2,5 +2,5 @@
 
 - `scope`: a block being rewritten: values in their dense form and at the touched rows of a family;
 - `equations`: single equations, scans, remats and conds, whose bodies get scopes of their own, and the same block once
-  more for the rows that the step does not touch (`OffScope`).
+  more for the rows that the step does not touch (`UntouchedScope`).
 """

@@ -1,9 +1,9 @@
 """Read the untouched update off a step: what it does to the rows that it doesn't touch, as a program of one row (see
 `ir.deferred`).
 
-The untouched update is the family's off-row form (`OffScope`), cut in two: what depends on the row's own leaves is the
-untouched update's body; the rest, the same for all rows, is computed in the step, once, and written down. Most of that
-are scalars that were broadcast before they met a row; they are kept as scalars.
+The untouched update is the family's untouched form (`UntouchedScope`), cut in two: what depends on the row's own leaves
+is the untouched update's body; the rest, the same for all rows, is computed in the step, once, and written down. Most
+of that are scalars that were broadcast before they met a row; they are kept as scalars.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.strategy import asked_of
 from autopar.ir.writer import Writer
-from autopar.passes.lifting.equations import OffScope
+from autopar.passes.lifting.equations import UntouchedScope
 from autopar.passes.lifting.scope import Scope
 
 #: Bytes that a step may write down for each row of a table: more would be no saving.
@@ -84,16 +84,21 @@ class UntouchedUpdate:
 
 
 def read_untouched_update(
-    scope: Scope, off: OffScope, family: int, changed: Sequence[int], inner: Mapping[int, Var], new: Sequence[Atom]
+    scope: Scope,
+    untouched: UntouchedScope,
+    family: int,
+    changed: Sequence[int],
+    inner: Mapping[int, Var],
+    new: Sequence[Atom],
 ) -> UntouchedUpdate:
-    """Cuts a family's off-row form, made for one row.
+    """Cuts a family's untouched form, made for one row.
 
     Args:
       scope: The step being rewritten, which gets the equations of what is written down.
-      off: The off-row form.
+      untouched: The untouched form.
       family: The family.
       changed: Leaves whose new rows `new` are.
-      inner: Leaf -> its name in the off-row form.
+      inner: Leaf -> its name in the untouched form.
       new: New rows.
 
     Raises:
@@ -101,12 +106,14 @@ def read_untouched_update(
     """
     space = scope.lifting.spaces[family]
     axes = space.row_axes
-    chunk = off.routes[family]
-    kept, _ = eliminate_dead(Block((*inner.values(), *off.imports.values()), tuple(off.equations), tuple(new)))
+    chunk = untouched.routes[family]
+    kept, _ = eliminate_dead(
+        Block((*inner.values(), *untouched.imports.values()), tuple(untouched.equations), tuple(new))
+    )
     rows: dict[int, Var] = {}
     renamed: dict[Atom, Atom] = {}
     names = {v: k for k, v in inner.items()}
-    step = _Step(scope, {v: key[1] for key, v in off.imports.items()})
+    step = _Step(scope, {v: key[1] for key, v in untouched.imports.items()})
     row_equations: list[Equation] = []
     dependent: set[Atom] = set()
     for equation in kept.equations:
@@ -160,8 +167,8 @@ def read_untouched_update(
 class _Step:
     """Writes what is the same for all rows into the step.
 
-    `outside` maps the off-row form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in the
-    form in which it is had; values of one row have that row's axis. `inverses`: one over a number.
+    `outside` maps the untouched form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in
+    the form in which it is had; values of one row have that row's axis. `inverses`: one over a number.
     """
 
     scope: Scope

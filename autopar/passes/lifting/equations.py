@@ -148,10 +148,10 @@ def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
 def _lift_reduce(scope: Scope, equation: Equation) -> None:
     row = scope.lifting.row(equation.inputs[0])
     assert row is not None, "a reduction over rows reads rows"
-    assert isinstance(row.off, Const), "off the touched rows it is a constant"
+    assert isinstance(row.untouched, Const), "off the touched rows it is a constant"
     atom = equation.inputs[0]
     rows = scope.at_rows(atom, row.axis, row.family)
-    value = RowValue(rows, row.axis, row.family, row.off.value, ((atom, row.axis),), equation)
+    value = RowValue(rows, row.axis, row.family, row.untouched.value, ((atom, row.axis),), equation)
     _reduce(scope, value, equation.outputs[0], REDUCTION_PRIMITIVES[equation.op], tuple(equation.params["axes"]))
 
 
@@ -213,11 +213,11 @@ LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
 # --- the second rewriting of a block, for rows of a family that the step does not touch ---
 #
 # Pushes are dropped, and dense values are taken from the first rewriting (out of a loop: stacked). The result is the
-# family's off-row function, which a sweep over all rows runs.
+# family's untouched function, which a sweep over all rows runs.
 
 
 @dataclass(eq=False)
-class OffScope(Scope):
+class UntouchedScope(Scope):
     """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported.
 
     Attributes:
@@ -228,7 +228,7 @@ class OffScope(Scope):
     """
 
     primary: Scope | None = None
-    outer: OffScope | None = None
+    outer: UntouchedScope | None = None
     ran: list[Equation] = field(default_factory=list)
 
     @property
@@ -278,7 +278,7 @@ class OffScope(Scope):
             kept.append(equation)
             needed.update(a for a in self._read(equation, family) if isinstance(a, Var))
         for equation in reversed(kept):
-            self._off(equation, family)
+            self._untouched(equation, family)
         self.ran += reversed(kept)
 
     def _read(self, equation: Equation, family: int) -> Sequence[Atom]:
@@ -290,7 +290,7 @@ class OffScope(Scope):
         rows = [what[0] for kind, *what in template.imports if kind in ("rows", "fetched")]
         return [*(a for a, _ in (*template.carries, *template.sequences)), *rows]
 
-    def _off(self, equation: Equation, family: int) -> None:
+    def _untouched(self, equation: Equation, family: int) -> None:
         if self.lifting.facts.roles.get(equation) == "push":
             out = equation.outputs[0]
             row = self.lifting.row(out)
@@ -307,7 +307,7 @@ class OffScope(Scope):
             lift_row_equation(self, equation)
 
     def _use(self, template: Template) -> None:
-        """Puts the off-row form of a scan, remat or cond here."""
+        """Puts the untouched form of a scan, remat or cond here."""
         outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
         equation = template.equation
         stacked = [self.frontier(v) for v in template.stacked]
@@ -327,24 +327,26 @@ class OffScope(Scope):
             results = emit_scan(self, equation, body, outer, starts, [*sequences, *stacked])
         for old, new in zip(template.outputs, results, strict=True):
             row = self.lifting.row(old)
-            assert row is not None, "the off-row form returns rows"
+            assert row is not None, "the untouched form returns rows"
             self.rows[old, row.axis, row.family] = new
 
 
-def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
-    """Returns a scope for a family's off-row form, and the names of its leaves in it; its route is its first input.
+def untouched_scope(scope: Scope, family: int) -> tuple[UntouchedScope, dict[int, Var]]:
+    """Returns a scope for a family's untouched form, and the names of its leaves in it; its route is its first input.
 
     `scope`: the first rewriting of a block that is in no loop which carries rows.
     """
     block, space = scope.block, scope.lifting.spaces[family]
     if scope.parent is not None:
-        outer, inner = off_scope(scope.parent, family)
+        outer, inner = untouched_scope(scope.parent, family)
         routes = {family: outer.routes[family]}
-        off = OffScope(scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer)
-        return off, inner
+        untouched = UntouchedScope(
+            scope.lifting, block, None, dict(scope.operands), routes=routes, primary=scope, outer=outer
+        )
+        return untouched, inner
     inner = {k: Var(scope.lifting.inputs[k].type) for k in space.leaves}
     chunk = Var(RouteType(family, space.extent, scope.lifting.block_rows[family]))
-    off = OffScope(
+    untouched = UntouchedScope(
         scope.lifting,
         block,
         routes={family: chunk},
@@ -352,7 +354,7 @@ def off_scope(scope: Scope, family: int) -> tuple[OffScope, dict[int, Var]]:
         dense={block.inputs[k]: v for k, v in inner.items()},
         leaf_atoms=set(inner.values()),
     )
-    return off, inner
+    return untouched, inner
 
 
 def emit_scan(
@@ -369,7 +371,7 @@ def emit_scan(
 # --- scans, remats and conds in row space, and `rewrite`, which dispatches every equation ---
 #
 # A scan's carries and sequences change form where they are in row space; what else its body reads is imported. Each
-# family that comes out of a body gets the body's off-row form as well (a `Template`).
+# family that comes out of a body gets the body's untouched form as well (a `Template`).
 
 
 def rewrite(scope: Scope, equation: Equation) -> None:
@@ -408,18 +410,18 @@ class _Loop:
         for inner in body.equations:
             rewrite(child, inner)
         outputs = [self._result(child, k, 0 if k < carry else 1) for k in range(len(equation.outputs))]
-        pending = self._off_forms(child, carry)
+        pending = self._untouched_forms(child, carry)
         exported: dict[Atom, int] = {}
-        for off in pending:
-            for atom in off.exports:
+        for untouched in pending:
+            for atom in untouched.exports:
                 exported.setdefault(atom, len(outputs) + len(exported))
         inputs = (*child.imports.values(), *start_vars, *x_vars)
         block = Block(inputs, tuple(child.equations), (*outputs, *exported))
         results = emit_scan(scope, equation, block, [scope.resolve(k) for k in child.imports], starts, xs)
         scope.bind(equation.outputs, results)
-        for off in pending:
-            stacked = tuple(results[exported[a]] for a in off.exports)
-            lifting.templates[equation, off.family] = dataclasses.replace(off, stacked=stacked)
+        for untouched in pending:
+            stacked = tuple(results[exported[a]] for a in untouched.exports)
+            lifting.templates[equation, untouched.family] = dataclasses.replace(untouched, stacked=stacked)
 
     def _varying_indices(self) -> list[Equation]:
         indices = self.scope.lifting.indices.items()
@@ -447,24 +449,24 @@ class _Loop:
         atom, row = self.equation.bodies[0].outputs[k], self.scope.lifting.row(self.equation.outputs[k])
         return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
 
-    def _off_forms(self, child: Scope, carry: int) -> list[Template]:
+    def _untouched_forms(self, child: Scope, carry: int) -> list[Template]:
         """Returns the body once more for each family that comes out of the loop."""
         equation, lifting = self.equation, self.scope.lifting
         consts, body = equation.border.consts, equation.bodies[0]
         made = []
         for family in _families(lifting, equation.outputs):
-            off = OffScope(lifting, body, None, dict(child.operands), primary=child)
+            untouched = UntouchedScope(lifting, body, None, dict(child.operands), primary=child)
             carries, sequences, inner = [], [], []
             for k in range(consts, len(equation.inputs)):
                 is_carry = k < consts + carry
                 row = lifting.row(equation.outputs[k - consts] if is_carry else body.inputs[k])
                 if row is None or row.family != family:
                     continue
-                var = Var(off.at(body.inputs[k].type, row.axis, family))
-                off.rows[body.inputs[k], row.axis, family] = var
+                var = Var(untouched.at(body.inputs[k].type, row.axis, family))
+                untouched.rows[body.inputs[k], row.axis, family] = var
                 inner.append(var)
                 (carries if is_carry else sequences).append((equation.inputs[k], row.axis + (0 if is_carry else 1)))
-            made.append(_template(equation, family, off, carry, inner, carries, sequences))
+            made.append(_template(equation, family, untouched, carry, inner, carries, sequences))
         return made
 
 
@@ -475,25 +477,25 @@ def _families(lifting: Lifting, outputs: Sequence[Var]) -> list[int]:
 def _template(
     equation: Equation,
     family: int,
-    off: OffScope,
+    untouched: UntouchedScope,
     carry: int,
     inner: Sequence[Var] = (),
     carries: Sequence[tuple[Atom, int]] = (),
     sequences: Sequence[tuple[Atom, int]] = (),
 ) -> Template:
-    """Returns the off-row form of a body, whose results are stacked from number `carry` on.
+    """Returns the untouched form of a body, whose results are stacked from number `carry` on.
 
     What it reads is sorted: what the loop leaves alone is imported, the rest is exported by the first rewriting.
     """
-    returned = off.block.outputs
-    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := off.lifting.row(v)) and r.family == family]
-    off.run([a for k, _ in outs if isinstance(a := returned[k], Var)], family)
-    results = tuple(off.at_rows(returned[k], r.axis - (k >= carry), family) for k, r in outs)
-    assert off.primary is not None, "an off-row form is a second rewriting"
-    outside = {var: key for key, var in off.primary.imports.items()}
+    returned = untouched.block.outputs
+    outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := untouched.lifting.row(v)) and r.family == family]
+    untouched.run([a for k, _ in outs if isinstance(a := returned[k], Var)], family)
+    results = tuple(untouched.at_rows(returned[k], r.axis - (k >= carry), family) for k, r in outs)
+    assert untouched.primary is not None, "an untouched form is a second rewriting"
+    outside = {var: key for key, var in untouched.primary.imports.items()}
     imports: list[Key] = []
     invariant, varying, exports = [], [], []
-    for key, var in off.imports.items():
+    for key, var in untouched.imports.items():
         if key[0] == "new" and key[1] not in outside:
             varying.append(var)
             exports.append(key[1])
@@ -505,7 +507,7 @@ def _template(
     return Template(
         equation=equation,
         family=family,
-        bodies=(Block((*invariant, *inner, *varying), tuple(off.equations), results),),
+        bodies=(Block((*invariant, *inner, *varying), tuple(untouched.equations), results),),
         imports=tuple(imports),
         carries=tuple(carries),
         sequences=tuple(sequences),
@@ -525,9 +527,12 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
             rewrite(child, inner)
         pairs = zip(child.block.outputs, map(lifting.row, equation.outputs), strict=True)
         returned.append([child.get(a) if r is None else child.at_rows(a, r.axis, r.family) for a, r in pairs])
-    pending = {f: [_off_branch(child, equation, f) for child in children] for f in _families(lifting, equation.outputs)}
+    pending = {
+        f: [_untouched_branch(child, equation, f) for child in children] for f in _families(lifting, equation.outputs)
+    }
     exports = [
-        list(dict.fromkeys(a for offs in pending.values() for a in offs[k].exports)) for k in range(len(children))
+        list(dict.fromkeys(a for untouched_values in pending.values() for a in untouched_values[k].exports))
+        for k in range(len(children))
     ]
     for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
         # All branches return as many values: what one exports the others return as zeros.
@@ -543,24 +548,26 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
     scope.append(equation.across(blocks, results, consts=inputs))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
-    for family, offs in pending.items():
-        lifting.templates[equation, family] = _join_branches(offs, exported)
+    for family, untouched_values in pending.items():
+        lifting.templates[equation, family] = _join_branches(untouched_values, exported)
 
 
-def _off_branch(child: Scope, equation: Equation, family: int) -> Template:
-    off = OffScope(child.lifting, child.block, None, dict(child.operands), primary=child)
-    return _template(equation, family, off, len(equation.outputs))
+def _untouched_branch(child: Scope, equation: Equation, family: int) -> Template:
+    untouched = UntouchedScope(child.lifting, child.block, None, dict(child.operands), primary=child)
+    return _template(equation, family, untouched, len(equation.outputs))
 
 
-def _join_branches(offs: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
-    """Returns one template of the branches' off-row forms, which then take the same operands."""
-    named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in offs]
-    imports = tuple(dict.fromkeys(key for off in offs for key in off.imports))
-    exports = tuple(dict.fromkeys(a for off in offs for a in off.exports))
+def _join_branches(untouched_values: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
+    """Returns one template of the branches' untouched forms, which then take the same operands."""
+    named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in untouched_values]
+    imports = tuple(dict.fromkeys(key for untouched in untouched_values for key in untouched.imports))
+    exports = tuple(dict.fromkeys(a for untouched in untouched_values for a in untouched.exports))
     types = {name: var.type for rows in named for name, var in rows.items()}
     bodies = tuple(
-        dataclasses.replace(off.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports)))
-        for off, rows in zip(offs, named, strict=True)
+        dataclasses.replace(
+            untouched.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports))
+        )
+        for untouched, rows in zip(untouched_values, named, strict=True)
     )
     stacked = tuple(exported[a] for a in exports)
-    return dataclasses.replace(offs[0], bodies=bodies, imports=imports, stacked=stacked)
+    return dataclasses.replace(untouched_values[0], bodies=bodies, imports=imports, stacked=stacked)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.primitives import SHAPED
 from autopar.analysis.rules import RESIZE
-from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.layout import RowLayout
 from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+from autopar.ir.program_plan import FamilyPlan
 from autopar.ir.rowspace import Free, Index, Row, RowFacts, RowSpace, can_be_run_again
 from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
@@ -40,7 +40,7 @@ class Lifting:
     inputs: Sequence[Var]
     #: Rows that a sweep over a whole table takes at a time.
     block_rows: Mapping[int, int]
-    #: (scan or remat equation, family) -> its off-row form.
+    #: (scan or remat equation, family) -> its untouched form.
     templates: dict[tuple[Equation, int], Template]
     leaves: Mapping[Var, int]
     #: Access -> the batch axis of its index operand, by which the access is spread over the devices.
@@ -56,7 +56,7 @@ class Lifting:
         if isinstance(value, Row):
             family = self.facts.find(value.family)
             if family in self.families:
-                return Row(value.axis, family, value.off)
+                return Row(value.axis, family, value.untouched)
         return None
 
     def moves_alone(self, family: int) -> bool:
@@ -71,7 +71,7 @@ class Lifting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The off-row form of a scan, remat or cond: built with the first rewriting, used by the second.
+    """The untouched form of a scan, remat or cond: built with the first rewriting, used by the second.
 
     `imports` are what the bodies read from around them, `exports` values of the first rewriting's bodies that they read
     as well; `stacked` is what that returns of these, known once it is complete.

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import Gathered, NotLocal, Partial, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.writer import ZeroWriter
 
 
@@ -35,7 +35,7 @@ class Shared:
       over: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
     """
 
-    bound: BoundPlan
+    bound: ProgramPlan
     examples: bool
     over: str = ""
     between: bool = False

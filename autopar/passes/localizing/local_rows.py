@@ -10,11 +10,11 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from autopar.ir.bound_plan import FamilyPlan
 from autopar.ir.deferred import Replay
 from autopar.ir.local import PARTIAL, NotLocal, Partial, Spread, State
 from autopar.ir.operations import split
 from autopar.ir.program import Atom, Block, Equation, RouteType, Var, family_of
+from autopar.ir.program_plan import FamilyPlan
 from autopar.passes.localizing.local_forms import Forms, joined
 
 
@@ -203,7 +203,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
     beside: list[Atom] = []
     if more:
-        beside, inner = _off_form(walk, equation, (), more)
+        beside, inner = _untouched_form(walk, equation, (), more)
         (result,) = equation.bodies[0].outputs
         equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
@@ -259,17 +259,17 @@ def _changes(walk: Forms, equation: Equation) -> None:
 def _sweep(walk: Forms, equation: Equation) -> None:
     axes = equation.params["axes"]
     states = [_owned(_family(walk, equation), axis) for axis in axes]
-    inputs, inner = _off_form(walk, equation, axes, equation.inputs)
+    inputs, inner = _untouched_form(walk, equation, axes, equation.inputs)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
     body = inner(states, equation.bodies[0].outputs)
     walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
 
 
-def _off_form(
+def _untouched_form(
     walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
 ) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
-    """Returns operands of an off-row form (whether it is needed, rows, values of the step), and what makes its body of
-    the states of its results."""
+    """Returns operands of an untouched form (whether it is needed, rows, values of the step), and what makes its body
+    of the states of its results."""
     needed, *read = operands
     family = _family(walk, equation)
     states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]

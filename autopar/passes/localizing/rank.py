@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.errors import StrategyError
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import NotLocal, Spread
 from autopar.ir.program import Block, Program, known
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import LocalWorker
 from autopar.ir.slicing import eliminate_dead
 from autopar.passes.localize import Localizer, localize
 from autopar.passes.localizing.local_forms import Shared
 
 
-def localize_rank(program: Program, bound: BoundPlan) -> tuple[Program, BoundPlan, str]:
+def localize_rank(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
     """Returns the program of each device, the plan with the reduction backend and why it is that one, and a note."""
     if bound.devices == 1:
         reason = "one process"
@@ -73,7 +73,7 @@ def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
 # --- the program of each of a worker's devices, which divide its minibatch (`passes.split_servers`) ---
 
 
-def localize_worker(program: Program, bound: BoundPlan, devices: int) -> LocalWorker:
+def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> LocalWorker:
     """Returns what each device of a worker does, all results whole on each; what they don't divide all compute.
 
     Args:

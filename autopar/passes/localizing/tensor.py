@@ -13,11 +13,11 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import LocalFacts, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Block, Equation, Program, known
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -29,7 +29,7 @@ _APART = frozenset(
 )
 
 
-def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
+def localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program of one device of the tensor axis as well, and what it does over that axis.
 
     Args:
@@ -53,7 +53,7 @@ def localize_tensor(program: Program, bound: BoundPlan) -> tuple[Program, str]:
     return dataclasses.replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
 
 
-def localize_stages(staged: StagedStep, bound: BoundPlan, devices: int) -> tuple[StagedStep, str]:
+def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tuple[StagedStep, str]:
     """Writes the programs of a pipeline's stages as those of one device of the tensor axis (`StageProgram.local`).
 
     Args:
@@ -77,7 +77,7 @@ def localize_stages(staged: StagedStep, bound: BoundPlan, devices: int) -> tuple
     return dataclasses.replace(staged, programs=tuple(programs)), note
 
 
-def _shared(bound: BoundPlan, devices: int) -> Shared:
+def _shared(bound: ProgramPlan, devices: int) -> Shared:
     alone = dataclasses.replace(bound.plan, devices=devices)
     over = dataclasses.replace(bound, plan=alone, families=(), shards={}, undivided=0)
     return Shared(over, True, "tensor_")

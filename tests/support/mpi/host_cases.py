@@ -105,7 +105,7 @@ def check_contract(every: int = 1) -> None:
     for row in [r for r in ROWS if (r["ranks"], r["devices"]) == (str(RANKS), str(DEVICES))][::every]:
         case = make(row["model"], row["optimizer"])
         step = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
-        entry = step.entry(case.state, case.batches(0))
+        entry = step.planned_for(case.state, case.batches(0))
         plan = entry.compiled.plan
         assert plan.on_hosts and {p.path for p in plan.parameters if p.lifted} == set(case.tables), row
         backend = "" if RANKS == 1 else "psum" if row["model"] in ("normed", "lstm_lm", "two_tower") else "mpi"

@@ -148,7 +148,7 @@ def check_all_plan_by_one_minibatch() -> None:
     """The first client's, whatever the others' need; on clients of several devices this gives capacities."""
     tx = optax.adagrad(0.1)
     step = autopar.parallelize(step_of(tx), sync=Average(every=3), strategy="ps")
-    bound = step.entry(make_state(tx), minibatch(RANK, 0)).compiled.bound
+    bound = step.planned_for(make_state(tx), minibatch(RANK, 0)).compiled.bound
     assert alike([str(family.bounds) for family in bound.families])
 
 
@@ -247,7 +247,7 @@ def check_touched_rows_are_sent() -> None:
     ):
         step = autopar.parallelize(step_of(tx), sync=sync, strategy="ps")
         state, sent = make_state(tx), list[int]()
-        clients = step.entry(state, minibatch(RANK, 0)).runner.clients
+        clients = step.planned_for(state, minibatch(RANK, 0)).runner.clients
         object.__setattr__(clients, "mean", functools.partial(_counting, clients.mean, sent))
         assert step.plan.sync.by_rows == (("params/emb",) if lifted else ())
         half = trained(step, state, range(5))
@@ -276,7 +276,7 @@ def check_what_a_replay_notices() -> None:
     tx = optax.sgd(0.1)
     for wrong in some("own", "old", "alone"):
         step = autopar.parallelize(step_of(tx), sync=Average(every=2, outer=OUTER))
-        runner = step.entry(make_state(tx), minibatch(RANK, 0)).runner
+        runner = step.planned_for(make_state(tx), minibatch(RANK, 0)).runner
         right = runner.clients
         runner.clients = WrongClients(right.grid, right.own, right.devices, right.processes)
         object.__setattr__(runner.clients, "wrong", wrong)

@@ -194,7 +194,7 @@ def _deferred(tx: optax.GradientTransformation) -> Deferred:
         return t + updates, s
 
     case = rows_case(update, tx.init)
-    (flush,) = flushes(deferring(case.step).entry(case.state, case.batches(0)).compiled.program.block)
+    (flush,) = flushes(deferring(case.step).planned_for(case.state, case.batches(0)).compiled.program.block)
     return deferred_of(flush)
 
 

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 from autopar.backends.devices import Mapped
 from autopar.backends.emit import emit
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.local import PARTIAL, Spread, State
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.trace import block_of
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
@@ -43,7 +43,7 @@ def local_program(
 ) -> tuple[Localizer, Block, list[State]]:
     """The walk through a function, its local block with results as they come, and what each device has of those."""
     block = block_of(jax.make_jaxpr(fun)(*args))
-    walk = Localizer(Shared(BoundPlan(Plan("step", N, None, "exact", (), (), 0)), True))
+    walk = Localizer(Shared(ProgramPlan(Plan("step", N, None, "exact", (), (), 0)), True))
     inputs = tuple(walk.define(v, s) for v, s in zip(block.inputs, given, strict=True))
     for equation in block.equations:
         walk.add(equation)

@@ -328,15 +328,15 @@ def test_claims_of_functions_of_the_row_hold(name: str) -> None:
     check(analysed(FUNCTIONS[name]))
 
 
-def _offs(build: Callable[[Rows], Any], op: str) -> list[Any]:
+def _untouched_values(build: Callable[[Rows], Any], op: str) -> list[Any]:
     """What results of an op are off the touched rows."""
     program = analysed(build)
     made = (program.rows.value(v) for e in program.block.equations if e.op == op for v in e.outputs)
-    return [value.off for value in made if isinstance(value, Row)]
+    return [value.untouched for value in made if isinstance(value, Row)]
 
 
 @pytest.mark.parametrize(
-    ("op", "build", "off"),
+    ("op", "build", "untouched"),
     [
         ("sub", lambda r: jnp.sqrt(r.t + r.g) - jnp.sqrt(r.t), Const(0)),
         ("ne", lambda r: (r.t - r.g) != r.t, Const(0)),
@@ -345,15 +345,15 @@ def _offs(build: Callable[[Rows], Any], op: str) -> list[Any]:
         ("sub", lambda r: jnp.cumsum(r.t + r.g, 1) - jnp.cumsum(r.t, 1), Const(0)),
     ],
 )
-def test_two_equal_functions_of_a_row(op: str, build: Build, off: Any) -> None:
-    assert off in _offs(build, op)
+def test_two_equal_functions_of_a_row(op: str, build: Build, untouched: Any) -> None:
+    assert untouched in _untouched_values(build, op)
 
 
 @pytest.mark.parametrize("op", ["sub", "ne", "eq"])
 def test_a_value_with_itself_is_asked_whether_it_is_finite(op: str) -> None:
     """`jnp.isnan(x)` is `x != x`."""
     asked = {"sub": lambda r: r.t - r.t, "ne": lambda r: jnp.isnan(jnp.sin(r.t)), "eq": lambda r: r.t == r.t}[op]
-    assert not any(isinstance(off, Const) for off in _offs(lambda r: asked(r), op)[:1])
+    assert not any(isinstance(untouched, Const) for untouched in _untouched_values(lambda r: asked(r), op)[:1])
 
 
 def test_transposed_rows_are_not_unchanged() -> None:

@@ -79,4 +79,4 @@ def test_bits_of_unsigned_counters() -> None:
     for batch in (ids, jnp.arange(13)):
         for mine, theirs in zip(planned(state, batch)[1], jax.jit(step)(state, batch)[1], strict=True):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
-    assert any(e.op == "ap.reduce_rows" for e in planned.entry(state, ids).compiled.program.block.equations)
+    assert any(e.op == "ap.reduce_rows" for e in planned.planned_for(state, ids).compiled.program.block.equations)

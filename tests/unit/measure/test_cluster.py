@@ -92,7 +92,7 @@ def test_large_tables_are_served_and_small_ones_reduced(rows: int, method: str) 
     """Parallax's choice, on its cluster, which has more devices than there are here."""
     cluster = Cluster.named("parallax-8x6")
     planned = autopar.parallelize(step)
-    plan = elsewhere(planned, cluster).entry(*arguments(rows, 48 * 128)).compiled.plan
+    plan = elsewhere(planned, cluster).planned_for(*arguments(rows, 48 * 128)).compiled.plan
     assert plan.devices == 48 and [p.method for p in plan.parameters] == [method]
     seconds = plan.parameters[0].seconds
     assert min(seconds, key=lambda m: seconds[m]) == method

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.ir.bound_plan import Bounds
 from autopar.ir.layout import RowLayout
+from autopar.ir.program_plan import Bounds
 from autopar.passes.choosing.capacity import device_ids, imbalance, limited, most_requested, tightened, with_layout
 
 V, N = 1000, 4

@@ -15,9 +15,9 @@ import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
 from autopar.cost.rates import Curve, Measurements, Rates
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.sizes import HEADROOM
 from autopar.passes.choose import choose, compares_methods
 from autopar.run.step import ParallelStep
@@ -30,13 +30,13 @@ ADAMW, ADAGRAD = optax.adamw(1e-3), optax.adagrad(1e-2)
 MACHINES = {"two cores": RATES, "slower": slower(2), "faster": slower(0.5), "calibrated": calibrated()}
 
 
-def decided(program: Program, measured: Measurements | None = None, **options: Any) -> BoundPlan:
+def decided(program: Program, measured: Measurements | None = None, **options: Any) -> ProgramPlan:
     given = Options(**options)
     analysed = analyze_program(program, way_of(given)).program
     return choose(analysed, given, measured or Measurements())[0]
 
 
-def tokens_on(machine: Rates, optimizer: Any, rows: Sequence[int]) -> BoundPlan:
+def tokens_on(machine: Rates, optimizer: Any, rows: Sequence[int]) -> ProgramPlan:
     """What is chosen for 512 ids in each of tables of so many rows of 64, on 4 devices."""
 
     def step(state: Any, ids: jax.Array) -> Any:
@@ -47,7 +47,7 @@ def tokens_on(machine: Rates, optimizer: Any, rows: Sequence[int]) -> BoundPlan:
 
     tables = [jax.ShapeDtypeStruct((count, 64), np.float32) for count in rows]
     shapes = (tables, jax.eval_shape(optimizer.init, tables)), jax.ShapeDtypeStruct((512,), np.int32)
-    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    analysed = autopar.parallelize(step).planned_for(*shapes).compiled.analysed
     program, options = Program(analysed.block, analysed.inputs, analysed.outputs, "step"), Options(devices=4)
     ids = np.random.default_rng(0).zipf(1.2, 512).astype(np.int32)
     found = analyze_program(program, way_of(options)).program
@@ -118,7 +118,7 @@ def test_a_plan_that_is_followed_keeps_its_capacity_and_grows_it_with_the_headro
         return table - 0.1 * jax.grad(lambda t: (t[ids] ** 2).sum())(table), ids.sum()
 
     shapes = jax.ShapeDtypeStruct((4000, 2), np.float32), jax.ShapeDtypeStruct((512,), np.int32)
-    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    analysed = autopar.parallelize(step).planned_for(*shapes).compiled.analysed
     options: dict[str, Any] = {"devices": 2, "strategy": "ps"}
     ids = {analysed.rows.spaces[0].family: [np.arange(512, dtype=np.int32) % 32 * 100]}
     made = choose(analysed, Options(**options), Measurements(ids=ids))[0].plan
@@ -146,7 +146,7 @@ def test_accelerators_replay_no_rows_unless_they_are_told_to(devices: int) -> No
 
     table = jax.ShapeDtypeStruct((2**21, 16), np.float32)
     shapes = (table, jax.eval_shape(ADAMW.init, table)), jax.ShapeDtypeStruct((32,), np.int32)
-    analysed = autopar.parallelize(step).entry(*shapes).compiled.analysed
+    analysed = autopar.parallelize(step).planned_for(*shapes).compiled.analysed
     there: dict[str, Any] = {"devices": devices, "accelerators": True}
     for options, defers in (({"devices": devices}, True), (there, False), ({**there, "strategy": "ps"}, True)):
         assert choose(analysed, Options(**options))[0].plan.defers == defers

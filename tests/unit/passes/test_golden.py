@@ -20,10 +20,10 @@ import pytest
 from autopar import jax_compat
 from autopar.backends.emit import emit
 from autopar.compile import analyze_program, compile_program
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.printer import format_block, format_program
 from autopar.ir.program import Program, Var
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Row, RowFacts
 from autopar.ir.trace import block_of
 from autopar.passes.normalize import merge_equal
@@ -42,7 +42,7 @@ class Stage:
     name: str
     note: str
     program: Program
-    bound: BoundPlan | None
+    bound: ProgramPlan | None
 
 
 def stages(name: str) -> list[Stage]:
@@ -93,9 +93,9 @@ def _facts(program: Program) -> list[str]:
         value = facts.value(var)
         if isinstance(value, Row):
             family = facts.find(value.family)
-            lines.append(f"{name} rows of {family} along {value.axis}, {value.off} {roles.get(var, '')}".rstrip())
+            lines.append(f"{name} rows of {family} along {value.axis}, {value.untouched} {roles.get(var, '')}".rstrip())
         elif value is not None:
-            lines.append(f"{name} free along {sorted(value.axes)}, {value.off}")
+            lines.append(f"{name} free along {sorted(value.axes)}, {value.untouched}")
         elif roles.get(var):
             lines.append(f"{name} dense by {roles[var]}")
     for space in facts.spaces:

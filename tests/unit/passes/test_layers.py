@@ -24,7 +24,7 @@ STACKED = {"params/layers/w", "params/layers/b"}
 
 def _program(step: Any, *args: Any) -> Program:
     planned = autopar.parallelize(step, microbatches=2, sparse="off")
-    return planned.entry(*args).compiled.program
+    return planned.planned_for(*args).compiled.program
 
 
 def _paths(program: Program) -> list[set[str]]:

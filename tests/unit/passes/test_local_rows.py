@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.ir.bound_plan import BoundPlan, Bounds, FamilyPlan
 from autopar.ir.local import PARTIAL
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import ArrayType, Equation, Var
+from autopar.ir.program_plan import Bounds, FamilyPlan, ProgramPlan
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 
@@ -16,7 +16,7 @@ def test_what_must_be_finite_is_a_whole_sum() -> None:
     """A device's part may be 0, or infinite, where the sum isn't: the condition of a sweep reads sums."""
     scalar, bit = ArrayType((), np.dtype(np.float32)), ArrayType((), np.dtype(bool))
     table = TablePlan("t", (9,), "float32", 0, (), 3, "allreduce_rows", "devices", lifted=True)
-    plan = BoundPlan(Plan("step", 2, None, "exact", (), (), 0), (FamilyPlan(0, table, Bounds(4)),))
+    plan = ProgramPlan(Plan("step", 2, None, "exact", (), (), 0), (FamilyPlan(0, table, Bounds(4)),))
     walk = Localizer(Shared(plan, True))
     rows, frontier, finite, nonzero = (Var(scalar) for _ in range(4))
     for var in (rows, frontier, finite, nonzero):

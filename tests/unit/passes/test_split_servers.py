@@ -186,7 +186,9 @@ def test_steps_that_cannot_be_cut() -> None:
         return state + 1, jnp.tanh(x).mean()
 
     with pytest.raises(autopar.StrategyError, match="nothing (to train|in it works on single examples)"):
-        autopar.parallelize(nothing, sync=autopar.sync.Async(), state_argnums=0).entry(jnp.zeros(3), jnp.ones((4, 3)))
+        autopar.parallelize(nothing, sync=autopar.sync.Async(), state_argnums=0).planned_for(
+            jnp.zeros(3), jnp.ones((4, 3))
+        )
 
     def shown(state: Any, x: Any) -> Any:
         w, m = state
@@ -194,7 +196,9 @@ def test_steps_that_cannot_be_cut() -> None:
         return (w - 0.1 * m, m), jnp.linalg.norm(w - 0.1 * m)
 
     with pytest.raises(autopar.StrategyError, match=r"autopar.average\(state\)"):
-        autopar.parallelize(shown, sync=autopar.sync.Async()).entry((jnp.zeros(3), jnp.zeros(3)), jnp.ones((4, 3)))
+        autopar.parallelize(shown, sync=autopar.sync.Async()).planned_for(
+            (jnp.zeros(3), jnp.zeros(3)), jnp.ones((4, 3))
+        )
 
     def meeting(w: Any, x: Any) -> Any:
         def loss(w: Any) -> Any:
@@ -204,7 +208,7 @@ def test_steps_that_cannot_be_cut() -> None:
         return w - 0.1 * jax.grad(loss)(w), x.sum()
 
     with pytest.raises(autopar.StrategyError, match="sync: meeting can't be cut.* leave sync= out"):
-        autopar.parallelize(meeting, sync=autopar.sync.Async()).entry(jnp.ones((3, 2)), jnp.ones((4, 3)))
+        autopar.parallelize(meeting, sync=autopar.sync.Async()).planned_for(jnp.ones((3, 2)), jnp.ones((4, 3)))
 
 
 def test_random_keys_that_servers_keep_and_weak_types() -> None:

@@ -159,15 +159,15 @@ def test_a_table_in_a_while_loop_is_named_with_a_remedy() -> None:
 def test_few_rows_against_many_ids_stay_dense_unless_named() -> None:
     step, state = make(optax.adagrad(0.1))
     ids = jnp.zeros((ROWS,), jnp.int32)
-    plan = autopar.parallelize(step).entry(shapes(state), shapes(ids)).compiled.plan
+    plan = autopar.parallelize(step).planned_for(shapes(state), shapes(ids)).compiled.plan
     assert not plan.lifts and "the dense update is faster" in plan.parameters[0].reason
-    assert autopar.parallelize(step, strategy="ps").entry(shapes(state), shapes(ids)).compiled.plan.lifts
+    assert autopar.parallelize(step, strategy="ps").planned_for(shapes(state), shapes(ids)).compiled.plan.lifts
 
 
 @pytest.mark.parametrize("strategy", [{"params/em*": "ps"}, {"params/emb": "allgather", "**": "auto"}, {"**": "ps"}])
 def test_patterns(strategy: dict[str, str]) -> None:
     step, state = make(optax.adagrad(0.1))
-    plan = autopar.parallelize(step, strategy=strategy).entry(shapes(state), shapes(IDS)).compiled.plan
+    plan = autopar.parallelize(step, strategy=strategy).planned_for(shapes(state), shapes(IDS)).compiled.plan
     assert [p.path for p in plan.parameters if p.lifted] == ["params/emb"]
 
 
@@ -181,7 +181,8 @@ def test_strategy_errors() -> None:
         with pytest.raises(autopar.StrategyError, match=text):
             autopar.parallelize(step, strategy=strategy)(state, IDS)
     assert (
-        autopar.parallelize(step, strategy={"params/emb": "allreduce"}).entry(state, IDS).compiled.plan.lifts is False
+        autopar.parallelize(step, strategy={"params/emb": "allreduce"}).planned_for(state, IDS).compiled.plan.lifts
+        is False
     )
 
 

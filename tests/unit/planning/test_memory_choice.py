@@ -103,7 +103,7 @@ def cluster_with(state: int) -> Cluster:
 
 def methods_of(cluster: Cluster, **options: Any) -> dict[str, Any]:
     planned = autopar.parallelize(step, **options)
-    parameters = elsewhere(planned, cluster).entry(*arguments()).compiled.plan.parameters
+    parameters = elsewhere(planned, cluster).planned_for(*arguments()).compiled.plan.parameters
     return {p.path: p for p in parameters if p.path != "w"}
 
 

@@ -257,7 +257,7 @@ def test_options_that_the_plan_decides() -> None:
 
 def misfit(made: Plan, step: Any, state: Any) -> str:
     with pytest.raises(PlanError) as found:
-        autopar.parallelize(step, plan=made).entry(state, IDS)
+        autopar.parallelize(step, plan=made).planned_for(state, IDS)
     return str(found.value)
 
 
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
     assert "test_plans.py:" in told, "the line that refuses it"
     dataclasses.replace(made, devices=2).save(tmp_path / "plan.json")
     with pytest.raises(PlanError, match="plan.json is for 2 devices, and step runs on 1. Give a mesh of 2, or plan"):
-        autopar.parallelize(make_step(), plan=str(tmp_path / "plan.json")).entry(make_state(), IDS)
+        autopar.parallelize(make_step(), plan=str(tmp_path / "plan.json")).planned_for(make_state(), IDS)
 
 
 def test_rows_that_wait_now_do_not_fit_rows_that_did_not() -> None:
@@ -296,7 +296,7 @@ def test_rows_that_wait_now_do_not_fit_rows_that_did_not() -> None:
     )
     longer = dataclasses.replace(made, tables=(dataclasses.replace(table, log_steps=7),))
     planned = autopar.parallelize(make_step(ADAM), plan=longer)
-    assert [f.table.log_steps for f in planned.entry(make_state(ADAM), IDS).compiled.bound.families] == [7]
+    assert [f.table.log_steps for f in planned.planned_for(make_state(ADAM), IDS).compiled.bound.families] == [7]
 
 
 # --- why ---

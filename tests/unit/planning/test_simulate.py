@@ -74,7 +74,7 @@ def test_a_convolution_is_counted() -> None:
 
         return kernel - jax.grad(loss_fn)(kernel), ()
 
-    entry = autopar.parallelize(step).entry(jnp.ones((4, 3, 2, 2)), jnp.ones((8, 3, 6, 6)))
+    entry = autopar.parallelize(step).planned_for(jnp.ones((4, 3, 2, 2)), jnp.ones((8, 3, 6, 6)))
     forward = 2 * (8 * 4 * 5 * 5) * (3 * 2 * 2)
     assert count_work(entry.compiled.analysed).on(1) == 2 * forward  # the output's, and the kernel's gradient
 

@@ -31,11 +31,11 @@ def test_a_gradient_that_is_one_percent_wrong_fails(model: str, optimizer: str) 
     tx = OPTIMIZERS[optimizer].make()
     right = MODELS[model].make(tx)
     wrong = MODELS[model].make(mutated(None, tx, 1.01))
-    entry = autopar.parallelize(right.step, strategy="ps", donate=False).entry(right.state, right.batches(0))
-    bad = autopar.parallelize(wrong.step, strategy="ps", donate=False).entry(wrong.state, wrong.batches(0))
+    entry = autopar.parallelize(right.step, strategy="ps", donate=False).planned_for(right.state, right.batches(0))
+    bad = autopar.parallelize(wrong.step, strategy="ps", donate=False).planned_for(wrong.state, wrong.batches(0))
     batches = [jax.tree.leaves((right.state, right.batches(i))) for i in range(20)]
     assert compare_runs(entry, batches).ok
-    found = compare_runs(entry, batches, planned=bad.run)
+    found = compare_runs(entry, batches, run=bad.run)
     states = {i.path for i in entry.compiled.analysed.inputs if i.role == "state"}
     wrong_leaves = {leaf.path for leaf in found.leaves if not leaf.ok} & states
     assert set(right.tables) <= wrong_leaves, str(found)
@@ -61,7 +61,7 @@ def test_verify_returns_a_report_and_donates_nothing() -> None:
 def test_verify_raises_with_the_leaf_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = autopar.parallelize(step, strategy="ps")
     state, batch = example()
-    entry = planned.entry(state, batch)
+    entry = planned.planned_for(state, batch)
     run = entry.run
     monkeypatch.setattr(entry, "run", lambda *xs: [run(*xs)[0] + jnp.float32(1e-3), *run(*xs)[1:]])
     with pytest.raises(autopar.VerificationError, match="WRONG .*table"):
@@ -88,7 +88,7 @@ def complex_example() -> tuple[dict[str, Any], jax.Array]:
 @pytest.mark.parametrize("strategy", ["ps", "allreduce"])
 def test_complex_leaves_have_the_same_tolerance(strategy: Any) -> None:
     """Of rounding they may be off, in either part, of 1% of the change in one part they may not."""
-    entry = autopar.parallelize(complex_step, strategy=strategy).entry(*complex_example())
+    entry = autopar.parallelize(complex_step, strategy=strategy).planned_for(*complex_example())
     batches = [jax.tree.leaves(complex_example())] * 3
     k = next(k for k, out in enumerate(entry.compiled.analysed.outputs) if out.path.endswith("z"))
 
@@ -98,7 +98,7 @@ def test_complex_leaves_have_the_same_tolerance(strategy: Any) -> None:
             outs[k] = by(outs[k], leaves[-2])
             return outs
 
-        return compare_runs(entry, batches, planned=run)
+        return compare_runs(entry, batches, run=run)
 
     assert compare_runs(entry, batches).ok
     assert changed(lambda new, old: new + 1e-7 - 1e-7j).ok

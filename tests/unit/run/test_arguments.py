@@ -51,7 +51,7 @@ def test_params_and_optimizer_state_apart() -> None:
     params = make_params()
     same(step(params, TX.init(params), IDS), jax.jit(update)(params, TX.init(params), IDS))
     assert lifted(step) == ["params/emb"]
-    entry = step.entry(params, TX.init(params), IDS)
+    entry = step.planned_for(params, TX.init(params), IDS)
     paths = [i.path for i in entry.compiled.program.inputs]
     assert "opt/0/sum_of_squares/emb" in paths and paths[-1] == "ids"
 
@@ -258,7 +258,7 @@ def test_changing_shapes_are_announced_and_bounded() -> None:
     with pytest.warns(autopar.RecompileWarning):
         with pytest.raises(autopar.ArgumentsError, match="different sets of shapes.*Pad the batches"):
             for n in range(4, 40):
-                step.entry(params, TX.init(params), jax.ShapeDtypeStruct((n,), jnp.int32))
+                step.planned_for(params, TX.init(params), jax.ShapeDtypeStruct((n,), jnp.int32))
 
 
 def test_plans_for_states_that_were_resized_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

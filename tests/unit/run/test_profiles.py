@@ -46,6 +46,6 @@ def test_steps_and_exchanges_are_named(tmp_path: Path) -> None:
 
 
 def test_programs_say_what_is_autopars_own() -> None:
-    entry = autopar.parallelize(train_step, strategy="ps").entry(make_state(), np.arange(3))
+    entry = autopar.parallelize(train_step, strategy="ps").planned_for(make_state(), np.arange(3))
     text = entry.runner.lower().as_text(debug_info=True)
     assert "autopar.catch_up/" in text and "autopar.commit/" in text

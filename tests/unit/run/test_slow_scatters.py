@@ -40,7 +40,7 @@ def test_versions_and_devices(
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_step_that_adds_to_rows_is_told_of(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     step = autopar.parallelize(lambda t, i: (t - jax.grad(lambda t: t[i].sum())(t), i.sum()), strategy="ps")
-    entry = step.entry(jnp.ones((9, 2), dtype), jnp.arange(3))
+    entry = step.planned_for(jnp.ones((9, 2), dtype), jnp.arange(3))
     monkeypatch.setattr(slow_plans, "has_slow_scatters", lambda kind: True)
     entry.way = way_of(dataclasses.replace(entry.options, accelerators=True))
     if dtype == "float32":

@@ -1,4 +1,4 @@
-"""`BoundPlan`: a `Plan` as one traced program follows it: families, inputs and layouts by number."""
+"""`ProgramPlan`: a `Plan` as one traced program follows it: families, inputs and layouts by number."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class FamilyPlan:
 
 
 @dataclass(frozen=True, slots=True)
-class BoundPlan:
+class ProgramPlan:
     """The consequences of a plan for one traced program.
 
     Attributes:
@@ -130,11 +130,11 @@ class BoundPlan:
         """Returns the plan of a family, None if it stays dense."""
         return next((f for f in self.families if f.family == family), None)
 
-    def noting(self, **fields: object) -> BoundPlan:
+    def noting(self, **fields: object) -> ProgramPlan:
         """Returns the same with fields of the plan that passes find out: who reduces, and stages."""
         return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
 
-    def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> BoundPlan:
+    def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> ProgramPlan:
         """Returns the plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank asks
         for)."""
         families = []
@@ -148,6 +148,6 @@ class BoundPlan:
             families.append(family)
         return dataclasses.replace(self, families=tuple(families))
 
-    def without_limits(self) -> BoundPlan:
+    def without_limits(self) -> ProgramPlan:
         """Returns the fallback's plan."""
         return dataclasses.replace(self, families=self.fallback, fallback=())

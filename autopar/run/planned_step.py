@@ -1,4 +1,4 @@
-"""`Entry`: what is known of a step at one set of shapes, and the functions that it becomes."""
+"""`PlannedStep`: what is known of a step at one set of shapes, and the functions that it becomes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback, without_fallback
 from autopar.backends.spread import mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
-from autopar.ir.bound_plan import BoundPlan
 from autopar.ir.options import Options
 from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.sizes import HEADROOM
 from autopar.jax_types import AnyJaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
@@ -34,7 +34,7 @@ from autopar.ways.way import Way
 
 
 @dataclass(eq=False)
-class Entry:
+class PlannedStep:
     """Holds what is known of the step at one set of shapes.
 
     `example` holds the leaves of the first call's batch that ids depend on (None for all others). `way` is how the step
@@ -59,7 +59,7 @@ class Entry:
     fun: Callable[..., Pytree] | None = None
     notes: Sequence[str] = ()
     clients: Clients | None = None
-    larger: Compilation[Entry] | None = field(default=None, init=False)
+    larger: Compilation[PlannedStep] | None = field(default=None, init=False)
 
     @property
     def options(self) -> Options:
@@ -147,7 +147,7 @@ class Entry:
         run = without_fallback(self._emitted(program, bound), program)
         return spread(self._typed(run), bound, analysed, self.devices)
 
-    def _emitted(self, program: Program, bound: BoundPlan) -> Callable[..., Sequence[Leaf]]:
+    def _emitted(self, program: Program, bound: ProgramPlan) -> Callable[..., Sequence[Leaf]]:
         assert self.devices is not None, "one device needs no backends"
         return emit(program.block) if program.local is None else mapped(program, bound, self.devices)
 
