@@ -26,12 +26,12 @@ from tests.zoo import MODELS, OPTIMIZERS
 for name, model in MODELS.items():
     case = model.make(OPTIMIZERS["adam"].make())
     planned = autopar.parallelize(case.step, strategy="ps", donate=False)
-    print(name, format_program(planned.entry(case.state, case.batches(0)).compiled.program), sep="\\n")
+    print(name, format_program(planned.planned_for(case.state, case.batches(0)).compiled.program), sep="\\n")
 layers = [["params/words", "params/layers/**[0:2]"], ["params/layers/**[2:4]", "params/out"]]
 for stages in layers, [["params/words", "params/layers/0"], [*(f"params/layers/{k}" for k in (1, 2, 3)), "params/out"]]:
     step, make = language_model(optax.adam(0.1), dropout=0.1, stacked=stages is layers)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(stages, microbatches=4))
-    for each in planned.entry(make(), batch(0)).compiled.program.staged.programs:
+    for each in planned.planned_for(make(), batch(0)).compiled.program.staged.programs:
         print(each.phase, each.stage, *format_block(each.block), sep="\\n")
 step, make = language_model(optax.adam(0.1), stacked=True)
 beyond = [["params/words", "params/layers/**[0:2]"], ["params/layers/**[2:9]", "params/out"]]
