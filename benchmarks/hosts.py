@@ -17,7 +17,7 @@ import pstats
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ def tiny(rows: int = 1_000, dim: int = 8, hidden: int = 16, ids: tuple[int, int]
 
 def _profile(planned: Any, state: Any, batches: Sequence[Any], lines: int = 14) -> None:
     """Stages, and the functions that a step's time goes to."""
-    with timed(planned.latest.runner, planned.plan.stages) as times:
+    with timed(planned.latest.runner) as times:
         for batch in batches:
             start = time.perf_counter()
             state, _ = planned(state, batch)
@@ -316,7 +316,7 @@ class Planned(System):
     def stages(self, rows: int, count: int) -> dict[str, list[float]]:
         """Seconds of each stage in each of the next `count` steps."""
         planned = self.planned[rows]
-        with timed(planned.latest.runner, planned.plan.stages) as times:
+        with timed(planned.latest.runner) as times:
             batches = [zipf_ids(rows, (SIZE * IDS[0], IDS[1]), 10_000 + k) for k in range(count)]
             for ids in batches:
                 start = time.perf_counter()
@@ -453,11 +453,15 @@ AROUND = "around the stages"
 
 
 class StageTimes:
-    """Seconds by stage, a list of all steps for each."""
+    """Seconds by stage, a list of all steps for each.
 
-    def __init__(self, stages: Sequence[str]) -> None:
-        self.seconds: dict[str, list[float]] = {f"{k:2} {name}": [] for k, name in enumerate(named(stages))}
-        self.seconds[AROUND] = []
+    Args:
+      programs: The stages of each of a step's programs, in words; a step runs one of these.
+    """
+
+    def __init__(self, programs: Iterable[Sequence[str]]) -> None:
+        rows = (row for stages in programs for row in numbered(stages))
+        self.seconds: dict[str, list[float]] = {row: [] for row in (*rows, AROUND)}
         #: Of the step that is under way.
         self._step = dict.fromkeys(self.seconds, 0.0)
 
@@ -474,18 +478,14 @@ class StageTimes:
 
 
 @contextlib.contextmanager
-def timed(runner: HostRunner, stages: Sequence[str]) -> Iterator[StageTimes]:
+def timed(runner: HostRunner) -> Iterator[StageTimes]:
     """Times the stages of the runner's steps, in all programs that it has; no other may be compiled meanwhile."""
-    found = StageTimes(stages)
     programs: list[Any] = list(runner._programs.values())  # a benchmark may look inside
+    found = StageTimes(staged.stages for staged in programs)
     actions = [staged._actions for staged in programs]
     for staged in programs:
-        names, timed_actions = list(found.seconds)[:-1], []
-        for action in staged._actions:  # waiting for reductions that run beside belongs to the stage behind it
-            name = names[0] if action == staged._await_reductions else names.pop(0)
-            timed_actions.append(_timed(action, name, found))
-        assert not names, "every stage is timed"
-        staged._actions = timed_actions
+        pairs = zip(numbered(staged.stages), staged._actions, strict=True)
+        staged._actions = [_timed(action, name, found) for name, action in pairs]
     try:
         yield found
     finally:
@@ -508,8 +508,9 @@ def _timed(action: Callable[[Any], None], name: str, times: StageTimes) -> Calla
     return act
 
 
-def named(stages: Sequence[str]) -> list[str]:
-    """What each stage is for, told by its place: "device program of 5 equations" before the route finds the ids."""
+def numbered(stages: Sequence[str]) -> list[str]:
+    """Returns each stage with its number and what it is for, told by its place: "device program of 5 equations" before
+    the route finds the ids."""
     names = []
     kinds = [stage.split()[0] for stage in stages]
     for k, (kind, stage) in enumerate(zip(kinds, stages, strict=True)):
@@ -519,16 +520,18 @@ def named(stages: Sequence[str]) -> list[str]:
             meaning = "ids" if "route" not in kinds[:k] else "dense update" if delivered else "forward and backward"
         elif kind == "owner":
             meaning = "norm" if "reduce" in kinds[k:] else "row update"
-        names.append(f"{stage}: {meaning}" if meaning else stage)
+        names.append(f"{k:2} {stage}: {meaning}" if meaning else f"{k:2} {stage}")
     return names
 
 
 def table(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> list[str]:
-    """Lines: medians over the steps, in ms, of the fastest rank in each step and of all ranks."""
+    """Lines: medians over the steps, in ms, of the fastest rank in each step and of all ranks; of stages that ran."""
     lines = [f"  {'stage':46} {'fastest rank':>12} {'all ranks':>12}  ms"]
     fastest_total = mean_total = 0.0
     for name in by_rank[0]:
         seconds = np.array([rank[name] for rank in by_rank]) * 1e3
+        if not seconds.any():
+            continue
         fastest, mean = float(np.median(seconds.min(0))), float(np.median(seconds.mean(0)))
         fastest_total, mean_total = fastest_total + fastest, mean_total + mean
         lines.append(f"  {name:46} {fastest:12.3f} {mean:12.3f}")

@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.cost import model
+from benchmarks.hosts import AROUND, timed
 
 V, D, B = 37, 4, 8
 
@@ -206,3 +207,24 @@ def test_leaves_with_one_new_value() -> None:
     for k in range(3):
         state, _ = planned(state, np.array([1, 2, 3 + k], np.int32))
     assert not np.asarray(state["grads"]["u"]).any() and not np.asarray(state["grads"]["v"]).any()
+
+
+def test_stages_of_many_tables_are_timed() -> None:
+    """As `python -m benchmarks hosts` does."""
+
+    def step(tables: Any, batch: Any) -> Any:
+        def loss(tables: Any) -> Any:
+            return sum((t[i] ** 2).mean() for t, i in zip(tables, batch, strict=True))
+
+        value, grads = jax.value_and_grad(loss)(tables)
+        return jax.tree.map(lambda t, g: t - 0.1 * g, tables, grads), value
+
+    planned, tables, batch = hosted(step), [table(V, D) for _ in range(26)], [ids(k) for k in range(26)]
+    for _ in range(2):
+        tables, _ = planned(tables, batch)
+    with timed(planned.latest.runner) as times:
+        tables, _ = planned(tables, batch)
+        times.finish(60.0)
+    ran = [name[3:].split()[0] for name, seconds in times.seconds.items() if seconds[0] and name != AROUND]
+    assert [name for name in ran if name != "device"] == ["route", "pull", "sweep", "commit"]
+    assert sum(sum(seconds) for seconds in times.seconds.values()) == pytest.approx(60)

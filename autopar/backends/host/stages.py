@@ -89,6 +89,7 @@ class StagedProgram:
 
     Attributes:
       once_per_row: What is computed for distinct rows; None if nothing.
+      stages: What it runs, in words, in order.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class StagedProgram:
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
         items, self._outputs = returned_by_programs(program)
+        self.stages = tuple(map(str, items))
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
@@ -129,8 +131,6 @@ class StagedProgram:
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         self._actions: list[Callable[[RunningStep], None]] = []
         for k, item in enumerate(items):
-            if isinstance(item, ExchangeStage) and item.bucket is None:
-                self._actions.append(self._await_reductions)
             self._actions.append(self._action(item, may_donate=k > last_route))
 
     def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
@@ -149,11 +149,13 @@ class StagedProgram:
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
             return lambda step: self._reduce(item, step)
-        if item.op == "ap.route":
-            return lambda step: self._route(item.equations, step)
         run = getattr(self, "_" + plain_name(item.op))
 
         def act(step: RunningStep) -> None:
+            self._await_reductions(step)
+            if item.op == "ap.route":
+                self._route(item.equations, step)
+                return
             for equation in item.equations:
                 results = run(equation, step, *(self._value(step, a) for a in equation.inputs))
                 step.values.update(zip(equation.outputs, results, strict=True))
@@ -228,6 +230,8 @@ class StagedProgram:
             step.values[equation.outputs[0]] = route
 
     def _reduce(self, item: ExchangeStage, step: RunningStep) -> None:
+        if item.bucket is None:
+            self._await_reductions(step)
         for op in dict.fromkeys(e.params["op"] for e in item.equations):
             some = [e for e in item.equations if e.params["op"] == op]
             key = item.level, item.bucket, op

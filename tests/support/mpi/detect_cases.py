@@ -21,6 +21,7 @@ from autopar.measure import cluster
 from autopar.measure.cache import cache_file, write_cache
 from autopar.measure.cluster import Cluster
 from autopar.mpi.machines import exchange
+from benchmarks.hosts import table, timed
 from tests.support.explained import explained
 from tests.support.rates import RATES
 
@@ -130,6 +131,10 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
         np.testing.assert_allclose(np.asarray(params[name]), theirs[name], rtol=1e-5, atol=1e-7)
     size = params["layer 0"].nbytes
     assert begun == len(batches) * [size + 4, *[size] * 4], begun  # the loss goes with the last layer; then the rows
+    with timed(planned.latest.runner) as times:  # stages of which the plan, made before the ranks met, says nothing
+        planned(params, batches[0])
+        times.finish(60.0)
+    assert sum("beside" in line for line in table([times.seconds])) == len(names)
 
 
 def check_several_machines() -> None:
