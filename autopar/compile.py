@@ -1,7 +1,7 @@
-"""The compiler: runs the passes that a way to run a step gives, each of which leaves a record.
+"""Runs the passes of a way to run a step, and verifies the program after every pass that changes it.
 
-The record (pass, program after it, what it did) is at once the debug dump, the text of golden tests and what
-`explain` prints. The program is verified after every pass that changes it, always.
+Each pass leaves a record (pass, program after it, note), which is the debug dump, the text of golden tests and what
+`explain` prints.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
 
-#: A name, and what finds out about a program.
+#: A name, and a function that adds facts to a program; it also returns a note.
 Analysis = tuple[str, Callable[[Program], tuple[Program, str]]]
-#: A name, and what does as a plan says, which may note in it what came of that.
+#: A name, and a function that rewrites a program by a plan, in which it may note findings.
 Pass = tuple[str, Callable[[Program, ProgramPlan], tuple[Program, ProgramPlan, str]]]
 
 
 class HasPasses(Protocol):
-    """Names what the compiler asks of a way to run a step (`ways.way.Way`)."""
+    """The part of a way to run a step (`ways.way.Way`) that the compiler needs."""
 
     @property
     def options(self) -> Options:
-        """Returns what the user chose for the whole step."""
+        """The user's options for the whole step."""
         ...
 
     @property
     def analyses(self) -> tuple[Analysis, ...]:
-        """The analyses of a traced program, in this order."""
+        """The analyses of a traced program, in order."""
         ...
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Returns what makes a program of a plan, in this order; only what does something."""
+        """Returns the passes that make a plan's program, in order, without those that have nothing to do."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Record:
-    """A pass, the program after it, what it says it did, and how long it took."""
+    """A pass: the program after it, its note, and its seconds."""
 
     name: str
     program: Program
@@ -61,7 +61,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compiled:
-    """The analysed program, the plan, the program as the plan has it (and as its fallback), and how it came about."""
+    """The analysed program, the plan, the compiled program and that of the fallback, and the records of all passes."""
 
     analysed: Program
     bound: ProgramPlan
@@ -71,25 +71,24 @@ class Compiled:
 
     @property
     def plan(self) -> Plan:
-        """The plan."""
         return self.bound.plan
 
     def with_reason(self, paths: Collection[str], reason: str) -> Compiled:
-        """Returns it with one more reason for some tables in its plan."""
+        """Adds a reason for some tables to the plan."""
         bound = dataclasses.replace(self.bound, plan=self.plan.with_reason(paths, reason))
         return dataclasses.replace(self, bound=bound)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Analysed:
-    """A program with all that analysis has found, and how that came about."""
+    """A program with the findings of all analyses, and their records."""
 
     program: Program
     records: tuple[Record, ...]
 
 
 def analyze_program(program: Program, way: HasPasses) -> Analysed:
-    """Analyzes a traced program: what there is to measure follows from it."""
+    """Runs the analyses; they say what there is to measure."""
     records: list[Record] = []
     with paused_collection():
         for name, run in way.analyses:
@@ -100,7 +99,7 @@ def analyze_program(program: Program, way: HasPasses) -> Analysed:
 
 
 def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements = UNMEASURED) -> Compiled:
-    """Chooses a plan, and makes the programs that follow it.
+    """Chooses a plan, and compiles the programs that follow it.
 
     Raises:
       NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
@@ -113,7 +112,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
 
 
 def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:
-    """Chooses a plan.
+    """Chooses a plan, or checks an earlier one.
 
     Raises:
       PlanError: an earlier plan doesn't fit the program.
@@ -131,7 +130,7 @@ def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[
 def run_passes(
     passes: Sequence[Pass], program: Program, bound: ProgramPlan
 ) -> tuple[Program, ProgramPlan, list[Record]]:
-    """Runs passes one after the other, and checks the program after each."""
+    """Runs passes in order, and verifies the program after each."""
     records: list[Record] = []
     for name, run in passes:
         start, before = time.perf_counter(), program.block
@@ -146,7 +145,7 @@ def _record(name: str, program: Program, before: Block | None, note: str, start:
 
 
 def follow(analysed: Program, bound: ProgramPlan, way: HasPasses) -> Program:
-    """Returns the program of another plan than the one that was chosen."""
+    """Returns the program of another plan than the chosen one."""
     program = analysed
     for _, run in way.passes(bound):
         program, _, _ = run(program, bound)

@@ -1,10 +1,9 @@
-"""Asynchronous pipelines: one minibatch a call, no flush, an update behind each backward. Data only.
+"""Describes asynchronous pipelines: one minibatch a call, no flush, an update behind each backward. Data only.
 
-Call t brings minibatch t. Stage k runs F(t - f), then B(t - b) of the minibatch that came b calls before, then the
-update of minibatch t - u. F is a call later for each border ahead of the stage where links are slow, so that what it
-reads is sent beside the call before; B is behind it by a call for each device behind the stage's own (1F1B without its
-end), and by those of the borders behind it. So the version of a leaf that a task sees, the number of updates that it
-has behind it, follows from the calls, whatever the tasks take.
+Call t brings minibatch t. Stage k runs F(t - f), B(t - b), then the update of minibatch t - u. f grows by a call for
+each slow border ahead of the stage, whose values are sent beside the call before. b exceeds f by a call for each device
+behind the stage's own (1F1B without its end) and for each slow border behind it. So the version of a leaf that a task
+sees (the number of updates it includes) follows from the calls, whatever the tasks take.
 
 Sources: SpecTrain (Chen et al., 2018), sections 3.1 and 3.2; PipeDream (Harlap et al., 2018), section 3.
 """
@@ -22,15 +21,15 @@ from autopar.ir.schedule import Kind, Places, Schedule, Task, forwards_ahead, on
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Says which call issues each task, counted from the one that brings its minibatch, and what it sees.
+    """Says which call issues each task, counted from the one that brings its minibatch, and which version it sees.
 
     Attributes:
       places: The devices of each stage.
-      updates: u of each stage. Behind its backward; a replica's waits for the others of its turn, and what needs other
-        stages (the factor of a clip by the global norm) for a call that comes later than theirs.
-      last: When all of a minibatch is done.
-      stashes: Whether a backward sees the version that its forward saw.
-      slack: Calls for what crosses a border between stages: as many minibatches more than devices are on links.
+      updates: u of each stage. A replica's update waits for the others of its turn; one that needs other stages (the
+        factor of a clip by the global norm) comes in a call after theirs.
+      last: The call in which all of a minibatch is done.
+      stashes: A backward sees the version that its forward saw.
+      slack: Calls that a value takes to cross a border between stages; as many more minibatches are in flight.
     """
 
     places: Places
@@ -41,17 +40,15 @@ class Calls:
 
     @staticmethod
     def soonest(places: Places, *, stashes: bool = False, slack: int = 0) -> Calls:
-        """Returns those of updates that need no other stage."""
+        """Returns the calls where no update needs another stage."""
         made = Calls(places, (), 0, stashes, slack)
         updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(places))
         return dataclasses.replace(made, updates=updates, last=max(updates))
 
     def forward(self, stage: int) -> int:
-        """Returns f of a stage."""
         return self.slack * stage
 
     def backward(self, stage: int) -> int:
-        """Returns b of a stage."""
         return self.forward(stage) + forwards_ahead(self.places, stage, self.slack) - 1
 
     def version(self, kind: Kind, stage: int, minibatch: int) -> int:
@@ -59,16 +56,16 @@ class Calls:
         return max(0, minibatch - self.missed(stage)[kind == "B"])
 
     def missed(self, stage: int) -> tuple[int, int]:
-        """Counts the updates by earlier minibatches that a forward misses, and a backward, in a full pipeline."""
+        """Counts the updates by earlier minibatches that a forward and a backward miss in a full pipeline."""
         forward = self.updates[stage] - self.forward(stage)
         return forward, forward if self.stashes else self.updates[stage] - self.backward(stage)
 
     def awaited(self, stage: int) -> int:
-        """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all of them."""
+        """Returns the stage whose backward an update of a stage waits for: its own, or 0 if it needs all."""
         return 0 if self.late(stage) > 0 else stage
 
     def late(self, stage: int) -> int:
-        """Counts the calls by which an update of a stage comes later, as it needs values of other stages."""
+        """Counts the calls that an update of a stage waits for values of other stages."""
         return self.updates[stage] - self.soonest(self.places, slack=self.slack).updates[stage]
 
     def stashed(self, stage: int) -> int:
@@ -78,29 +75,29 @@ class Calls:
 
     @property
     def period(self) -> int:
-        """Counts calls after which nothing of a minibatch or version is left, and replicas have their turn again."""
+        """Number of calls after which a minibatch's values and version are gone, and replicas have their turn again."""
         turn = math.lcm(*map(len, self.places))
         return -(-(2 * self.last + 4) // turn) * turn
 
     @property
     def enough(self) -> int:
-        """Counts the minibatches after which a pipeline is in its steady state for long."""
+        """Number of minibatches with a long steady state."""
         return 6 * (self.last + 1) + 8
 
     def schedule(self, minibatches: int) -> AsynchronousSchedule:
-        """Lists the tasks of so many minibatches."""
+        """Lists the tasks of some number of minibatches."""
         made = one_f_one_b(self.places, minibatches, self.slack)
         return AsynchronousSchedule("stash" if self.stashes else "async", self.places, made.orders, self)
 
 
 @dataclass(frozen=True, slots=True)
 class AsynchronousSchedule(Schedule):
-    """Orders the forwards and backwards of some minibatches: 1F1B, whose tasks wait for the versions that they see."""
+    """The forwards and backwards of some minibatches in 1F1B order; tasks wait for the versions that they see."""
 
     calls: Calls
 
     def waits(self, task: Task) -> tuple[Task, ...]:
-        """Lists the backwards whose update a task waits for: its stage's, and where that needs others, stage 0's."""
+        """Lists the backwards whose update a task waits for: its stage's, or stage 0's where that needs all stages."""
         last = self.calls.version(task.kind, task.stage, task.microbatch) - 1
         if last < 0:
             return ()
@@ -117,19 +114,19 @@ class AsynchronousSchedule(Schedule):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asynchronous:
-    """Says what a step in stages has besides if its minibatches aren't flushed.
+    """Additions to a step in stages whose minibatches aren't flushed.
 
     Attributes:
-      calls: When each task is issued.
-      news: Leaf of the state that updates change -> what is made of it.
-      clock: What no gradient reaches, such as counts of steps and random keys: from those leaves and the call's
-        arguments to their new values. It runs when a minibatch comes, so that no stage waits for another's count.
+      calls: The call that issues each task.
+      news: Leaf of the state that updates change -> its new value.
+      clock: Computes leaves that no gradient reaches, such as step counts and random keys, from those leaves and the
+        call's arguments. It runs when a minibatch comes, so that no stage waits for another's count.
       clocks: Leaf -> its new value by `clock`.
-      constants: Leaves that stay as they are.
-      results: What a step returns besides its state -> the same, or a copy of a leaf.
-      differences: Weight that is predicted -> leaves of the pipeline's own, 0 before the first update: the change by
-        the last one; where that is of some rows, their numbers, too.
-      ahead: Of each stage s, the updates by which its forwards and its backwards predict.
+      constants: Leaves that don't change.
+      results: Outputs that aren't state -> themselves, or a copy of a leaf.
+      differences: Predicted weight -> leaves of the pipeline's own, 0 before the first update: the change by the last
+        one and, if that is of some rows, their numbers.
+      ahead: For each stage, the number of updates by which its forwards and its backwards predict.
     """
 
     calls: Calls
@@ -142,6 +139,6 @@ class Asynchronous:
     ahead: tuple[tuple[int, int], ...] = ()
 
     def returned(self, out: Atom | tuple[Atom, ...]) -> tuple[Atom, ...]:
-        """Names what stands for an output that is no state: itself, or copies of leaves; of parts each one."""
+        """Returns what replaces an output that is no state: itself, or copies of leaves; for parts, one each."""
         atoms = out if isinstance(out, tuple) else (out,)
         return tuple(self.results.get(a, a) if isinstance(a, Var) else a for a in atoms)

@@ -1,4 +1,4 @@
-"""The timeline of an asynchronous pipeline, written minibatch by minibatch while it runs (`ir.asynchronous`)."""
+"""Lists the timeline of an asynchronous pipeline, minibatch by minibatch while it runs (`ir.asynchronous`)."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from autopar.ir.timeline import (
     writes_of,
 )
 
-#: Actions, each with what is let go behind it.
+#: Actions, each with what is dropped after it.
 Listed = list[tuple[Action, Drops]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """Holds what a minibatch does.
+    """The actions of a minibatch.
 
     Attributes:
       calls: Its actions, by the call in which they run, counted from its own.
-      results: What it returns -> the devices that have it behind the last of these calls.
+      results: Its results -> the devices that have them after the last of these calls.
     """
 
     calls: tuple[Listed, ...]
@@ -46,12 +46,12 @@ class Minibatch:
 
 
 class MinibatchLister:
-    """Lists what the devices of a pipeline do for each minibatch.
+    """Lists the actions of a pipeline's devices for each minibatch.
 
     Args:
       step: A step without a flush.
-      everywhere: Devices that are to have what a minibatch returns; none: wherever it is made.
-      again: Whether names of minibatches and versions that are gone come again, and so whole lists.
+      everywhere: Devices that get a minibatch's results; none: they stay where they are made.
+      again: Names of past minibatches and versions are reused, and so whole lists.
     """
 
     def __init__(self, step: StagedStep, everywhere: Iterable[int] = (), *, again: bool = False) -> None:
@@ -72,23 +72,21 @@ class MinibatchLister:
         self._results = [v for v in dict.fromkeys(step.asynchronous.results.values()) if v in made]
 
     def leaf(self, var: Var, version: int) -> Value:
-        """Names a version of a leaf."""
         return self._name(var, Whole(), self.called(version))
 
     def called(self, number: int) -> int:
-        """Returns the number by which a minibatch or a version is named."""
+        """Returns the number that names a minibatch or a version."""
         return number % self._period if self._period else number
 
     def given(self) -> dict[Value, tuple[int, ...]]:
-        """Lists what devices have before the first minibatch."""
         return self.versions(0)
 
     def versions(self, version: int) -> dict[Value, tuple[int, ...]]:
-        """Names a version of all leaves that updates change, and says who has it."""
+        """Names a version of all leaves that updates change -> the devices that have it."""
         return {self.leaf(v, version): self._calls.places[stage] for v, stage in self._step.homes.items()}
 
     def minibatch(self, number: int) -> Minibatch:
-        """Lists what minibatch `number` does, counted from 0."""
+        """Lists the actions of minibatch `number`, counted from 0."""
         if not self._period or number < self._calls.last:  # the first ones see versions that aren't updated yet
             return self._listed(number)
         key = self.called(number)
@@ -135,7 +133,7 @@ class MinibatchLister:
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
     def _work(self, call: int, number: int) -> Iterator[Run | Join]:
-        """Yields what is computed in a call: forwards down the stages, backwards up, sums, the update."""
+        """Yields a call's computations: forwards down the stages, backwards up, sums, the update."""
         phases = {phase: [p for p in self._step.programs if (p.phase, p.call) == (phase, call)] for phase in _PHASES}
         for phase, programs in phases.items():
             if phase == "update":
@@ -175,7 +173,8 @@ class MinibatchLister:
         return self._calls.version(kind, program.stage, number)
 
     def _old(self, action: Action, number: int) -> Drops:
-        """Returns versions of leaves that no one reads any more: behind the update, if no backward is to see them."""
+        """Returns versions of leaves that no task reads after an action; after the update, unless backwards need
+        them."""
         if not isinstance(action, Run) or action.program.phase not in ("B", "update"):
             return ()
         stage, device = action.program.stage, action.device
@@ -219,12 +218,9 @@ def last_updates(step: StagedStep) -> dict[StageProgram, tuple[Var, ...]]:
 
 
 def asynchronous_timeline(step: StagedStep, minibatches: int, everywhere: Iterable[int] = ()) -> Timeline:
-    """Returns the verified timeline of a run from the first minibatch to the end of the last one.
+    """Returns the verified timeline from the first minibatch to the end of the last one.
 
-    Args:
-      step: A step without a flush.
-      minibatches: How many.
-      everywhere: As in `MinibatchLister`.
+    `everywhere`: as in `MinibatchLister`.
     """
     lister = MinibatchLister(step, everywhere)
     assert step.asynchronous is not None, "minibatches aren't flushed"
@@ -253,8 +249,8 @@ def asynchronous_timeline(step: StagedStep, minibatches: int, everywhere: Iterab
 def verify_versions(timeline: Timeline, *, stashes: bool) -> None:
     """Raises AssertionError, naming the action, unless tasks see the versions that their schedule promises.
 
-    Counted by what is updated in the list itself: a forward sees the newest version, a backward too, or, where versions
-    are stashed, that of its minibatch's forward; an update that of its minibatch, or the one that it makes.
+    Versions are counted by the list's own updates: a forward sees the newest one, a backward too or, if versions are
+    stashed, that of its minibatch's forward; an update sees that of its minibatch, or the one that it makes.
     """
     newest: dict[tuple[int, Var], int] = {(k, v.var): 0 for v, devices in timeline.given.items() for k in devices}
     forward: dict[tuple[int, Var], int] = {}

@@ -1,4 +1,4 @@
-"""`balanced` and `balanced_pieces`: things of some bytes, in parts of about as many."""
+"""Divides things with sizes in bytes into parts of about equal size."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from itertools import pairwise
 from typing import TypeVar
 
 T = TypeVar("T")
-#: Things of this many bytes at least are cut, where a part would have this many times the mean of all, or more.
+#: Things of at least LEAST_CUT_BYTES are cut where a part would have UNEVEN times the mean of all, or more.
 LEAST_CUT_BYTES, UNEVEN = 1 << 16, 1.1
 
 
 def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
-    """Divides things into parts of about equal size: the largest come first, each to the part that has least."""
+    """Divides things into parts of about equal size: the largest come first, each to the emptiest part."""
     made: list[list[int]] = [[] for _ in range(parts)]
     filled = [0] * parts
     for n in sorted(range(len(sizes)), key=lambda n: (-sizes[n], n)):
@@ -26,13 +26,12 @@ def balanced(sizes: Sequence[int], parts: int) -> list[list[int]]:
 def balanced_pieces(
     things: Sequence[T], parts: int, size: Callable[[T], int], cut: Callable[[T], Sequence[T]]
 ) -> list[list[T]]:
-    """Returns the things of each part that has any. While one part has much more than others, its largest things are
-    cut, and then those of others, between which its pieces would lie better.
+    """Returns the things of each nonempty part. While one part has much more than others, large things are cut.
+
+    Its own large things are cut first, then those of other parts, whose pieces could fill the gaps.
 
     Args:
-      things: Large and small ones.
-      parts: How many.
-      size: Tells a thing's bytes.
+      size: Returns a thing's bytes.
       cut: Cuts a thing into pieces, which aren't cut again; none if it can't be cut.
     """
     made, may_cut = list(things), [True] * len(things)
@@ -51,20 +50,15 @@ def balanced_pieces(
         may_cut[n : n + 1] = [False] * len(pieces)
 
 
-# `center_shares`: what each server keeps of a centre, weights and pieces of large ones (`autopar.sync.Elastic`).
+# --- the shares of servers that keep a centre (`autopar.sync.Elastic`) ---
 
-#: Pieces begin at multiples of this many bytes, which the size of any element divides.
+#: Pieces begin at multiples of this many bytes, a multiple of any element's size.
 _ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Some of a weight's bytes, as its elements lie one behind the other.
-
-    Attributes:
-      weight: Its number.
-      start, stop: Which bytes.
-    """
+    """The bytes from `start` to `stop` of a weight (by number), whose elements lie contiguously."""
 
     weight: int
     start: int
@@ -72,17 +66,14 @@ class Span:
 
     @property
     def nbytes(self) -> int:
-        """Returns how many bytes they are."""
         return self.stop - self.start
 
 
 def center_shares(sizes: Sequence[int], servers: int) -> list[list[Span]]:
-    """Returns what each server keeps that has anything, balanced by bytes: an exchange goes element by element, so that
-    any large weight can be cut (MXNET-MPI, section 2: large keys are cut over all servers).
+    """Returns the spans that each server keeps, balanced by bytes; servers without any are left out.
 
-    Args:
-      sizes: Each weight's bytes.
-      servers: How many there are at most. With as many as have anything the shares are the same.
+    An exchange goes element by element, so any large weight can be cut (MXNET-MPI, section 2: large keys are cut over
+    all servers). `sizes`: bytes of each weight.
     """
 
     def cut(whole: Span) -> list[Span]:

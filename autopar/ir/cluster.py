@@ -1,7 +1,7 @@
-"""`ClusterSpec`: machines, devices, memories and links, as the cost model sees them.
+"""Describes machines, devices, memories and links for the cost model.
 
-Figures are of one direction and of what can be had in practice or on paper, as their `source` says. Machines are alike.
-`autopar.Cluster` (`measure/cluster.py`) is one that is found here, known by name, or read from a file.
+Figures hold in one direction; their `source` says whether they were measured or come from data sheets. All machines are
+alike. `autopar.Cluster` (`measure/cluster.py`) is found here, known by name, or read from a file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ STATE_SHARE = 0.7
 
 
 def state_budget(memory: float) -> int:
-    """Returns the bytes that the state may take of a device's memory."""
     return int(STATE_SHARE * memory)
 
 
@@ -29,10 +28,9 @@ Level = Literal["inside", "between"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection of devices.
+    """A link of latency `latency_s` before the first byte arrives, and bandwidth.
 
     Attributes:
-      latency_s: Seconds before the first byte arrives.
       bytes_s: Bytes a second, each way at once: of a device's link, or of a machine's network interfaces together.
       source: Where the figures come from.
     """
@@ -46,7 +44,7 @@ class Link:
             raise ArgumentsError(f"a link of {self.latency_s} s and {self.bytes_s} bytes a second: 0 or more, and more")
 
     def __call__(self, size: float, messages: float = 1) -> float:
-        """Returns seconds for so many bytes in so many messages, one after the other."""
+        """Returns seconds for `size` bytes in `messages` messages, one after the other."""
         return messages * self.latency_s + size / self.bytes_s
 
 
@@ -59,9 +57,7 @@ class Device:
     """A device that computes.
 
     Attributes:
-      name: For people.
-      memory_bytes: Its memory.
-      flops_s: Floating-point operations a second in matrix products of the type that models train in.
+      flops_s: Floating-point operations a second in matrix products of the dtype that models train in.
       memory_bytes_s: Bytes a second from and to its memory, together.
       source: Where the figures come from.
     """
@@ -79,20 +75,16 @@ class Device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterSpec:
-    """Machines that are alike, each with some devices.
+    """A number of equal machines, each with `devices` devices.
 
     Attributes:
-      name: For people.
-      machines, devices: How many machines; how many devices each has.
-      device: Each of them.
-      inside: Between the devices of a machine, of one device.
-      between: Between machines, of one machine.
-      host_bytes: Memory of a machine's host.
+      inside: The link of one device to the others of its machine.
+      between: The link of one machine to the others.
+      host_bytes: Bytes of a machine's host memory.
       host_bytes_s: Bytes a second from and to that memory, together, all cores at work.
-      to_host: Between a device and the memory of its host, of one device.
-      host_source: Where the hosts' figures come from.
-      measured: Collective -> level ("inside", "between") -> its own link, as `autopar.calibrate` finds it: latency of
-        each of its messages and bandwidth, to be taken in place of `inside` and `between`.
+      to_host: The link of one device to its host's memory.
+      measured: Collective -> level ("inside", "between") -> the link that `autopar.calibrate` measured for it, which
+        replaces `inside` or `between`; its latency is per message.
     """
 
     name: str
@@ -114,8 +106,7 @@ class ClusterSpec:
             )
 
     def __eq__(self, other: object) -> bool:
-        """Returns whether it has the same machines, whatever it was made from: a plan's file has no
-        `autopar.Cluster`."""
+        """Compares the machines, whatever class they are of: a plan's file has no `autopar.Cluster`."""
         return isinstance(other, ClusterSpec) and self.as_dict() == other.as_dict()
 
     def __hash__(self) -> int:
@@ -123,16 +114,16 @@ class ClusterSpec:
 
     @property
     def count(self) -> int:
-        """N: all devices."""
+        """The number N of all devices."""
         return self.machines * self.devices
 
     @property
     def devices_are_hosts(self) -> bool:
-        """Returns whether devices have their memory from the host: CPUs, which share it out."""
+        """Devices share out their host's memory, as CPUs do."""
         return math.isclose(self.devices * self.device.memory_bytes, self.host_bytes, rel_tol=0.01)
 
     def link(self, level: Level, collective: str) -> Link:
-        """Returns what a collective has on a level of links: what was measured of it, else what all have."""
+        """Returns a collective's link on a level: the measured one, else the level's."""
         general = self.inside if level == "inside" else self.between
         return self.measured.get(collective, {}).get(level, general)
 

@@ -1,13 +1,12 @@
-"""Deferred rows: what a step leaves undone on the rows that it doesn't touch, and how it is done later.
+"""Describes deferred rows: moves of rows that a step doesn't touch, and how they are made up for later.
 
-An optimizer with momentum or decay moves every row in every step. On rows that a step doesn't touch the move is a
-function of the row itself, the *untouched update*, and of a few values of the step that are the same for all rows. So a
-step writes down those values, in an *update log*, and leaves the rows; before a row is read, the untouched update is
-replayed for the steps that it missed.
+An optimizer with momentum or decay moves every row in every step. On an untouched row the move is a function of the
+row, the *untouched update*, and of a few values of the step that all rows share. So a step writes those values to an
+*update log* and leaves the rows; before a row is read, the untouched update is replayed for the steps that it missed.
 
-An update log has two parts of K steps. Steps write into the *newer* one. Meanwhile the rows that the *older* one moves
-are brought up to its end, some before each step. When the newer part is full, no row needs the older one any more: the
-newer takes its place. A *flush* brings all rows up to date, and the update log begins anew.
+An update log has two parts of K steps. Steps write into the *newer* one; meanwhile rows are brought up to the end of
+the *older* one, some before each step. When the newer part is full, no row needs the older one any more, and the newer
+takes its place. A *flush* brings all rows up to date and starts the log anew.
 """
 
 from __future__ import annotations
@@ -19,25 +18,24 @@ import numpy as np
 from autopar.ir.program import ArrayType, Block, Equation
 from autopar.jax_types import Dtype
 
-#: What elements of a leaf may be known not to fall below (`Fading.floors`): second moments, mostly.
+#: Lower bounds of a leaf's elements, mostly of second moments (`Fading.floors`).
 FLOORS = (0.0, 1e-14, 1e-12, 1e-10, 1e-8, 1e-6, 1e-4)
-#: Parts of an update log of which it is kept what they multiply scale-only rows by.
+#: Number of full parts whose factors of scale-only rows are kept.
 SEGMENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleOnly:
-    """Rows that needn't be replayed step by step, because the untouched update only scales them.
+    """Rows that the untouched update only scales, so that it needn't be replayed step by step.
 
-    That holds while the rows of some leaves are zero (Adam's first moment: never touched, or long ago). The scale is
-    then the product of the steps' factors, for any number of steps at once.
+    That holds while the rows of some leaves are zero (Adam's first moment of rows never touched, or long ago). The
+    product of the steps' factors then stands for any number of steps.
 
     Attributes:
-      zero: Leaves (numbers among those that the untouched update changes) that must be zero, and stay so.
-      scaled: Leaves that are multiplied by a number in each step, all others of those that the untouched update
-        changes.
-      dtypes: Theirs.
-      near_one: Of each of these, whether the factor is written down less one, so that 1 - 1e-9 isn't rounded to 1.
+      zero: Changed leaves (numbers among those that the untouched update changes) that must be, and stay, zero.
+      scaled: All other changed leaves, which each step multiplies by a number.
+      dtypes: Those of `scaled`.
+      near_one: Whether a leaf's factor is written less one, so that 1 - 1e-9 isn't rounded to 1.
       not_negative: Leaves in which no element may be negative.
     """
 
@@ -50,15 +48,14 @@ class ScaleOnly:
 
 @dataclass(frozen=True, slots=True)
 class Fading:
-    """Rows that are nearly scale-only: leaves that should be zero are so small that they move no other leaf any more.
+    """Rows that are nearly scale-only: leaves that should be zero are too small to move others.
 
-    What they would still add to those is bounded: in a step at most *reach* times the element in the same place, and
-    they are themselves multiplied by a number in each step. Where the sum over all steps to come is less than what
-    rounding does, the row needn't be replayed either, up to the end of the update log. Reaches are smaller where
-    divisors are known to be larger; they are written down for each of FLOORS.
+    In a step a fading leaf moves another at most by *reach* times its element in the same place, and is itself
+    multiplied by a number. Where the sum over all steps to come is less than a rounding, the row needn't be replayed
+    either, up to the end of the update log. Larger divisors give smaller reaches, so there is one for each of FLOORS.
 
     Attributes:
-      zero: The leaves (`ScaleOnly.zero`).
+      zero: As `ScaleOnly.zero`.
       pairs: (A scaled leaf, a leaf of `zero` that moves it).
       floors: Leaves whose elements must not fall below a floor for its reach to be used.
       dtypes: Those of `zero`.
@@ -70,25 +67,24 @@ class Fading:
     dtypes: tuple[Dtype, ...]
 
     def moving(self, leaf: int) -> int:
-        """Returns how many leaves move a scaled one."""
+        """Counts the leaves that move a scaled one."""
         return sum(moved == leaf for moved, _ in self.pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Says how the rows of a family are brought up to date. Its equations' body is the untouched update.
+    """Says how a family's rows are brought up to date. The replaying equations' body is the untouched update.
 
-    The untouched update's inputs: one row (size 1 along its axis) of each leaf that it changes, one row of each that it
-    only reads, and the values of a step; its outputs: the new rows.
+    The untouched update's inputs are one row (size 1 along its axis) of each leaf that it changes, one row of each that
+    it only reads, and the step's values; its outputs are the new rows.
 
     Attributes:
-      leaves: Which inputs of the program: leaves that the untouched update changes, then those that it only reads.
+      leaves: Inputs of the program: leaves that the untouched update changes, then those that it only reads.
       extent: V.
-      changed: How many it changes.
-      axes: The row axis of each.
+      changed: Number of the leaves that it changes.
+      axes: Row axis of each leaf.
       values: Types of the values that a step writes down.
-      scale_only: What needn't be replayed, if there is such.
-      fading: What needn't be replayed to the end, if there is such.
+      scale_only, fading: Rows that needn't be replayed, or not to the end, if there are such.
       part: K, steps in each part of an update log.
     """
 
@@ -108,31 +104,31 @@ class Replay:
 
     @property
     def prepared(self) -> int:
-        """After how many steps it is compiled what brings rows up to date: many states are trained for fewer."""
+        """Number of steps after which the programs that catch up are compiled, since many states train for fewer."""
         return min(16, self.part // 2)
 
     @property
     def waiting(self) -> int:
-        """The number of last full parts that scale-only rows may wait for: older rows are multiplied between steps."""
+        """Number of last full parts that scale-only rows may wait for; older rows are multiplied between steps."""
         return SEGMENTS // 2
 
     @property
     def dropped(self) -> int:
-        """The number of segments that make room for another one: the oldest, for which no row waits."""
+        """Number of the oldest segments, for which no row waits, that make room for a new one."""
         return SEGMENTS - 1 - self.waiting
 
     @property
     def read(self) -> int:
-        """The number of leaves that the untouched update only reads."""
+        """Number of leaves that the untouched update only reads."""
         return len(self.leaves) - self.changed
 
     @property
     def records(self) -> tuple[ArrayType, ...]:
-        """Types of what an update log holds of each step.
+        """Types of a step's record in the update log.
 
-        The untouched update's values; factors of scale-only rows, and whether they may be used. And of the steps from
-        this one on: that, factors of scaled leaves, of those that fade, of those with floors, and reaches
-        (`backends.segments.Suffixes`).
+        A record has the untouched update's values; factors of scale-only rows, and whether they may be used. And, for
+        the steps from this one on, that flag again, factors of scaled leaves, of fading ones, of those with floors, and
+        reaches (`backends.segments.Suffixes`).
         """
         values, scale_only, fading = self.values, self.scale_only, self.fading
         if scale_only is None:
@@ -149,7 +145,7 @@ class Replay:
 
     @property
     def segments(self) -> tuple[ArrayType, ...]:
-        """Types of what is kept of parts that were full: a number for each of them, and for each scaled leaf."""
+        """Types of what is kept of full parts, one number for each part and scaled leaf."""
         dtypes = () if self.scale_only is None else self.scale_only.dtypes
         return tuple(ArrayType((SEGMENTS,), dtype) for dtype in dtypes)
 
@@ -160,13 +156,13 @@ class Replay:
 
 
 def flushes(block: Block) -> list[Equation]:
-    """Returns the equations that flush a block's update logs, in the order of their stamps among its outputs."""
+    """Returns a block's flushes, in the order of their stamps among its outputs."""
     flushes_ = [e for e in block.equations if e.op == "ap.flush"]
     return sorted(flushes_, key=lambda e: block.outputs.index(e.outputs[e.params["replay"].changed]))
 
 
 def update_logs(block: Block) -> list[list[Equation]]:
-    """Returns the flushes of a block; together those of families that share an update log (`passes.share_logs`)."""
+    """Groups the flushes of a block by their update log; families may share one (`passes.share_logs`)."""
     logs: dict[int, list[Equation]] = {}
     for flush in flushes(block):
         logs.setdefault(flush.params.get("log", flush.params["family"]), []).append(flush)

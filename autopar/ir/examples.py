@@ -1,4 +1,4 @@
-"""The axis of each leaf of a batch that runs over its examples, as the user gives it (`batch_axis=`)."""
+"""Finds the axis of each leaf of a batch that runs over its examples, as the user gives it (`batch_axis=`)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import ArgumentsError
 from autopar.ir.paths import matches
 
-#: An axis for all leaves; or patterns over their paths to an axis, None for what every device has all of.
+#: An axis for all leaves, or path pattern -> axis; None: every device has all of the leaf.
 BatchAxis = int | Mapping[str, int | None]
 
 
 def check_batch_axis(batch_axis: object) -> None:
-    """Raises ArgumentsError if it is neither an axis nor a mapping from patterns to axes."""
+    """Raises ArgumentsError unless it is an axis or a mapping from patterns to axes."""
     axes = [a for a in batch_axis.values() if a is not None] if isinstance(batch_axis, Mapping) else [batch_axis]
     patterns = list(batch_axis) if isinstance(batch_axis, Mapping) else []
     is_axis = all(isinstance(a, int) and not isinstance(a, bool) for a in axes)
@@ -24,14 +24,10 @@ def check_batch_axis(batch_axis: object) -> None:
 
 
 def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
-    """Returns the axis of each leaf that runs over the examples, None where there is none.
-
-    Args:
-      batch_axis: The user's choice. A leaf that no pattern matches has axis 0.
-      leaves: Paths and shapes.
+    """Returns the axis of each leaf (path, shape) that runs over the examples; 0 of leaves that no pattern matches.
 
     Raises:
-      ArgumentsError: a pattern that matches no leaf, or an axis that a leaf which it names (or every leaf) lacks.
+      ArgumentsError: a pattern matches no leaf, or a leaf that is named (or every leaf) lacks the axis.
     """
     if isinstance(batch_axis, int):
         axes = [_axis(batch_axis, shape) for _, shape in leaves]

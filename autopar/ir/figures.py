@@ -1,7 +1,4 @@
-"""Figures of a plan: rows that a step touches, bytes of exchanges, and the parts of what it takes.
-
-Plain data; `measure` and `cost` find them.
-"""
+"""Figures of a plan: rows that a step touches, bytes of exchanges, predicted terms. Plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from dataclasses import dataclass, field, replace
 class Alpha:
     """Rows touched of `extent`, by `ids` looked-up ids; `measured` on a batch, or an upper bound.
 
-    `local_rows`: of them those that one device touches, on average over the devices.
+    `local_rows`: rows that one device touches, averaged over the devices.
     """
 
     rows: int
@@ -24,25 +21,25 @@ class Alpha:
 
     @property
     def share(self) -> float:
-        """Touched rows over all rows."""
+        """Fraction of the rows that a step touches."""
         return self.rows / self.extent
 
     @property
     def local_share(self) -> float:
-        """Rows that one device touches over all rows: the paper's alpha, of one worker."""
+        """Fraction of the rows that one device touches, the paper's alpha of one worker."""
         return self.local_rows / self.extent
 
 
 @dataclass(frozen=True, slots=True)
 class RowGrowth:
-    """Says how many distinct rows of a table n workers touch together in a step.
+    """The number of distinct rows of a table that n workers touch together in a step.
 
     Attributes:
       extent: V, rows of the table.
       ids: Ids that a worker looks up in a step, duplicates included.
-      points: What was measured: (n, rows that n workers touched together, on average).
-      k, beta: Of Heaps' law.
-      residual: The most by which the fit is off at a point, relative to it.
+      points: Measured (n, rows that n workers touched together, on average).
+      k, beta: Parameters of Heaps' law.
+      residual: The largest relative error of the fit at a point.
     """
 
     extent: int
@@ -53,27 +50,26 @@ class RowGrowth:
     residual: float
 
     def rows(self, n: float) -> float:
-        """Returns the number of distinct rows that n workers are expected to touch together."""
+        """Returns the expected number of distinct rows that n workers touch together."""
         drawn = n * self.ids
         return min(drawn, distinct(self.extent, self.k * drawn**self.beta))
 
     def with_ids(self, ids: float) -> RowGrowth:
-        """Returns the same of workers that look up so many ids each."""
+        """Returns the growth for workers that look up `ids` ids each."""
         scale = self.ids / ids
         return replace(self, ids=ids, points=tuple((n * scale, rows) for n, rows in self.points))
 
 
 def distinct(extent: int, endless: float) -> float:
-    """Returns the number of distinct rows of V that are hit, if in an endless table `endless` were."""
+    """Returns the distinct rows hit of V, if `endless` were hit in an endless table."""
     return -extent * math.expm1(-endless / extent)
 
 
 def wire_bytes(collective: str, count: int, size: float) -> float:
-    """Returns the bytes that each of `count` devices sends in a collective (rings: Patarasuk and Yuan, 2009; messages
-    from each to each).
+    """Returns the bytes that each of `count` devices sends in a collective (rings: Patarasuk and Yuan, 2009).
 
     Args:
-      collective: As XLA calls it: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute".
+      collective: XLA's name: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute".
       count: Devices that take part.
       size: Bytes of the result on each device.
     """
@@ -85,16 +81,14 @@ def wire_bytes(collective: str, count: int, size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of what a method takes.
+    """One part of a method's cost.
 
     Attributes:
-      name: What it is.
-      seconds: How long it takes.
       sent: Bytes that each device sends for it.
-      collective: By which collective, as XLA calls it; "" where nothing is sent, or not by XLA.
-      fixed: Whether it is what the method costs however little there is to do.
-      bound_s: Seconds that it takes by bandwidths alone, of wires or of memory, and by the devices' full rate: nothing
-        is faster. None where these aren't known; no file holds it.
+      collective: XLA's name of the collective that sends them; "" if there is none.
+      fixed: The method costs this however little there is to do.
+      bound_s: The least seconds, by bandwidths of wires and memory and the devices' full rate, if known; no file holds
+        it.
     """
 
     name: str
@@ -107,16 +101,16 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating-point operations of a step's products (matrix products and convolutions), and what is reduced.
+    """Floating-point operations of a step's products (matrix products and convolutions), and the sums over examples.
 
     Attributes:
-      examples: Operations of products with something of the batch in them: the devices share them.
-      parameters: Of all others: each device does them all.
+      examples: Operations of products that depend on the batch, which the devices share.
+      parameters: Operations of all others, which each device does.
       moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
-        reads and writes its operands, and what lies between two products writes each of its results once: some of that
-        is fused away, and all of it is shared by the devices.
-      sums: Of the sums over examples that are needed on every device (dense gradients, mostly): bytes, and how many
-        there are of so many. Sums of a loop's iterations count each. Gradients of lookups aren't among them.
+        reads and writes its operands, and what lies between two products writes each result once. Some of that is fused
+        away; the devices share all of it.
+      sums: (bytes, number) of sums over examples that every device needs (dense gradients, mostly). Sums of a loop's
+        iterations count each; gradients of lookups don't count.
     """
 
     examples: float = 0.0
@@ -130,5 +124,5 @@ class Work:
         return sum(size * count for size, count in self.sums)
 
     def on(self, devices: int) -> float:
-        """Returns the figures of each of so many devices."""
+        """Returns the operations of each of `devices` devices."""
         return self.examples / devices + self.parameters

@@ -1,8 +1,8 @@
-"""Storage of a table's rows where a plain array can't be spread equally: padded, and distributed cyclically.
+"""Lays out a table's rows where a plain array can't be spread equally: padded, and distributed cyclically.
 
-A stored table has N shards of ceil(V/N) rows, shard k on device k. Rows are distributed cyclically like cards
-(`cyclic`: row r is on device r mod N), because frequent words have neighbouring ids and would all have one owner; or
-lie as they are. Spare rows at the ends of the shards are copies of the last row, and never read.
+A stored table has N shards of ceil(V/N) rows, shard k on device k. Rows are either distributed like cards (`cyclic`:
+row r is on device r mod N), because frequent words have neighbouring ids and would all have one owner, or stay in
+order. Spare rows at the ends of the shards are copies of the last row, and never read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from autopar.jax_types import Array
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The place of each of `extent` rows (V) among the shards of `devices` (N) devices. Numbers may be arrays."""
+    """The place of each of `extent` rows (V) among the shards of `devices` (N) devices. Row numbers may be arrays."""
 
     extent: int
     devices: int
@@ -28,31 +28,29 @@ class RowLayout:
 
     @property
     def stored(self) -> int:
-        """Rows of all devices."""
+        """Rows of all devices, spare ones included."""
         return self.shard_rows * self.devices
 
     @property
     def is_plain(self) -> bool:
-        """Returns whether the stored table is the table as it is."""
+        """The stored table equals the table."""
         return self.stored == self.extent and (not self.cyclic or self.devices == 1)
 
     def place(self, row: Array) -> Array:
-        """Returns where a row is stored."""
         return row % self.devices * self.shard_rows + row // self.devices if self.cyclic else row
 
     def row(self, place: Array) -> Array:
-        """Returns which row is stored there; a number from `extent` on for a spare one."""
+        """Returns the row that is stored at a place; `extent` or more for a spare one."""
         return place % self.shard_rows * self.devices + place // self.shard_rows if self.cyclic else place
 
     def rows_on(self, device: Array) -> Array:
-        """Returns how many rows of a device's shard aren't spare; `device` is an array of integers."""
+        """Returns the number of rows of a device's shard that aren't spare; `device` is an array of integers."""
         if self.cyclic:
             return (self.extent - device + self.devices - 1) // self.devices
         return (self.extent - device * self.shard_rows).clip(0, self.shard_rows)
 
 
 def even_axis(shape: Sequence[int], axis: int, count: int) -> int | None:
-    """Returns the axis along which an ordinary array is spread: its rows if possible, else the first that `count`
-    divides."""
+    """Returns the axis along which an array is spread: its rows if possible, else the first that `count` divides."""
     order = (axis, *(d for d in range(len(shape)) if d != axis)) if shape else ()
     return next((d for d in order if shape[d] and shape[d] % count == 0), None)

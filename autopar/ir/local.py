@@ -1,7 +1,7 @@
-"""The part of a value that a device (or a rank) has when it runs its own part of a step.
+"""Describes which part of a value a device (or rank) holds in its own program.
 
-Three things can be had of a global value: all of it (`None`), an equal shard along one axis (`Spread`), or a partial
-sum of it (`Partial`: the value is the sum over all).
+A device holds all of a global value (`None`), an equal shard along one axis (`Spread`), or a partial sum (`Partial`:
+the sum over all devices is the value).
 """
 
 from __future__ import annotations
@@ -13,15 +13,14 @@ from autopar.ir.program import ArrayType, Source, Var
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A shard along an axis, of the same size on each device.
+    """A shard along `axis`, of equal size on each device.
 
     Attributes:
-      axis: The axis.
-      owner: Whether of the rows that a device owns, not of the examples that it has.
+      owner: The shard has the rows that a device owns rather than the examples that it has.
       examples: Number B of examples, if the devices don't divide it: each has ceil(B / N), the last ones padded by
-        copies. The axis has a multiple of B elements, those of an example next to each other. 0: equal shards.
-      rank: Whether of the rows that a rank asked for, of which all of its devices have the same.
-      sums: Whether of these each of them has a partial sum.
+        copies. The axis has a multiple of B elements, those of an example adjacent. 0: equal shards.
+      rank: The shard has the rows that a rank asked for, equal on all devices of the rank.
+      sums: Each device of a rank has a partial sum of the rank's rows.
     """
 
     axis: int
@@ -49,7 +48,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """A partial sum of the value."""
+    pass
+    pass
 
 
 PARTIAL = Partial()
@@ -58,10 +58,10 @@ State = Spread | Partial | None
 
 
 class NotLocal(Exception):
-    """An equation that can't be run on a part of its operands: the reason, where, and what can be done about it.
+    """Raised for an equation that can't run on a part of its operands.
 
     Attributes:
-      tables: The paths of the tables that it is about, if it is about some.
+      tables: Paths of the tables concerned, if any.
     """
 
     def __init__(
@@ -79,13 +79,10 @@ class NotLocal(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A place where something is reduced over all devices.
+    """A reduction over all devices; `op` is "sum", "max", "min", "and", "or" or "prod".
 
     Attributes:
-      type: Of what is reduced.
-      op: "sum", "max", "min", "and", "or" or "prod".
-      nested: Whether it stands in a loop or branch.
-      source: The user's line.
+      nested: It is inside a loop or branch.
     """
 
     type: ArrayType
@@ -96,13 +93,12 @@ class Reduction:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A value of the examples that every device has whole, for an equation without a rule for its parts.
+    """A value of the examples that every device has whole, because an equation has no rule for parts of it.
 
     Attributes:
       nbytes: Bytes of all shards together, padding of examples included.
-      nested: Whether it stands in a loop or branch.
+      nested: It is inside a loop or branch.
       op: The equation's primitive; "" for a result of the step.
-      source: The user's line.
     """
 
     nbytes: int
@@ -116,13 +112,12 @@ class LocalFacts:
     """The findings of `localize`.
 
     Attributes:
-      outputs: What each device has of the block's outputs.
+      outputs: The part that each device has of each of the block's outputs.
       owned: Variables that are shards of an owner's rows.
-      reductions: All reductions.
-      gathered: What every device has whole of the examples.
-      inside: What a device computes on its own examples from a reduced value (as batch norm does), None if nothing.
-      tensor: The same over the devices that divide products, if any do.
-      between: Whether what is reduced over ranks is reduced between programs, owners' rows apart.
+      gathered: Values of the examples that every device has whole.
+      inside: Why examples meet before the gradients (as in batch norm); None if they don't.
+      tensor: The findings of `localize` over the tensor axis, if there is one.
+      between: Reductions over ranks run between programs, except for owners' rows.
     """
 
     outputs: tuple[State, ...]
@@ -136,11 +131,11 @@ class LocalFacts:
 
 @dataclass(frozen=True, slots=True)
 class OncePerRow:
-    """The work of `once_per_row`.
+    """The findings of `once_per_row`.
 
     Attributes:
-      counts: (rows, lookups) of the ids by which something is computed for distinct rows.
-      share: Operations of the program's products that are left, of those before.
+      counts: (rows, lookups) of the ids by which something is computed once for each distinct row.
+      share: The products' operations that are left, as a fraction of those before.
     """
 
     counts: tuple[tuple[int, int], ...]

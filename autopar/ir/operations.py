@@ -1,9 +1,9 @@
-"""The operations that passes add to a program: row space, shards, partial sums (docs/design.md). Their spec.
+"""Specifies the operations that passes add to a program: row space, shards, partial sums (docs/design.md).
 
-JAX names its primitives as it likes ("reduce", "copy", ...), and so does a user who defines one. All of ours begin with
-`PREFIX`, so that none can be taken for another. The spec says of each which pass writes it first, and names its
-operands, of which some come in groups. Invariant, checked by `ir.verifier` after every pass: an equation has JAX's
-primitive, or its operation is one of these, written by this pass or by an earlier one, with these operands.
+All of ours begin with `PREFIX`, so that no primitive of JAX ("reduce", "copy", ...) or of a user can be taken for one.
+The spec of each says which pass writes it first, and names its operands, some of them in groups. Invariant, checked by
+`ir.verifier` after every pass: an equation has JAX's primitive, or its operation is one of these, written by this pass
+or by an earlier one, with these operands.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autopar.jax_types import Params
 
 PREFIX = "ap."
 
-#: Passes that write operations, in their order; before them a program is all JAX's.
+#: Passes that write operations, in their order; before them a program has JAX's alone.
 PASSES = (
     "lift_rows",
     "share_logs",
@@ -32,9 +32,9 @@ PASSES = (
     "split_stages",
 )
 
-#: Parameters of an equation -> how many operands are of a group.
+#: Counts the operands of a group from an equation's parameters.
 Count = Callable[[Params], int]
-#: All operands that are left.
+#: All operands after the other groups'.
 REST = -1
 
 T = TypeVar("T")
@@ -46,10 +46,10 @@ class Operation:
 
     Attributes:
       since: The pass that writes it first.
-      groups: Its operands: name -> how many; `REST` for the last one. The one called "route" is a route.
-      takes_padding: Whether it takes the padding row for all rows that the step doesn't touch. Its parameter `of` has
-        the values that its rows are made of, as they are before lifting: one, which is a constant off the touched rows,
-        or the factors of a product, one of which is zero there.
+      groups: Name of a group of operands -> their number; `REST` for the last one. "route" is a route.
+      takes_padding: It takes the padding row for all untouched rows. Its parameter `of` has the values that its rows
+        are made of, before lifting: one that is constant off the touched rows, or the factors of a product, one of
+        which is zero there.
     """
 
     since: str
@@ -57,7 +57,7 @@ class Operation:
     takes_padding: bool = False
 
     def split(self, params: Params, operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
-        """Returns operands (of any kind: atoms, arrays) by group."""
+        """Groups operands (of any kind: atoms, arrays)."""
         parts, start = {}, 0
         for name, count in self.groups.items():
             size = count(params) if callable(count) else len(operands) - start if count == REST else count
@@ -182,10 +182,9 @@ OPERATIONS: Mapping[str, Operation] = {
 
 
 def split(op: str, params: Params, operands: Sequence[T]) -> dict[str, tuple[T, ...]]:
-    """Returns the operands of one of our operations, by group."""
+    """Groups the operands of one of our operations."""
     return OPERATIONS[op].split(params, operands)
 
 
 def plain_name(op: str) -> str:
-    """Returns the name without the prefix, for people."""
     return op.removeprefix(PREFIX)

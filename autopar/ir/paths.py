@@ -10,7 +10,6 @@ import jax
 
 
 def path_name(path: Sequence[object]) -> str:
-    """Returns a pytree path as text."""
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
@@ -28,17 +27,17 @@ def matches(pattern: str, path: str) -> bool:
 
 
 def layers_path(path: str, ends: Sequence[int]) -> list[str]:
-    """Returns the paths of a stacked leaf's parts, each with the layers that it has: `params/layers/w[0:3]`."""
+    """Returns the paths of a stacked leaf's parts with their layers, as `params/layers/w[0:3]`."""
     return [f"{path}[{start}:{end}]" for start, end in zip((0, *ends), ends, strict=False)]
 
 
 def split_layers(path: str) -> tuple[str, range | None]:
-    """Returns a path or pattern without the layers that it ends in, and these; None: all."""
+    """Splits a path or pattern into the part before its layers and the layers; None: all."""
     match = re.fullmatch(r"(.*)\[(\d+):(\d+)\]", path)
     return (match[1], range(int(match[2]), int(match[3]))) if match else (path, None)
 
 
 def matches_layers(pattern: str, path: str) -> bool:
-    """Returns whether a pattern matches a path, both perhaps with layers: the pattern has all that the path has."""
+    """Returns whether a pattern covers all layers of a path."""
     (general, some), (leaf, own) = split_layers(pattern), split_layers(path)
     return matches(general, leaf) and (some is None or (own is not None and set(own) <= set(some)))

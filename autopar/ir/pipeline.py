@@ -1,6 +1,6 @@
-"""A step cut into stages: what the user asks for, and the programs that the stages run. Data only.
+"""A step cut into stages: the user's options, and the programs of the stages. Data only.
 
-Values are named by variables: the programs of a pipeline share them, and each reads the values that others made.
+Values are named by variables, which the programs of a pipeline share: each reads values that others made.
 """
 
 from __future__ import annotations
@@ -14,49 +14,49 @@ from autopar.ir.asynchronous import Asynchronous
 from autopar.ir.program import Atom, Block, Var
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule, Places, Rule, Schedule
 
-#: "before": once, ahead of the microbatches. "F", "B", "W": for each microbatch. "update": once, behind them.
+#: "before" runs once, before the microbatches; "F", "B", "W" for each of them; "update" once, after them.
 Phase = Choice["before", "F", "B", "W", "update"]
 PHASES: tuple[Phase, ...] = ("before", "F", "B", "W", "update")
 
 
-#: For what is to be chosen.
+#: Value of options that autopar chooses.
 AUTO = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Says how a step is to be run in stages.
+    """Options of a step that is run in stages.
 
     Attributes:
-      stages: S, how many; for each stage the patterns over paths of its parameters; or "auto": the number of stages
-        and the devices of each, all of the mesh's, with which a step is predicted to be fastest. One stage of several
-        devices is data parallelism. (`schedule`, `microbatches` and `remat` may be "auto" as well, without patterns.)
-      schedule: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and holds those of
-        1F1B's first stage on every device; "interleaved", with several stages on each device. Asynchronous ones, in
-        which minibatches follow one another without a flush, and which are another function than the step on one
-        device: "async"; "stash", whose backwards see the weights of their forwards; "spectrain", which predicts them.
-      microbatches: M, parts of the batch that are in the pipeline together; 8 by default. By "interleaved" a multiple
-        of the number of devices; 1 of asynchronous schedules.
-      replicas: Devices of each stage, one number for all or one for each: they hold the same weights, and take the
+      stages: S, a number; for each stage, patterns over paths of its parameters; or "auto": the number of stages and
+        the devices of each that are predicted to be fastest on all of the mesh's. One stage of several devices is data
+        parallelism. (`schedule`, `microbatches` and `remat` may be "auto", too, without patterns.)
+      schedule: Synchronous: "1f1b"; "gpipe", which holds more activations; "zero-bubble" (H1), which waits less and
+        holds the activations of 1F1B's first stage on every device; "interleaved", with several stages on each device.
+        Asynchronous (minibatches follow one another without a flush, another function than the step on one device):
+        "async"; "stash", whose backwards see the weights of their forwards; "spectrain", which predicts them.
+      microbatches: M, parts of the batch that are in the pipeline together; 8 by default. With "interleaved" a multiple
+        of the number of devices; with asynchronous schedules 1.
+      replicas: Devices of each stage, one number for all or one for each: they hold the same weights and take the
         microbatches in turn.
-      stages_per_device: Of "interleaved", stages on each device: stage k is on device k modulo the number of devices.
-        2 by default; 1 of other schedules.
-      remat: Whether a stage's backward computes its forward once more (but for the last stage's): it then holds of a
-        microbatch what it was sent, and no other activations.
-      profile: Whether the gradient program of a microbatch is timed on one device before stages are cut. Else times
-        follow from operations and bytes at rates that are measured of large products and passes over memory. All
-        weights must fit the device.
-      statistics: "batch": examples that depend on sums over the batch, as by batch norm, are refused. "microbatch":
-        those sums are taken over each microbatch, as GPipe does: another function.
-      asynchronous: Whether schedule="auto" is "spectrain".
-      ahead: Of "spectrain" s for each stage, the updates by which its forwards and its backwards predict weights, in
-        place of those that are counted in the simulated schedule.
-      slack: Of asynchronous schedules, minibatches that are in flight for each border between stages, besides one for
-        each device; they hide slow links, and are as many updates more that a minibatch misses. None: 0 within
-        a process; between processes so many, 3 at most, that the simulated schedule comes to within 10% of its best.
+      stages_per_device: With "interleaved", stages on each device, 2 by default: stage k is on device k modulo the
+        number of devices.
+      remat: The backward of each stage but the last computes its forward again, so that a stage holds only the inputs
+        of a microbatch that it was sent.
+      profile: The gradient program of a microbatch is timed on one device, which all weights must fit, before stages
+        are cut. Otherwise times follow from operations and bytes, at measured rates of large products and memory
+        passes.
+      statistics: "batch": examples that depend on sums over the batch, as with batch norm, are refused. "microbatch":
+        the sums are taken over each microbatch, as GPipe does, which changes the function.
+      asynchronous: schedule="auto" is "spectrain".
+      ahead: With "spectrain", the number of updates by which each stage's (forwards, backwards) predict weights, in
+        place of the numbers counted in the simulated schedule.
+      slack: With asynchronous schedules, extra minibatches in flight for each border between stages. They hide slow
+        links; a minibatch misses as many more updates. None: 0 within a process; between processes as many, 3 at most,
+        as bring the simulated schedule to within 10% of its best.
 
     Raises:
-      ArgumentsError: an option that no pipeline has, or options that don't go together.
+      ArgumentsError: an option has no such value, or options contradict each other.
     """
 
     stages: int | Sequence[Sequence[str]] | Choice["auto"] = 2
@@ -124,26 +124,25 @@ class Pipeline:
 
     @property
     def is_open(self) -> bool:
-        """Returns whether anything is to be chosen."""
+        """Any option is "auto"."""
         return AUTO in (self.stages, self.schedule, self.microbatches, self.remat)
 
     @property
     def count(self) -> int:
-        """S; 1 as long as it isn't chosen."""
+        """The number S of stages; 1 until it is chosen."""
         if isinstance(self.stages, str):
             return 1
         return self.stages if isinstance(self.stages, int) else len(self.stages)
 
     @property
     def microbatch_count(self) -> int:
-        """M; 1 as long as it isn't chosen."""
+        """The number M of microbatches; 1 until it is chosen."""
         if self.microbatches is None:
             return self.rule.microbatches
         return self.microbatches if isinstance(self.microbatches, int) else 1
 
     @property
     def is_asynchronous(self) -> bool:
-        """Returns whether minibatches follow one another without a flush."""
         return isinstance(self.rule, AsynchronousRule)
 
     @property
@@ -153,24 +152,22 @@ class Pipeline:
 
     @property
     def devices(self) -> int:
-        """The number of devices that the stages need."""
+        """Number of devices that the stages need."""
         return max(max(replicas) for replicas in self.places) + 1
 
     @property
     def places(self) -> Places:
-        """The devices of each stage, by number."""
         return self.rule.places(self.replica_counts, self.chunks)
 
     @property
     def rule(self) -> Rule:
-        """The schedule's; as long as it isn't chosen, 1F1B's or SpecTrain's."""
+        """The schedule's rule; until it is chosen, 1F1B's or SpecTrain's."""
         if self.schedule == AUTO:
             return SCHEDULES["spectrain" if self.asynchronous else "1f1b"]
         return SCHEDULES[self.schedule]
 
     @property
     def replica_counts(self) -> Sequence[int]:
-        """The number of devices of each stage."""
         return [self.replicas] * self.count if isinstance(self.replicas, int) else self.replicas
 
     def __str__(self) -> str:
@@ -179,7 +176,6 @@ class Pipeline:
         return f"{stages} of {', '.join(map(str, counts))} device{'s' * (max(counts) > 1 or self.count > 1)}"
 
     def scheduled(self, microbatches: int) -> Schedule:
-        """Returns the schedule of so many microbatches."""
         return self.rule.make(self.places, microbatches)
 
 
@@ -193,12 +189,11 @@ class StageProgram:
     """A program of one stage, compiled by itself.
 
     Attributes:
-      phase, stage: When it runs, and where.
-      level: Of an update's programs the order: one reads only what earlier levels and its own stage made.
+      level: Order of a phase's update programs: one reads only values of earlier levels and of its own stage.
       block: Its inputs and outputs are values of the pipeline.
-      call: Of an asynchronous pipeline the call in which it runs, counted from the one that brings its minibatch.
-      local: The same as the program of one of the devices that divide the stage's products, if several do: it takes
-        and returns a device's part of the values that are divided.
+      call: In an asynchronous pipeline, the call in which it runs, counted from the minibatch's own.
+      local: The program of one of the devices that divide the stage's products: it takes and returns a device's part of
+        divided values.
     """
 
     phase: Phase
@@ -221,18 +216,17 @@ class StagedStep:
     Attributes:
       stages: S.
       microbatches: M.
-      inputs: The step's inputs; of a leaf whose layers several stages have its parts.
+      inputs: The step's inputs; a leaf whose layers several stages have is a tuple of parts.
       parts: A microbatch's part of an input -> (the input, the axis of its examples).
-      programs: All programs by phase, level and stage; of a phase and stage one, of "update" one a level.
-      joins: A value of one microbatch -> (what all microbatches' values are joined to, the name of a reduction or the
-        axis of the examples).
+      programs: By phase, level and stage; one for each phase and stage, for "update" one for each level.
+      joins: A microbatch's value -> (the value of all microbatches, a reduction's name or the axis of the examples).
       homes: The stage of each input of the state.
-      weights: Those that the gradient program reads, in the order of their first use.
-      outputs: The step's outputs; of such a leaf's new value its parts.
-      new_leaves: Those outputs that are the new value of a leaf of the state, and no scalar -> the leaf's stage.
-        Without a flush the leaves themselves, as they are in the end.
-      divided: Values of which each of the devices that divide a stage's products has a part -> the axis.
-      asynchronous: What it has besides if minibatches aren't flushed; else None.
+      weights: Inputs that the gradient program reads, in the order of their first use.
+      outputs: The step's outputs; a new value of a leaf in parts is a tuple.
+      new_leaves: Outputs that are new values of non-scalar leaves of the state -> the leaf's stage. Without a flush,
+        the leaves themselves.
+      divided: Values that the devices that divide a stage's products have in parts -> the axis.
+      asynchronous: Additions if minibatches aren't flushed.
     """
 
     stages: int
@@ -250,6 +244,6 @@ class StagedStep:
 
     @property
     def results(self) -> tuple[Var, ...]:
-        """Returns what the step returns and stages have made."""
+        """The outputs of the step that stages make."""
         atoms = [a for out in self.outputs for a in (out if isinstance(out, tuple) else (out,))]
         return tuple(a for a in atoms if isinstance(a, Var))

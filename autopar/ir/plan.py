@@ -1,7 +1,7 @@
-"""`Plan`: all that is decided of a step, and why, as plain data, by the paths of its parameters.
+"""Holds every decision about a step and its reason as plain data, keyed by parameter paths.
 
-`choose` makes it; `explain` prints it; a file holds it; `diff` compares it; runners follow it. It outlives the traced
-program, the process and the version of JAX. An `ir.program_plan.ProgramPlan` is what follows from it for one program.
+`choose` makes a `Plan`; `explain` prints it, a file holds it, `diff` compares it, runners follow it. It outlives the
+traced program, the process and JAX's version. `ir.program_plan.ProgramPlan` binds it to one traced program.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorPlan
 
-#: Of fields that no file holds, and by which plans aren't compared: they follow from the others.
+#: Metadata of fields that follow from others: files don't hold them, and comparisons ignore them.
 _DERIVED: Mapping[str, bool] = {"saved": False}
 
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """A table that is looked up by rows, with its optimizer's slots: what is decided, why, and what it takes.
+    """The plan of a table that is looked up by rows, with its optimizer slots.
 
     Attributes:
-      path, shape, dtype: Of the table.
-      axis: Of its rows.
-      slots: Paths of the leaves whose rows go with the table's; other tables of the family among them.
+      axis: The row axis.
+      slots: Paths of the leaves whose rows go with the table's, other tables of the family included.
       ids: Ids that a step looks up, over all devices, duplicates included.
-      method, where, lifted: How its gradient travels; where its rows are; whether the touched rows alone are updated.
-      reason, remedy, line: Why; what would change it; where it is looked up.
-      refused: Whether it can't be lifted at all.
-      capacity, tight: By "ps", the rows that a device asks another one for at most; whether that was measured.
-      cyclic: Whether rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
-      pulled: Whether it is a dense leaf on hosts, of which every step takes all rows.
-      log_steps: Steps that untouched rows wait for at most; 0 where no step moves them.
-      alpha: Rows that a step touches; None where nothing is known of them.
-      growth: Rows that n devices touch together, each with as many ids as a device of the plan has; None where that
-        isn't known.
-      sizes: On several devices, what a step does with the table's family.
-      terms: On several devices, method (`taken` is one) -> all that it does in a step, in order, as far as times were
-        asked for.
-      sent: On several devices, method -> bytes that each device would send in a step for the table's family.
+      method: How the table's gradient travels.
+      lifted: Only the touched rows are updated.
+      remedy: How the user can change the decision that `reason` explains.
+      line: Where the table is looked up.
+      refused: It can't be lifted at all.
+      capacity: With "ps", the rows that a device asks another one for at most. `tight`: this was measured.
+      cyclic: Rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+      pulled: A dense leaf on hosts, of which every step takes all rows.
+      log_steps: Most steps that untouched rows wait in the update log; 0 where no step moves them.
+      alpha: Rows that a step touches, if known.
+      growth: Distinct rows that n devices touch together, each with as many ids as a device of the plan; None if
+        unknown.
+      sizes: On several devices, rows and bytes of the family's exchanges.
+      terms: On several devices, method (or `taken`) -> its predicted exchanges and updates in a step, in order.
+      sent: On several devices, method -> bytes that each device would send in a step for the family.
     """
 
     path: str
@@ -81,34 +81,32 @@ class TablePlan:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of the table without its slots."""
+        """Bytes of the table without its slots."""
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     @property
     def taken(self) -> str:
-        """The name of its method among others: "ps on hosts" for what is there."""
+        """The method's name in `terms`; "ps on hosts" for a table on hosts."""
         return HOSTED if self.where == "hosts" else self.method
 
     @property
     def seconds(self) -> Mapping[str, float]:
-        """Method -> what its exchanges and updates are predicted to take in a step."""
+        """Predicted seconds a step of exchanges and updates, by method."""
         return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """Method -> the least that these can take, by bandwidths alone; empty where they aren't known."""
+        """Lower bounds on `seconds` from bandwidths alone, where they are known."""
         known = {method: [t.bound_s for t in terms if t.bound_s is not None] for method, terms in self.terms.items()}
         return {method: sum(bounds) for method, bounds in known.items() if bounds}
 
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """A leaf of the state that isn't looked up by rows.
+    """The plan of a leaf of the state that isn't looked up by rows.
 
     Attributes:
-      path, shape, dtype, nbytes: Of the leaf.
-      sharded: Whether it is kept in shards, and gathered for use.
-      reason: Why, where there is something to say.
+      sharded: It is kept in shards, and gathered for use.
       sent: Method -> bytes that each device would send in a step for it.
     """
 
@@ -122,17 +120,15 @@ class DensePlan:
 
     @property
     def method(self) -> str:
-        """The way its gradient travels."""
         return "ps" if self.sharded else "allreduce"
 
     @property
     def taken(self) -> str:
-        """The name of its method among others."""
         return self.method
 
     @property
     def lifted(self) -> bool:
-        """Never: all of it is updated."""
+        """Dense leaves are updated whole."""
         return False
 
 
@@ -141,28 +137,24 @@ class Plan:
     """The plan of a step at one set of shapes.
 
     Attributes:
-      step: The step's name.
       devices: N, over which batches are spread; ranks, with tables on hosts.
       cluster: The machines that it was made for; None: the devices here.
       sparse: As `parallelize` takes it.
-      tables: Every table that is looked up by rows, lifted or not.
+      tables: All tables that are looked up by rows, lifted or not.
       dense: The other leaves of the state.
       state_bytes: Bytes of the state on each device.
       microbatches: M, the parts of a batch that run one after the other before the update.
-      pipeline: Its stages, if it is run in stages.
-      sync: How the replicas of clients come together, if each trains its own; the rest is then a client's plan.
-      served: How workers train a state that servers keep, if they do; the rest is then a worker's plan.
-      tensor: Products that are divided over the devices of a tensor axis, if there is one.
-      work: Operations of the model, and what is reduced of its dense gradients.
-      parts: On several devices, part of a step -> its terms, as predicted; with tables on hosts, of a cluster only.
-      reduction_backend: With tables on hosts, what reduces dense gradients over the ranks: "mpi" between programs, or
-        "psum" within them.
-      reduction_reason: Why.
+      sync: How clients average their replicas, if each trains its own; the rest is then a client's plan.
+      served: How workers train a state that servers keep; the rest is then a worker's plan.
+      tensor: Products that are divided over a tensor axis.
+      work: The model's operations, and how much of its dense gradients is reduced.
+      parts: Part of a step -> its predicted terms, on several devices (with tables on hosts: of a cluster only).
+      reduction_backend: With tables on hosts, "mpi" (dense gradients are reduced between programs) or "psum" (within).
       stages: With tables on hosts, a step's compiled programs and exchanges, in order, in words.
       source: The file that it was read from; empty if it was made here.
 
-    `autopar.plan` and files have all of them but `stages`; the plan of a compiled step (`step.plan`) has
-    nothing that is predicted: no `alpha`, `growth`, `work` and `parts`.
+    `autopar.plan` and files have all of them but `stages`; the plan of a compiled step (`step.plan`) has no
+    predictions: no `alpha`, `growth`, `work` and `parts`.
     """
 
     step: str
@@ -186,37 +178,37 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The file that it is in, or whose plan it is."""
+        """The file that holds it, or "the plan of STEP"."""
         return self.source or f"the plan of {self.step}"
 
     @property
     def clients_plan(self) -> SyncPlan | ServedPlan | None:
-        """Returns the plan of clients, which have replicas of their own or servers, or None without clients."""
+        """The plan of clients with replicas or servers; None without clients."""
         return self.sync or self.served
 
     @property
     def seconds(self) -> float:
-        """Returns what a step is predicted to take; 0 where nothing is known of the devices."""
+        """Predicted seconds a step; 0 where nothing is known of the devices."""
         return sum(term.seconds for terms in self.parts.values() for term in terms)
 
     @property
     def lifts(self) -> bool:
-        """Returns whether any table's step runs on its touched rows."""
+        """Any table's step runs on its touched rows."""
         return any(table.lifted for table in self.tables)
 
     @property
     def on_hosts(self) -> bool:
-        """Returns whether any table is in the memory of the hosts."""
+        """Any table is in host memory."""
         return any(table.where == "hosts" for table in self.tables)
 
     @property
     def defers(self) -> bool:
-        """Returns whether rows of any table wait for later steps."""
+        """Rows of any table wait for later steps."""
         return any(table.log_steps for table in self.tables)
 
     @property
     def families(self) -> tuple[TablePlan, ...]:
-        """One table of each family: sizes and terms are those of a whole family."""
+        """One table of each family, whose sizes and terms are the whole family's."""
         families: list[TablePlan] = []
         for table in self.tables:
             if not any(table.path in other.slots for other in families):
@@ -225,7 +217,7 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[TablePlan | DensePlan, ...]:
-        """All of which something is decided: tables, and dense leaves in shards."""
+        """The leaves that a decision was made about, tables and sharded dense leaves."""
         return *self.tables, *(leaf for leaf in self.dense if leaf.sharded and leaf.reason)
 
     @property
@@ -235,7 +227,7 @@ class Plan:
 
     @property
     def strategy(self) -> Mapping[str, Method]:
-        """The method of each path. Longer paths come first: a path covers those that begin with it."""
+        """The method of each path, longer paths first since a path covers those that begin with it."""
         methods: dict[str, Method] = dict.fromkeys(self.sharded, "ps")
         for table in self.tables:
             methods[table.path] = (table.method, "hosts") if table.where == "hosts" else table.method
@@ -245,7 +237,7 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """Returns the same for equal decisions, on every process."""
+        """A digest of the decisions, equal on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
         ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
         about = (self.devices, self.microbatches, self.strategy, limits, *ways)
@@ -253,14 +245,14 @@ class Plan:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes that each device of the cluster would need more for the state; 0 if it fits, or without a cluster."""
+        """Bytes by which the state exceeds a device's budget; 0 if it fits, or without a cluster."""
         return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
 
     def table(self, path: str) -> TablePlan:
         """Returns the table of a path.
 
         Raises:
-          ArgumentsError: there is none.
+          ArgumentsError: no table has that path.
         """
         table = next((t for t in self.tables if t.path == path), None)
         if table is None:
@@ -277,11 +269,10 @@ class Plan:
         return dataclasses.replace(self, tables=tables)
 
     def diff(self, new: Plan) -> PlanDifference:
-        """Returns what is other in a plan made later, for people: facts, decisions, predictions; not the words about
-        them.
+        """Lists the facts, decisions and predictions (not reasons) that differ in a later plan.
 
         Raises:
-          ArgumentsError: what was given isn't a plan.
+          ArgumentsError: `new` isn't a plan.
         """
         new = require_plan(new, "diff")
         mine, theirs = ({x.path: _facts(x) for x in (*p.tables, *p.dense)} for p in (self, new))
@@ -297,10 +288,10 @@ class Plan:
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
-        """Returns the plan in a file; equal to the one that was saved.
+        """Returns the plan in a file, equal to the one that was saved.
 
         Raises:
-          PlanError: the file can't be read, or is no plan, of another version, or damaged.
+          PlanError: the file can't be read, or holds no undamaged plan of this version.
         """
         plan = read_plan(path, Plan)
         wrong = _impossible(plan)
@@ -310,10 +301,10 @@ class Plan:
 
 
 def require_plan(plan: object, what: str) -> Plan:
-    """Returns what was given as a plan; `what` names the function that wants one.
+    """Returns `plan` if it is a Plan; `what` names the calling function.
 
     Raises:
-      ArgumentsError: it isn't one.
+      ArgumentsError: it is something else.
     """
     if not isinstance(plan, Plan):
         kind = "step" if hasattr(plan, "plan") else type(plan).__name__
@@ -322,7 +313,7 @@ def require_plan(plan: object, what: str) -> Plan:
 
 
 def _impossible(plan: Plan) -> str:
-    """Returns what no plan says; empty if there is nothing."""
+    """Names the first value that no valid plan has; "" if there is none."""
     if plan.devices < 1:
         return f"devices is {plan.devices}"
     for table in plan.tables:
@@ -369,7 +360,7 @@ def _tensor_of(plan: Plan) -> str:
 
 
 def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
-    """Returns what is said of a parameter, in words that are the same where the difference doesn't matter."""
+    """Maps facts of a parameter to words; plans whose words agree don't differ."""
     shape = {"shape": str(list(entry.shape)), "dtype": entry.dtype}
     if isinstance(entry, DensePlan):
         return {"kind": "dense", **shape, "kept": "in shards" if entry.sharded else "whole"}
@@ -392,17 +383,16 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
     }
 
 
-# --- what is other in a plan made later, in words: one line for each change ---
-
-#: Path of a parameter -> what is said of it -> in words.
+# --- differences between two plans ---
+#: Path of a parameter -> name of a fact -> its value in words.
 Facts = Mapping[str, Mapping[str, str]]
-#: Of what is in one of two plans only.
+#: The facts of a path that one of two plans lacks.
 _GONE: Mapping[str, str] = {"kind": "none"}
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing that is other in a later plan: of which parameter (or "the step"), what, and both values, in words."""
+    """A fact that differs in a later plan: the parameter's path (or "the step"), the fact, both values in words."""
 
     path: str
     what: str
@@ -415,7 +405,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """The result of `Plan.diff`; `str()` has one line for each change, and it is false where there is none."""
+    """The result of `Plan.diff`. `str()` has a line for each change; it is false if there is none."""
 
     changes: tuple[Change, ...]
 
@@ -427,7 +417,7 @@ class PlanDifference:
 
 
 def difference(old: Facts, new: Facts) -> PlanDifference:
-    """Returns what both say, and say otherwise; of what one of them doesn't have, that it has none."""
+    """Lists the facts that differ. A path that only one plan has counts as changed."""
     changes = []
     for path in {**old, **new}:
         before, after = old.get(path, _GONE), new.get(path, _GONE)

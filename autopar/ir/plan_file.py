@@ -1,6 +1,6 @@
-"""Plans as files: nested dataclasses of plain data as JSON, and back, exactly.
+"""Reads and writes plans as JSON files, `{"format": ..., "version": ..., "plan": {...}}`, exactly.
 
-A file holds `{"format": ..., "version": ..., "plan": {...}}`. An error says where a damaged one is damaged.
+An error says where a damaged file is damaged.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autopar.ir.typed_json import MalformedError, from_json, to_json
 from autopar.jax_types import Pytree
 
 FORMAT, VERSION = "autopar plan", 1
-#: What plans once said, and say no more.
+#: Fields of older plans, which are ignored.
 _GONE = frozenset({"emit"})
 #: What to do about a file that can't be used.
 AGAIN = "Make it again: autopar.plan(step, state, batch).save(...)"
-#: Lists and objects without others, or with lists of one line, are written on one line, if they fit.
+#: Matches a list or object of scalars, or of one-line lists, which is written on one line if it fits.
 _FLAT = re.compile(r"(?P<open>[\[{])\n\s+(?P<inside>(?:[^\[\]{}]|\[[^\[\]{}\n]*\])*?)\n\s+(?P<close>[\]}])")
 _LINE = 100
 
@@ -29,19 +29,18 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Readable(Protocol):
-    """A path of any kind: on a disk, or in an object store."""
+    """A path on a disk or in an object store."""
 
     def read_text(self, encoding: str | None = None) -> str: ...
 
 
 def plan_text(made: Pytree) -> str:
-    """Returns what a dataclass's file holds."""
     text = json.dumps({"format": FORMAT, "version": VERSION, "plan": to_json(made)}, indent=2, ensure_ascii=False)
     return _FLAT.sub(_on_one_line, _FLAT.sub(_on_one_line, text)) + "\n"
 
 
 def write_plan(path: str | Path, made: Pytree) -> None:
-    """Writes a dataclass to a file, all or nothing.
+    """Writes a dataclass to a file atomically.
 
     Raises:
       PlanError: the file can't be written.
@@ -59,7 +58,7 @@ def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
     """Returns the dataclass in a file.
 
     Raises:
-      PlanError: the file can't be read, or is no plan, of another version, or damaged.
+      PlanError: the file can't be read, or holds no undamaged plan of this version.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")

@@ -1,6 +1,6 @@
-"""Programs as text: for `explain`, debug dumps and golden tests.
+"""Prints programs: for `explain`, debug dumps and golden tests.
 
-Variables are numbered in the order of their appearance, so equal programs print alike whatever JAX called them.
+Variables are numbered in order of appearance, so equal programs print alike whatever JAX called them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _HIDDEN = {"of", "out_sharding", "sharding", "update_jaxpr", "update_consts", "w
 
 
 def format_program(program: Program) -> str:
-    """Returns the whole program, nested blocks indented; inputs and outputs with their paths."""
+    """Returns the program's text, nested blocks indented, inputs and outputs with their paths."""
     names: dict[Var, str] = {}
     lines = [f"program {program.name}"]
     for var, leaf in zip(program.block.inputs, program.inputs, strict=True):
@@ -32,7 +32,7 @@ def format_program(program: Program) -> str:
 
 
 def format_block(block: Block, names: dict[Var, str] | None = None, indent: str = "") -> list[str]:
-    """Returns the block's equations, a line each."""
+    """Returns one line for each of a block's equations."""
     names = {} if names is None else names
     lines = []
     for equation in block.equations:
@@ -50,7 +50,7 @@ def format_block(block: Block, names: dict[Var, str] | None = None, indent: str 
 
 @jax_compat.outside_traces()
 def digest_of(value: Leaf) -> str:
-    """Returns a digest of an array's elements, those that this process has."""
+    """Digests the elements of an array that this process has."""
     if jax_compat.is_key(value.dtype):
         value = jax.random.key_data(value)
     is_apart = isinstance(value, jax.Array) and not value.is_fully_addressable
@@ -62,12 +62,9 @@ def digest_of(value: Leaf) -> str:
 
 
 def block_text(block: Block, digest: Callable[[object], str | None] = digest_of) -> list[str]:
-    """Returns a text that blocks have in common only if they compute the same of their inputs, whenever they were
-    traced.
+    """Returns a text that is equal for two blocks only if they compute the same of their inputs.
 
-    Args:
-      block: It may close over arrays.
-      digest: Tells those apart.
+    `digest` tells apart the arrays that blocks close over.
     """
     names: dict[Var, str] = {}
     inputs = " ".join(f"{_name(v, names)}:{v.type}" for v in block.inputs)

@@ -1,11 +1,10 @@
-"""The intermediate representation: a train step as plain, frozen data.
+"""Represents a train step as plain, frozen data: the intermediate representation (IR).
 
-JAX's own jaxprs drift from version to version (primitives, parameters, classes), so a step is copied once into
-these classes, and nothing above `ir.trace` reads a jaxpr. A `Program` holds facts, never decisions (those are the
-`Plan`'s): inputs with paths and roles, equations with source lines, outputs.
+JAX's jaxprs change from version to version (primitives, parameters, classes), so a step is copied once into these
+classes, and nothing above `ir.trace` reads a jaxpr. A `Program` holds facts; decisions are the `Plan`'s.
 
-Invariants, checked by `ir.verifier` after every pass: each variable is defined once and before its use (single
-static assignment); a nested block reads nothing but its own inputs; types agree at every boundary.
+Invariants, checked by `ir.verifier` after every pass: each variable is defined once and before its use (single static
+assignment); a nested block reads nothing but its own inputs; types agree at every boundary.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _SHORT = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c",
 
 
 def short_dtype(dtype: Dtype) -> str:
-    """Returns `f32` for `float32`: dtypes in the way jaxprs print them."""
+    """Returns `f32` for `float32`, as jaxprs print dtypes."""
     name = str(np.dtype(dtype).name) if not hasattr(dtype, "_impl") else str(dtype)
     stem = name.rstrip("0123456789")
     return _SHORT.get(stem, stem) + name[len(stem) :]
@@ -52,12 +51,10 @@ class ArrayType:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
         return self.size * int(getattr(self.dtype, "itemsize", 4))
 
     def resized(self, axis: int, size: int) -> ArrayType:
@@ -70,7 +67,7 @@ class ArrayType:
 
 @dataclass(frozen=True, slots=True)
 class RouteType:
-    """The rows that a step touches in a family's tables of `extent` rows, padded to `rows` entries."""
+    """The route to the rows that a step touches: at most `rows` (padded) of the family's `extent`."""
 
     family: int
     extent: int
@@ -82,7 +79,7 @@ class RouteType:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueType:
-    """A value that is no array (a token, a reference): carried through, never looked into."""
+    """A value that is no array (a token, a reference), which passes carry through."""
 
     text: str
 
@@ -152,12 +149,12 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Says how an equation hands its operands to its last body (each of its bodies, but of a while).
+    """Maps an equation's operands to the inputs of its last body (a while's is its body; all branches of a cond agree).
 
     Attributes:
-      head: Leading operands that it doesn't take: a cond's index, what a while's condition alone reads.
-      consts: Operands that are the same in each turn of a loop.
-      carries: Operands that a loop carries from turn to turn, and returns. A scan takes the others apart.
+      head: Number of leading operands that the body doesn't take: a cond's index, the constants of a while's condition.
+      consts: Number of operands that are the same in each turn of a loop.
+      carries: Number of operands that a loop carries from turn to turn and returns. A scan slices the rest.
     """
 
     head: int
@@ -166,7 +163,7 @@ class Border:
 
     @property
     def fixed(self) -> int:
-        """Number of the body's inputs that aren't a turn's part of an operand."""
+        """Number of the body's inputs that aren't a turn's slice of an operand."""
         return self.consts + self.carries
 
 
@@ -176,15 +173,14 @@ class Equation:
 
     Attributes:
       op: The JAX primitive's name, or that of an operation of ours (`ir.operations`).
-      inputs, outputs: Operands and results.
       params: The operation's static parameters (of a scan or cond: ours, not JAX's).
       bodies: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
       primitive: JAX's primitive; None for an operation of ours, unless it is made of one.
-      original: JAX's own parameters of a control-flow equation whose bodies are as they were traced: it is emitted
-        as it was. None once a pass has changed a body.
-      effects: Whether running it can be observed (a print, an ordered callback): it is never removed.
+      original: JAX's parameters of a control-flow equation whose bodies are unchanged, which is emitted as it was
+        traced. None once a pass has changed a body.
+      effects: Running it can be observed (a print, an ordered callback), so it is never removed.
       context, info: JAX's equation context and source info, which emission restores.
-      origin: What finds the `Source` (`ir.trace.Origin`).
+      origin: Finds `source` (`ir.trace.Origin`).
     """
 
     op: str
@@ -201,18 +197,18 @@ class Equation:
 
     @property
     def source(self) -> Source | None:
-        """The line of the user's code that this equation comes from, where it is known."""
+        """The line of the user's code that this equation comes from, if it is known."""
         return self.origin.source if self.origin is not None else None
 
     @property
     def where(self) -> str:
-        """`file:line` for a message; says so when it isn't known."""
+        """The `source` as a message shows it, or "an unknown line"."""
         source = self.source
         return str(source) if source else "an unknown line"
 
     @property
     def border(self) -> Border:
-        """The operands' places in the body of a loop, branch or checkpoint."""
+        """The mapping of a loop's, branch's or checkpoint's operands to its body's inputs."""
         if self.op == "scan":
             return Border(0, self.params["num_consts"], self.params["num_carry"])
         if self.op == "while":
@@ -221,7 +217,7 @@ class Equation:
         return Border(len(self.inputs) - count, count, 0)
 
     def with_bodies(self, bodies: Sequence[Block]) -> Equation:
-        """Returns the equation with other bodies; itself if they are the same."""
+        """Returns the equation with other bodies; itself if they are unchanged."""
         if all(new is old for new, old in zip(bodies, self.bodies, strict=True)):
             return self
         return dataclasses.replace(self, bodies=tuple(bodies), original=None)
@@ -236,7 +232,7 @@ class Equation:
         carries: Sequence[Atom] = (),
         xs: Sequence[Atom] = (),
     ) -> Equation:
-        """Returns the loop, branch or checkpoint with other bodies, and what crosses its `border`."""
+        """Returns the loop, branch or checkpoint with other bodies and operands, in the order of its `border`."""
         params = self.params
         if self.op == "scan":
             params = {**params, "num_consts": len(consts), "num_carry": len(carries)}
@@ -250,21 +246,21 @@ class Equation:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """A straight-line program: inputs, equations in an order that can be run, outputs."""
+    """A straight-line program; its equations are in an order that can be run."""
 
     inputs: tuple[Var, ...]
     equations: tuple[Equation, ...]
     outputs: tuple[Atom, ...]
 
     def walk(self) -> Iterator[Equation]:
-        """Yields all equations, those of nested blocks too, outer ones first."""
+        """Yields all equations, those of nested blocks included, outer ones first."""
         for equation in self.equations:
             yield equation
             for body in equation.bodies:
                 yield from body.walk()
 
     def with_equations(self, equations: Sequence[Equation]) -> Block:
-        """Returns the block with other equations; itself if they are the same."""
+        """Returns the block with other equations; itself if they are unchanged."""
         same = len(equations) == len(self.equations)
         if same and all(new is old for new, old in zip(equations, self.equations, strict=True)):
             return self
@@ -273,8 +269,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input: `role` is 'state' (the step returns it updated), 'table' (only read, in a layout), 'log'
-    (state of autopar's own) or 'batch' (everything else). `layout`: of a table its layout and row axis."""
+    """A flat input.
+
+    Attributes:
+      role: 'state' (the step returns it updated), 'table' (only read, in a layout), 'log' (state of autopar's own) or
+        'batch' (everything else).
+      layout: A table's layout and row axis.
+    """
 
     path: str
     role: str
@@ -288,40 +289,37 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A flat output; `state` is the index of the input that it is the new value of, or None."""
+    """A flat output; `state` is the index of the input whose new value it is, if any."""
 
     path: str
     state: int | None = None
 
 
 def known(found: Found | None) -> Found:
-    """Returns what a pass, which has run, found out about a program."""
+    """Returns a finding, after the pass that makes it."""
     assert found is not None, "the pass that finds it has run"
     return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A whole train step, and what analysis has found out about it.
+    """A whole train step, and the findings of analyses.
 
     Attributes:
-      block: The equations.
       inputs, outputs: Paths and roles of the block's inputs and outputs, in order.
-      name: The user's name of the step.
-      tables: (index of a state input, its row axis) of those that are looked up by rows (`classify`).
-      candidates: The same of all state inputs that have as many rows as a table (`classify`).
-      unfollowed: State input -> why its lookups aren't followed, or that rows are only written into it; an
-        `ir.rowspace.Refusal` (`classify`).
+      tables: (state input, row axis) of those that are looked up by rows (`classify`).
+      candidates: The same of state inputs that have as many rows as a table (`classify`).
+      unfollowed: State input -> why its lookups aren't followed, or that rows are only written into it (`classify`).
       rows_read: State input -> about how many rows' elements its lookups read, followed or not (`classify`).
-      pulled: Leaves on hosts of which every step touches all rows, and what is pushed to all of them (`pull_whole`).
-      rows: What `analyze_rows` found (`ir.rowspace.RowFacts`), None before.
-      batch: The axis of each variable that runs over the batch, where one is known (`analyze_batch`).
-      ids: Family -> which rows its accesses mean, for the devices of the plan (`ir.rowspace.RowIds`; the same).
-      local: Of the program of one device what it has of each output (`ir.local.LocalFacts`); else None.
-      once_per_row: What is computed for distinct rows (`ir.local.OncePerRow`), None if nothing is.
-      stages: Of the program of one rank its compiled programs and exchanges (`ir.stages.Stages`); else None.
-      staged: Of a pipeline the programs of its stages (`ir.pipeline.StagedStep`); else None.
-      served: The programs of a worker and of the servers that keep the state (`ir.served.ServedStep`); else None.
+      pulled: Leaves on hosts of which every step touches all rows, and values pushed to all of them (`pull_whole`).
+      rows: The rows' facts (`analyze_rows`).
+      batch: Variable -> its axis that runs over the batch, where it is known (`analyze_batch`).
+      ids: Family -> the rows that its accesses read or write, for the plan's devices (`analyze_batch`).
+      local: In the program of one device, its part of each output.
+      once_per_row: Work that is done once for each distinct row, if any.
+      stages: In the program of one rank, its compiled programs and exchanges.
+      staged: In a pipeline, the programs of its stages.
+      served: With servers, the programs of a worker and of the servers.
     """
 
     block: Block
@@ -354,19 +352,19 @@ class Program:
 
     @property
     def echoes(self) -> dict[int, int]:
-        """Index of an output that is an input, and no state's new value -> index of that input."""
+        """Index of an output that is an input but no state's new value -> index of that input."""
         inputs, states = {v: k for k, v in enumerate(self.block.inputs)}, set(self.new_states.values())
         outputs = ((k, a) for k, a in enumerate(self.block.outputs) if isinstance(a, Var) and k not in states)
         return {k: inputs[a] for k, a in outputs if a in inputs}
 
 
 def family_of(equation: Equation) -> int | None:
-    """Returns the family whose rows an operation of ours is about; None of any other equation."""
+    """Returns the family whose rows an operation of ours reads or writes; None of any other equation."""
     atoms = (*equation.inputs, *equation.outputs, *(v for b in equation.bodies for v in b.inputs))
     routed = next((a.type.family for a in atoms if isinstance(a.type, RouteType)), None)
     return equation.params.get("family", routed)
 
 
 def count_equations(block: Block) -> int:
-    """Returns the number of equations, those of nested blocks included."""
+    """Counts the equations, those of nested blocks included."""
     return sum(1 for _ in block.walk())

@@ -1,7 +1,7 @@
-"""The reductions that passes and backends know by name ("sum", "max", ...), in one table.
+"""Defines the reductions that passes and backends know by name ("sum", "max", ...).
 
-A name is the `op` of the equations of ours that reduce (`ap.reduce`, `ap.reduce_rows`, `ap.reduce_table`, ...), and of
-what the ranks reduce by MPI. JAX's primitive of the same meaning has the prefix `reduce_` (`PRIMITIVES`).
+A name is the `op` of our reducing equations (`ap.reduce`, `ap.reduce_rows`, `ap.reduce_table`, ...) and of MPI's
+reductions. JAX's primitive of the same meaning has the prefix `reduce_` (`REDUCTION_PRIMITIVES`).
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ def _times(value: Array, count: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """A reduction, and how its parts are put together.
+    """A reduction, and how partial results are joined.
 
     Attributes:
-      joined: The name of the function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
-      reduce: An array and axes -> the array without them, in its own dtype.
-      repeated: A result and a count -> that many such results joined.
-      neutral: Of a dtype what changes no result, as an array without axes.
-      across: JAX's collective over axes of a mesh, which may lose a NaN unless it adds; None if there is none.
+      joined: The function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
+      reduce: Reduces an array over axes, in its own dtype.
+      repeated: Joins a result with itself, `count` times.
+      neutral: Returns the neutral element of a dtype, as an array without axes.
+      across: JAX's collective over axes of a mesh, which may lose a NaN unless it adds.
     """
 
     joined: str
@@ -44,13 +44,13 @@ class Reducer:
     across: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:
-        """Joins two results: of NumPy arrays in NumPy."""
+        """Joins two results, in NumPy if both are NumPy's."""
         module = np if isinstance(a, np.ndarray | np.generic) and isinstance(b, np.ndarray | np.generic) else jnp
         return getattr(module, self.joined)(a, b)
 
 
 def _limit(kind: np.dtype, *, largest: bool) -> np.ndarray:
-    """Returns the largest or the smallest number of a dtype: an infinity, if it has one."""
+    """Returns the largest or the smallest number of a dtype, an infinity if it has one."""
     if kind == np.bool_:
         return np.asarray(largest)
     if jax_compat.is_float(kind):
@@ -90,5 +90,4 @@ REDUCTION_PRIMITIVES: Mapping[str, str] = {f"reduce_{name}": name for name in RE
 
 
 def neutral(name: str, dtype: Dtype) -> np.ndarray:
-    """Returns what a reduction of elements of a dtype leaves as it is, in that dtype and without axes."""
     return REDUCERS[name].neutral(np.dtype(dtype))

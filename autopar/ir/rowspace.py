@@ -1,8 +1,8 @@
-"""Row space: the facts that let a step run on the touched rows only (docs/design.md).
+"""Describes row space: the facts that let a step run on the touched rows only (docs/design.md).
 
-A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that are tied by
-row-parallel equations. A value is *in row space* if each of its rows depends on that row of the family alone. What it
-is on the rows that the step doesn't touch is its `untouched`.
+A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that row-parallel
+equations tie together. A value is *in row space* if each of its rows depends on that row of the family alone. Its `off`
+is its value on the rows that the step doesn't touch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.jax_types import Dtype, Leaf
 
 @dataclass(frozen=True, slots=True)
 class Const:
-    """Off the touched rows the value is this scalar everywhere."""
+    """The value is this scalar on all untouched rows."""
 
     value: Leaf
 
@@ -44,7 +44,7 @@ class Const:
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """Off the touched rows the value is the old value of a state leaf (in whatever float that holds it exactly)."""
+    """The value on untouched rows is the old value of a state leaf, in any float dtype that holds it exactly."""
 
     leaf: int
     dtype: Dtype
@@ -55,10 +55,9 @@ class Same:
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """Off the touched rows the value is some function of the row.
+    """The value on untouched rows is some function of the row.
 
-    Attributes:
-      function: Names the function: values of one name are equal there. None: nothing is known of it.
+    Values with the same `function` are equal there; None: nothing is known.
     """
 
     function: Hashable = None
@@ -73,7 +72,7 @@ UntouchedValue = Const | Same | Unknown
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """In row space: rows along `axis`, of a family (an id, see `RowFacts.find`)."""
+    """A value in row space, with rows along `axis`, of a family (an id, see `RowFacts.find`)."""
 
     axis: int
     family: int
@@ -82,7 +81,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Belongs to no family: along each of `axes` it can be made anew for any rows (a broadcast, a constant, an iota).
+    """A value of no family that can be made anew for any rows along each of `axes` (a broadcast, a constant, an iota).
 
     `index_axis` is the axis along which it depends on the row's number, if it does.
     """
@@ -96,22 +95,15 @@ class Free:
 Value = Row | Free | None
 
 
-#: What an equation does that needs all rows, the most telling ones first: those that make a gradient dense.
+#: Why an equation needs all rows, the most telling kinds first: those that make a gradient dense. "body": it is in a
+#: loop's or branch's body; "sum", "product", "scatter": of all rows; "lost": rows are joined with others or moved;
+#: "replayed": rows would be replayed in vain.
 RefusalKind = Literal["body", "softmax", "sum", "product", "scatter", "lost", "replayed", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a family stays dense.
-
-    Attributes:
-      reason: In words, for people alone.
-      source: The line of the user's code.
-      remedy: What would change it.
-      kind: What passes go by: in a loop's or a branch's body, a softmax, another sum over all rows, a product with
-        them, a scatter of them, rows that are joined with others or moved, rows that would be replayed in vain, or
-        something else.
-    """
+    """The reason why a family stays dense, in words, with the user's line and a remedy; passes read `kind` alone."""
 
     reason: str
     source: Source | None
@@ -125,10 +117,10 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownIds:
-    """Ids that include those of an access, and are known before them.
+    """Ids that include those of an access and are known before it.
 
     Attributes:
-      equations: What computes them of values of the program.
+      equations: Equations that compute them from values of the program.
       atom: The ids, [..., 1].
     """
 
@@ -144,7 +136,7 @@ class Access:
       equation: A gather, scatter, dynamic_slice, dynamic_update_slice, slice or pad.
       path: The scans and remats around it, outermost first.
       axis: The row axis of the equation's operand (of its result for pad).
-      known: What says which rows it may mean, where its own ids depend on rows of the same table.
+      known: A superset of its ids, if its own ids depend on rows of the same table.
     """
 
     equation: Equation
@@ -154,7 +146,7 @@ class Access:
 
     @property
     def is_lookup(self) -> bool:
-        """Returns whether it reads rows (rather than adding gradients to them)."""
+        """It reads rows rather than adding gradients to them."""
         return self.equation.op in ("gather", "dynamic_slice", "slice")
 
 
@@ -163,17 +155,17 @@ class RowSpace:
     """A family of leaves with `extent` rows.
 
     Attributes:
-      family: Its representative in `RowFacts`; negative, and its own, if it is refused.
+      family: Its representative in `RowFacts`; negative and unique if it is refused.
       leaves, tables: Its members, and those of them that are looked up, as indices of the program's inputs.
       axes: The row axis of each of `leaves`.
       accesses: All equations that read or write its rows by ids.
       refusal: Why it can't be lifted, None if it can.
-      notes: What is to be said of it although it lifts.
-      is_read_whole: Whether an equation reads all rows of a leaf at once.
+      notes: Remarks for `explain` on a family that lifts.
+      is_read_whole: An equation reads all rows of a leaf at once.
       depends_on: Families whose rows the ids of this one depend on.
-      deferred: Whether a step moves rows that it doesn't touch, by a function of the row that can be replayed later.
-      is_pulled: Whether every step touches all rows: dense leaves on hosts.
-      rows_read: Where nothing is followed (no `accesses`), about how many rows lookups read.
+      deferred: A step moves untouched rows, by a function of the row that can be replayed later.
+      is_pulled: Every step touches all rows: dense leaves on hosts.
+      rows_read: If no lookup is followed (no `accesses`), about how many rows lookups read.
     """
 
     family: int
@@ -192,17 +184,19 @@ class RowSpace:
 
     @property
     def row_axes(self) -> dict[int, int]:
-        """Leaf -> its row axis."""
         return dict(zip(self.leaves, self.axes, strict=True))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowFacts:
-    """The findings of `analyze_rows`: what each variable is, and the families.
+    """The findings of `analyze_rows`.
 
-    `roles` says how an equation that touches row space is to be lifted: 'rows', 'lookup', 'push', 'reduce', 'contract'
-    or 'dense' (a dense read of a whole leaf). `whole`: row values that can be had for all rows, with the families whose
-    updated leaves that needs.
+    Attributes:
+      values: Variable -> its place in row space; others are dense.
+      roles: How an equation in row space is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense
+        read of a whole leaf).
+      parents: Family -> the family that it was united with (union-find).
+      whole: Row value that can be computed for all rows -> families whose updated leaves that needs.
     """
 
     values: Mapping[Var, Value]
@@ -216,7 +210,7 @@ class RowFacts:
         return representative(self.parents, family)
 
     def value(self, atom: Atom) -> Value:
-        """Returns what a variable is along rows; constants are dense."""
+        """Returns a variable's place in row space; None: it is dense, as constants are."""
         return self.values.get(atom) if isinstance(atom, Var) else None
 
     def space_of(self, leaf: int) -> RowSpace | None:
@@ -225,15 +219,14 @@ class RowFacts:
 
 
 def representative(parents: Sequence[int], family: int) -> int:
-    """Returns the family that stands for all that were united with one."""
+    """Returns the root of a family's union."""
     while parents[family] != family:
         family = parents[family]
     return family
 
 
 def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
-    """Returns why a family can't be in host memory, None if it can: rows there are NumPy's, which has no typed PRNG
-    keys."""
+    """Returns why a family can't be in host memory; NumPy, which holds its rows there, has no typed PRNG keys."""
     key = next((k for k in space.leaves if jax_compat.is_key(program.block.inputs[k].dtype)), None)
     if space.refusal is not None or key is None:
         return space.refusal
@@ -243,8 +236,7 @@ def host_refusal(program: Program, space: RowSpace) -> Refusal | None:
 
 
 def can_be_run_again(equation: Equation) -> bool:
-    """Returns whether an equation that is run on the touched rows may be run on all rows as well: not if that costs a
-    loop, or can be observed (a print in a branch of a cond)."""
+    """Returns whether an equation on touched rows may also run on all rows; not if that costs a loop or has effects."""
     return equation.op not in ("scan", "remat") and not equation.effects
 
 
@@ -255,7 +247,7 @@ class Index:
     Attributes:
       path: The equations around the access, outermost first.
       atom: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
-      varies: Whether the operand differs from iteration to iteration.
+      varies: For each of them, the operand differs from iteration to iteration.
     """
 
     path: tuple[Equation, ...]
@@ -265,14 +257,15 @@ class Index:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """The ids of a family: equations to append to the program's block, and their flat results.
+    """The ids of a family's accesses.
 
     Attributes:
-      equations: Those that compute the ids outside of loops, and the `row_ids` and `row_range`s.
+      equations: Equations to append to the program, which compute the ids outside of loops, and `row_ids` and
+        `row_range`s.
       results: Flat ids.
-      batched: For each result, whether equal shards of it are those of equal shards of the batch.
-      axes: For each access, the batch axis of its index operand where it stands, if the access may be spread by it.
-      indices: For each access its index operand outside of loops; not of one by `known` ids, which are others.
+      batched: For each result, equal shards of it are the ids of equal shards of the batch.
+      axes: Access -> the batch axis of its index operand, if the access may be spread by it.
+      indices: Access without `known` ids -> its index operand outside of loops.
     """
 
     equations: tuple[Equation, ...]
@@ -283,9 +276,9 @@ class RowIds:
 
     @property
     def count(self) -> int:
-        """The number of ids, duplicates and padding included."""
+        """Number of ids, duplicates and padding included."""
         return sum(v.shape[0] for v in self.results)
 
     def count_on(self, devices: int) -> int:
-        """Returns the number of ids that each device has, if the batch is spread over so many."""
+        """Returns the number of ids of each of `devices` devices over which the batch is spread."""
         return sum(v.shape[0] // (devices if b else 1) for v, b in zip(self.results, self.batched, strict=True))

@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as data: which task each device runs, in which order. Pure functions make them.
+"""Schedules of a pipeline as data: the tasks of each device in order. Pure functions make them.
 
 Sources: GPipe (Huang et al., 2018), section 2.3; PipeDream's replicas (Narayanan et al., 2019), section 3.2; 1F1B and
 interleaved stages (Narayanan et al., 2021), section 2.2; zero-bubble H1 (Qi et al., 2023), section 2; asynchronous
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal as Choice
 
-#: Forward; backward: the gradients of a stage's inputs and weights; where a schedule has "W", those of the inputs in
-#: "B" and those of the weights in "W".
+#: "F": forward. "B": backward, the gradients of a stage's inputs and weights; in a schedule with "W", gradients of
+#: weights are computed there and "B" has those of inputs alone.
 Kind = Choice["F", "B", "W"]
 
 #: Stage -> its devices. Several devices of a stage are replicas, which take microbatches in turn.
@@ -22,8 +22,6 @@ Places = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """The work of a stage for one microbatch."""
-
     kind: Kind
     stage: int
     microbatch: int
@@ -34,13 +32,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The tasks of each device, in the order in which it runs them.
-
-    Attributes:
-      name: As in `SCHEDULES`.
-      places: The devices of each stage.
-      orders: The tasks of each device.
-    """
+    """The tasks of each device in order (`orders`), and the devices of each stage (`places`)."""
 
     name: str
     places: Places
@@ -48,27 +40,24 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """S."""
         return len(self.places)
 
     @property
     def devices(self) -> int:
-        """The number of devices that the stages have together."""
+        """Number of devices of all stages together."""
         return len(self.orders)
 
     @property
     def splits_backward(self) -> bool:
-        """Returns whether the gradients of weights are tasks of their own."""
+        """Gradients of weights are tasks of their own."""
         return any(task.kind == "W" for task in self.orders[0])
 
     def device_of(self, stage: int, microbatch: int) -> int:
-        """Returns the device that runs a microbatch's tasks of a stage."""
         replicas = self.places[stage]
         return replicas[microbatch % len(replicas)]
 
     def needed(self, task: Task) -> Task | None:
-        """Returns the task of another stage (or the earlier one of its own) that a task waits for; None if for
-        nobody."""
+        """Returns the task of another stage, or the earlier one of the same stage, that a task waits for."""
         if task.kind == "F":
             return None if task.stage == 0 else Task("F", task.stage - 1, task.microbatch)
         if task.kind == "W":
@@ -78,11 +67,11 @@ class Schedule:
         return Task("B", task.stage + 1, task.microbatch)
 
     def waits(self, task: Task) -> tuple[Task, ...]:
-        """Lists what else a task waits for."""
+        """Lists further tasks that a task waits for."""
         return ()
 
     def issue_order(self) -> Iterator[Task]:
-        """Yields all tasks in one order in which each follows what it needs.
+        """Yields all tasks in an order in which each follows what it needs.
 
         Raises:
           ValueError: there is none: devices wait for each other forever.
@@ -102,15 +91,14 @@ class Schedule:
 
 
 def gpipe(places: Places, microbatches: int) -> Schedule:
-    """Returns all forwards, then all backwards: a stage holds the activations of all microbatches."""
+    """Schedules all forwards, then all backwards; a stage holds the activations of all microbatches."""
     return _by_stages("gpipe", places, microbatches, lambda stage: microbatches)
 
 
 def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
-    """Schedules a forward and a backward in turn as soon as there is one: stage k holds S - k microbatches'
-    activations.
+    """Schedules a forward and a backward in turn as early as possible; stage k holds S - k microbatches' activations.
 
-    A stage of several devices holds as many as there are devices from it on, spread over its replicas.
+    A stage with replicas holds as many as there are devices from it on, spread over its replicas.
     """
     return _by_stages("1f1b", places, microbatches, lambda stage: forwards_ahead(places, stage, slack))
 
@@ -119,17 +107,16 @@ def zero_bubble(places: Places, microbatches: int) -> Schedule:
     """Schedules 1F1B whose stages put off the gradients of weights until others would wait for them (H1).
 
     Stage k computes them k microbatches late. Each stage holds the activations of S microbatches, as 1F1B's first does;
-    where F, B and W take equally long, the bubble is a third of 1F1B's.
+    if F, B and W take equally long, the bubble is a third of 1F1B's.
     """
     delay = [devices_from(places, 0) - devices_from(places, stage) for stage in range(len(places))]
     return _by_stages("zero-bubble", places, microbatches, lambda stage: devices_from(places, stage), delay)
 
 
 def interleaved(places: Places, microbatches: int) -> Schedule:
-    """Schedules 1F1B where each of D devices has V stages, d, D + d, 2 D + d, ...: a V-th of the bubble, V times the
-    sends.
+    """Schedules 1F1B where each of D devices has V stages (d, D + d, 2 D + d, ...), in groups of D microbatches.
 
-    Microbatches go through a device's stages in groups of D.
+    The bubble is a V-th of 1F1B's, at V times the sends.
     """
     devices = max(max(replicas) for replicas in places) + 1
     chunks = len(places) // devices
@@ -145,13 +132,13 @@ def interleaved(places: Places, microbatches: int) -> Schedule:
 
 
 def devices_from(places: Places, stage: int) -> int:
-    """Counts the devices of the stages from one on."""
+    """Counts the devices of a stage and those after it."""
     return sum(map(len, places[stage:]))
 
 
 def forwards_ahead(places: Places, stage: int, slack: int = 0) -> int:
-    """Counts the forwards of a stage before its first backward: one for each device from there on, and `slack` for each
-    border between stages."""
+    """Counts a stage's forwards before its first backward: one for each device from it on, `slack` for each later
+    border."""
     return devices_from(places, stage) + slack * (len(places) - 1 - stage)
 
 
@@ -161,7 +148,6 @@ def _by_stages(
     """Schedules stages that have devices of their own.
 
     Args:
-      name, places, microbatches: Of the schedule.
       ahead: Stage -> how many forwards it runs before its first backward.
       delay: Stage -> how many microbatches late it computes gradients of weights; None: with those of its inputs.
     """
@@ -186,7 +172,7 @@ def _in_turn(forward: Sequence[Task], backward: Sequence[Task], ahead: int) -> t
 
 
 def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: int) -> tuple[Task, ...]:
-    """Returns a stage's order with the gradients of its weights, so many microbatches late."""
+    """Adds tasks for a stage's weight gradients to its order, `delay` microbatches late."""
     tasks: list[Task] = []
     for task in order:
         tasks.append(task)
@@ -198,12 +184,11 @@ def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: i
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Says how a schedule is made, and what it asks of a pipeline: here that each stage has devices of its own.
+    """Makes a schedule and checks what it demands of a pipeline; here each stage has devices of its own.
 
     Attributes:
-      name: What users call it.
-      make: Places and a number of microbatches -> the schedule.
-      stages_per_device: On each device, where the user doesn't say it; 1: never more.
+      make: Makes the schedule of places and a number of microbatches.
+      stages_per_device: The default; 1: never more.
     """
 
     name: str
@@ -212,30 +197,30 @@ class Rule:
 
     @property
     def splits_backward(self) -> bool:
-        """Returns whether its schedules have the gradients of weights as tasks of their own."""
+        """Its schedules have tasks for the gradients of weights."""
         return self.make(self.places((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
 
     @property
     def has_replicas(self) -> bool:
-        """Returns whether a stage may have several devices (and its memory be a limit when stages are cut)."""
+        """A stage may have several devices (and their memory may limit how stages are cut)."""
         return True
 
     @property
     def microbatches(self) -> int:
-        """Returns M where the user doesn't say it."""
+        """The default of M."""
         return 8
 
     def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
-        """Returns the devices of stages of which each has so many."""
+        """Returns the devices of each stage; `counts` has their numbers."""
         ends = tuple(itertools.accumulate(counts))
         return tuple(tuple(range(start, end)) for start, end in zip((0, *ends), ends, strict=False))
 
     def numbers(self, devices: int, stages_per_device: int) -> Iterable[int]:
-        """Returns the numbers of stages that so many devices can have."""
+        """Returns the possible numbers of stages on some number of devices."""
         return range(1, devices + 1)
 
     def problem(self, counts: Sequence[int], stages_per_device: int, microbatches: int) -> str:
-        """Returns why these can't be stages, in words; empty if they can."""
+        """Says why such stages are impossible; "" if they aren't."""
         several = "several stages on a device take schedule='interleaved'"
         return f"stages_per_device={stages_per_device} with {self}: {several}" if stages_per_device > 1 else ""
 
@@ -244,7 +229,7 @@ class Rule:
 
 
 class CyclicRule(Rule):
-    """Gives each of D devices V stages, d, D + d, 2 D + d, ..., without replicas; microbatches come in groups of D."""
+    """Gives each of D devices V stages (d, D + d, 2 D + d, ...), without replicas; microbatches come in groups of D."""
 
     @property
     def has_replicas(self) -> bool:
@@ -272,8 +257,8 @@ class AsynchronousRule(Rule):
     """Lets minibatches follow one another without a flush, each with an update of its own (`ir.asynchronous`).
 
     Attributes:
-      stashes: Whether a minibatch's backward sees the weights that its forward saw.
-      predicts: Whether both see what the weights are predicted to be when the minibatch has gone through.
+      stashes: A minibatch's backward sees the weights that its forward saw.
+      predicts: Both see the weights that are predicted for the end of the minibatch.
     """
 
     stashes: bool = False

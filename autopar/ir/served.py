@@ -1,4 +1,4 @@
-"""A step whose state is kept by servers: the programs of a worker and of each server (`autopar.sync.Async`)."""
+"""The programs of a worker and of each server, of a step whose state servers keep (`autopar.sync.Async`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,7 @@ from autopar.jax_types import Array, Leaf
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a leaf that is kept by several servers.
-
-    Attributes:
-      leaf: By the number of the step's input.
-      axis, start, stop: Which part.
-    """
+    """The part [start:stop] along `axis` of a leaf (an input's number) that several servers keep."""
 
     leaf: int
     axis: int
@@ -28,7 +23,7 @@ class Piece:
     stop: int
 
     def of(self, array: Leaf) -> Leaf:
-        """Returns this part of the whole."""
+        """Slices the piece out of the whole leaf."""
         return array[(slice(None),) * self.axis + (slice(self.start, self.stop),)]
 
     def __str__(self) -> str:
@@ -37,16 +32,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerPart:
-    """Holds what one server keeps, and what it computes of that.
+    """The leaves that one server keeps, and its programs.
 
     Attributes:
-      leaves: The leaves of the state that it keeps, by the number of the step's input, and pieces, by theirs.
+      leaves: Numbers of the step's inputs that it keeps, and numbers of pieces.
       clocks: Leaves that it counts by itself, as every server does that reads them.
-      pull: The program of a pull: leaves and ids -> what a worker is given.
-      ids: Numbers of the ids among those that a worker sends.
-      update: The program of a push: leaves, clocks and what was pushed -> new leaves and clocks.
-      pushed: Numbers of the values among those that a worker pushes.
-      leaf_bytes, pull_bytes, push_bytes: Of its leaves, and of a worker's messages.
+      pull: The program of a pull, from leaves and ids to what a worker is given.
+      ids: Numbers of its ids among those that a worker sends.
+      update: The program of a push, from leaves, clocks and pushed values to new leaves and clocks.
+      pushed: Numbers of its values among those that a worker pushes.
+      leaf_bytes, pull_bytes, push_bytes: Bytes of its leaves, and of a worker's messages.
     """
 
     leaves: tuple[int, ...]
@@ -65,8 +60,8 @@ class LocalWorker:
     """A worker's program on each of its devices.
 
     Attributes:
-      block: Takes and returns what a device has.
-      axes: Of each input the axis along which the devices divide it; None: each has all of it, as of all results.
+      block: Takes and returns a device's part.
+      axes: The axis along which the devices divide each input; None: each has all of it. Each has all results.
     """
 
     block: Block
@@ -75,24 +70,24 @@ class LocalWorker:
 
 @dataclass(frozen=True, eq=False)
 class ServedStep:
-    """The programs of a step that is cut into what a worker does with its minibatch, and what servers do with that.
+    """The programs of a step that is cut into a worker's part, for its minibatch, and the servers'.
 
-    A worker's program takes what it pulled, of one server after the other, and then the step's inputs that it has
-    (`own`). It returns what it pushes, the step's results (`results`, by number of the output), and new clocks.
+    A worker's program takes what it pulled, server by server, and then the step's inputs that it has (`own`). It
+    returns what it pushes, the step's results (`results`), and new clocks. Inputs and outputs are the step's, by
+    number.
 
     Attributes:
-      ids: The program that makes ids of the step's inputs (`id_inputs`).
-      id_inputs: Numbers of the step's inputs.
+      ids: The program that computes ids from `id_inputs`.
       worker: The program that works on a minibatch.
-      own: Numbers of the step's inputs: clocks, and all that is no state.
-      pushed: How many values a worker pushes.
-      results: Numbers of the step's outputs that are no state.
-      clocks: Leaves of the state whose new value follows from such leaves alone: counts, random keys, what isn't
-        trained. Everyone has them.
+      own: Inputs that aren't pulled: clocks, and all that is no state.
+      pushed: Number of values that a worker pushes.
+      results: Outputs that are no state.
+      clocks: Leaves of the state whose new value depends on such leaves alone (counts, random keys, untrained leaves).
+        Every process has them.
       whole: Leaves that a worker pulls whole.
-      servers: What each server keeps; there may be fewer than were asked for.
-      pieces: Of leaves that several servers keep, by numbers behind those of the step's inputs.
-      local_worker: The worker's program on each of its devices, if it has several that can divide its minibatch.
+      servers: Each server's part; there may be fewer than were asked for.
+      pieces: Leaves that several servers keep, by numbers beyond those of the inputs.
+      local_worker: The worker's program on each of its devices, if several can divide its minibatch.
     """
 
     ids: Block
@@ -109,7 +104,7 @@ class ServedStep:
 
     @functools.cached_property
     def homes(self) -> Mapping[int, Sequence[tuple[int, int]]]:
-        """Leaf -> the servers that keep it, each with the number that it has there."""
+        """The servers that keep each leaf, with its number there."""
         found: dict[int, list[tuple[int, int]]] = {}
         for n, part in enumerate(self.servers):
             for k in part.leaves:
@@ -117,15 +112,15 @@ class ServedStep:
         return {leaf: sorted(places, key=lambda place: place[1]) for leaf, places in found.items()}
 
     def leaf_of(self, number: int) -> int:
-        """Returns the leaf that a number stands for, or a piece of which."""
+        """Returns the leaf of a number, which may be a piece's."""
         return self.pieces[number].leaf if number in self.pieces else number
 
     def kept(self, number: int, leaves: Sequence[Leaf]) -> Leaf:
-        """Returns what a server keeps by a number, of the step's flat arguments."""
+        """Returns the array that a server keeps by a number, from the step's flat arguments."""
         return self.pieces[number].of(leaves[self.pieces[number].leaf]) if number in self.pieces else leaves[number]
 
     def whole_leaves(self, kept: Mapping[int, Leaf]) -> dict[int, Leaf]:
-        """Returns leaves by number of the step's input, of what servers keep: pieces are put together."""
+        """Returns leaves by input number, with pieces put together."""
         cut: dict[int, list[Array]] = {}
         for number in sorted(kept.keys() & self.pieces.keys()):
             cut.setdefault(self.pieces[number].leaf, []).append(kept[number])

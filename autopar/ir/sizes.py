@@ -1,31 +1,31 @@
-"""Numbers of what a step does with one table: all that its cost depends on."""
+"""Sizes of a step's work with one table: all that its cost depends on."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
 
-#: How much more than the example's load a device may send to another one, before any batch has exceeded that.
+#: Capacity over the example's load between two devices, before any batch has exceeded it.
 HEADROOM = 1.25
-#: What batches may need of a capacity until the next larger program is compiled: half of the headroom is used then.
+#: Fraction of a capacity at which the next larger program is compiled: half of the headroom is used then.
 NEAR = (1 + 1 / HEADROOM) / 2
-#: On hosts, what shape buckets are rounded up to, less the entries of ids out of range (`passes.once_per_row`):
-#: products of so many rows waste nothing.
+#: Shape buckets on hosts are rounded up to this multiple, so that products waste nothing, less the entries for ids out
+#: of range (`passes.once_per_row`).
 _HOSTS_STEP, _HOSTS_APART = 16, 2
 
 
 def bucket_size(need: int, limit: int, grown: int = 0) -> int:
     """Returns rows of the shape bucket for `need` rows on hosts, `limit` at most.
 
-    What is computed for distinct rows is computed for the whole bucket, so that it begins with a sixteenth
-    more than is needed. Each time it was too small, the next has twice that headroom, up to all of it: batches of ever
-    more rows are compiled for a few times only. `grown`: how often it was made larger.
+    Products for distinct rows run over the whole bucket, so it begins with a sixteenth more than is needed. Each time
+    it was too small (`grown` times), the next has twice that headroom, up to all of it, so that growing batches are
+    compiled only a few times.
     """
     return rounded_size(need + (need << min(grown, 4)) // 16, limit)
 
 
 def rounded_size(need: int, limit: int) -> int:
-    """Returns the next size that a shape bucket on hosts may have, `limit` at most."""
+    """Rounds up to a size that a shape bucket on hosts may have, `limit` at most."""
     return min(limit, -(-(need + _HOSTS_APART) // _HOSTS_STEP) * _HOSTS_STEP - _HOSTS_APART)
 
 
@@ -36,22 +36,22 @@ class Sizes:
     Attributes:
       devices: N.
       extent: V, rows of the table.
-      row_bytes: Bytes of a row of what is looked up, as it is sent: a few columns, or a cast, of a row of the table.
+      row_bytes: Bytes of a looked-up row as it is sent (a few columns, or a cast, of a row of the table).
       family_bytes: Bytes of a row of the table and of its slots.
       ids: Ids that each device looks up, duplicates included.
-      requested: Distinct rows of them, at most.
-      routed: Rows that all devices together touch, at most.
-      capacity: Rows that a device asks another one for, at most ("ps"); on hosts what it would be on devices, 0 where
+      requested: Most distinct rows among them.
+      routed: Most rows that all devices together touch.
+      capacity: With "ps", most rows that a device asks another one for; on hosts what it would be on devices, or 0 if
         nothing is known of the ids.
-      owned: Rows that an owner is asked for, at most ("ps"); on hosts the busiest one, by all ranks together, so that
+      owned: With "ps", most rows that an owner is asked for; on hosts the busiest one, by all ranks together, so that
         rows count for each rank that asks for them.
-      checks: Whether the capacity is measured, so that each step checks it.
-      spread: Whether the devices look up different rows; else all of them have the whole batch.
-      constant: Whether each step looks up all rows, so that ids are sent but once: of a dense leaf on hosts.
-      gradient_bytes: Bytes of a row of gradients, as they are sent; None: as many as are looked up.
+      checks: The capacity is measured, so that each step checks it.
+      spread: The devices look up different rows; else all of them have the whole batch.
+      constant: Each step looks up all rows of a dense leaf on hosts, so that ids are sent but once.
+      gradient_bytes: Bytes of a row of gradients as they are sent; None: as `row_bytes`.
       reduced: Bytes of a row of each gradient that is reduced over the devices ("allreduce", "allreduce_rows"); empty:
-        one of `sent_gradient` bytes.
-      replayed: Bytes of a table's row that a step brings up to date where it reads it; 0: of none.
+        one gradient of `sent_gradient` bytes.
+      replayed: Bytes of a table's row that a step brings up to date where it reads it, or 0.
     """
 
     devices: int
@@ -72,16 +72,14 @@ class Sizes:
 
     @property
     def sent_gradient(self) -> int:
-        """Bytes of a row of gradients, as they are sent."""
         return self.row_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def reduced_gradients(self) -> tuple[int, ...]:
-        """Bytes of a row of each gradient that is reduced over the devices."""
         return self.reduced or (self.sent_gradient,)
 
     def on_devices(self) -> Sizes:
-        """Returns the static sizes on devices of a table on hosts, whose messages are as long as they must be."""
+        """Returns the static sizes on devices of a table on hosts, whose messages are only as long as they must be."""
         requested, shard_rows = min(self.extent, self.ids), -(-self.extent // self.devices)
         capacity = min(requested, shard_rows, self.capacity or requested)
         owned = min(shard_rows, self.devices * capacity) + 1

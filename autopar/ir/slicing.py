@@ -1,4 +1,4 @@
-"""Backward slices of blocks: what is live, dead-code elimination, and computing an inner value outside its loop.
+"""Backward slices of blocks: liveness, dead-code elimination, and hoisting a value out of its loops.
 
 Precise through scan (a carry is live only if something live reads it), remat and cond; a while is all or nothing.
 Effects are always live.
@@ -19,9 +19,8 @@ def eliminate_dead(
     """Returns the block with its live outputs only, and which inputs it still reads (all inputs are kept).
 
     Args:
-      block: A block.
       live: Which outputs are wanted; all by default.
-      effects: Whether effects are live by themselves. They are not in a second copy of a block.
+      effects: Effects are live by themselves; not so in a second copy of a block.
     """
     live = [True] * len(block.outputs) if live is None else live
     outputs = tuple(a for a, keep in zip(block.outputs, live, strict=True) if keep)
@@ -40,7 +39,7 @@ def eliminate_dead(
 
 
 def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = True) -> Equation:
-    """Returns the equation without the outputs (and the operands behind them) that nobody wants."""
+    """Returns the equation without unwanted outputs, and without operands that only those need."""
     if equation.op == "scan":
         return _reduce_scan(equation, wanted, effects)
     if equation.op in ("remat", "cond"):
@@ -49,16 +48,16 @@ def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = 
 
 
 def halves(equation: Equation, wanted: Sequence[bool]) -> tuple[Equation, Equation]:
-    """Returns a loop or branch twice: without the outputs that aren't wanted, and without those that are."""
+    """Returns a loop or branch twice: with the wanted outputs, and with the others."""
     first, second = (reduce_equation(equation, [w == half for w in wanted]) for half in (True, False))
-    # What a loop counts by, both have.
+    # Both halves have the loop's counter.
     outputs = tuple(Var(v.type) if v in first.outputs else v for v in second.outputs)
     bodies = tuple(clone(body)[0] for body in second.bodies)
     return first, dataclasses.replace(second, outputs=outputs, bodies=bodies, original=None)
 
 
 def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
-    """Reduces a remat's body, or the branches of a cond: an operand goes if no branch reads it."""
+    """Reduces a remat's body, or the branches of a cond; an operand goes if no branch reads it."""
     reduced = [eliminate_dead(b, wanted, effects=effects) for b in equation.bodies]
     used = [any(uses) for uses in zip(*(used for _, used in reduced), strict=True)]
     if all(used) and all(new is old for (new, _), old in zip(reduced, equation.bodies, strict=True)):
@@ -107,14 +106,13 @@ def _select(items: Sequence, keep: Sequence[bool]) -> tuple:
 
 
 def needed_equations(equations: Iterable[Equation], atoms: Iterable[Atom]) -> list[Equation]:
-    """Returns those of a block's equations that the atoms depend on, in order, reduced to what they need and without
-    effects."""
+    """Returns the equations that the atoms depend on, in order, reduced to what they need and without effects."""
     reduced, _ = eliminate_dead(Block((), tuple(equations), tuple(atoms)), effects=False)
     return list(reduced.equations)
 
 
 def free_values(equations: Iterable[Equation], outputs: Iterable[Atom] = ()) -> dict[Var, None]:
-    """Returns the variables, in order, that equations (and these outputs) read and that none of them makes."""
+    """Returns the variables, in order, that equations and `outputs` read and that none of the equations makes."""
     equations = list(equations)
     made = {v for e in equations for v in e.outputs}
     read = itertools.chain(*(e.inputs for e in equations), outputs)
@@ -122,8 +120,7 @@ def free_values(equations: Iterable[Equation], outputs: Iterable[Atom] = ()) -> 
 
 
 def nearest_line(block: Block, atom: Atom) -> Equation | None:
-    """Returns the nearest equation behind a value that comes from a line of the user's; of an input the first made of
-    it."""
+    """Returns the nearest equation with a user's line behind a value; behind an input, the first one made of it."""
     made: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
     waiting, seen = [atom], set[Atom]()
     while waiting:
@@ -143,15 +140,15 @@ def nearest_line(block: Block, atom: Atom) -> Equation | None:
 
 
 def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, tuple[bool, ...]]:
-    """Computes a value that is defined inside loops and remats outside of them, and nothing else that they do.
+    """Computes a value of a loop's or remat's body outside of it, without the rest of the body.
 
     Args:
       path: The equations around the value, outermost first: scans, remats and conds.
       atom: A value of the innermost body.
 
     Returns:
-      New equations, to be appended to the block that holds `path[0]`; the value there, with a leading axis per
-      scan that it varies in; and for each equation of the path whether it does.
+      New equations to append to the block that holds `path[0]`; the value there, with a leading axis for each scan that
+        it varies in; and for each equation of the path whether it varies in it.
     """
     if not path or isinstance(atom, Literal):
         return [], atom, (False,) * len(path)
@@ -160,7 +157,7 @@ def hoist(path: Sequence[Equation], atom: Atom) -> tuple[list[Equation], Atom, t
     if isinstance(value, Literal):
         return [], value, (False, *varies)
     body = Block(body.inputs, body.equations + tuple(inner), body.outputs)
-    if equation.op in ("remat", "cond"):  # of a cond: whether or not the branch is taken
+    if equation.op in ("remat", "cond"):  # a cond's branch is computed even if it isn't taken
         operands = equation.inputs[equation.border.head :]
         return *_inline(Block(body.inputs, body.equations, (value,)), operands), (False, *varies)
     assert equation.op == "scan", f"a lookup inside {equation.op} can't be hoisted"
@@ -200,7 +197,7 @@ def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom
 
 
 def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
-    """Returns a copy with variables of its own; those found in `env` are replaced by what it maps them to."""
+    """Returns a copy with variables of its own, except for those that `env` replaces."""
     env = {} if env is None else env
     for var in block.inputs:
         env.setdefault(var, Var(var.type))

@@ -1,4 +1,4 @@
-"""`PipelinePlan`: the stages of a pipeline as a plan has them: what is decided, and what it is predicted to take."""
+"""The plan of a pipeline's stages: decisions and predictions."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from autopar.ir.schedule import Places, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """A stage.
+    """The plan of one stage. Bytes and operations are those of a microbatch, on each device of a tensor axis.
 
     Attributes:
       devices: By number; several are replicas, which take microbatches in turn.
       weights: Paths of its parameters, in the order of their first use.
-      seconds: Kind of task ("F", "B", "W": gradients of weights) -> what it takes for a microbatch; nothing where the
-        devices' rates aren't known.
+      seconds: Kind of task ("F", "B", "W": gradients of weights) -> seconds; empty if the devices' rates aren't known.
       update_s: Seconds of the update of its weights and slots.
-      flops: Floating-point operations of its products for a microbatch.
-      ahead_bytes, back_bytes: Sent for a microbatch to later stages, and to earlier ones.
-      state_bytes: Of its weights, slots and other leaves, and of copies of other stages' weights.
-      gradient_bytes: Of the sums that it keeps over the microbatches: of tables the touched rows.
-      weight_bytes: Of its weights.
-      activation_bytes: What the forward of a microbatch leaves for its backward.
-      exchanged_bytes, exchanges: What each device of a tensor axis sends to the others for a microbatch, and how often.
+      flops: Floating-point operations of its products.
+      ahead_bytes, back_bytes: Bytes sent to later stages, and to earlier ones.
+      state_bytes: Bytes of its weights, slots and other leaves, and of copies of other stages' weights.
+      gradient_bytes: Bytes of the sums that it keeps over the microbatches; of tables the touched rows.
+      weight_bytes: Bytes of its weights.
+      activation_bytes: Bytes that the forward leaves for its backward.
+      exchanged_bytes, exchanges: Bytes that each device of a tensor axis sends to the others, and the number of
+        exchanges.
     """
 
     devices: tuple[int, ...]
@@ -50,17 +50,15 @@ class PipelinePlan:
 
     Attributes:
       schedule, microbatches, stages_per_device, remat: As in `ir.pipeline.Pipeline`.
-      stages: In order.
-      tensor: T, the devices that each place of a stage has, which divide its products. What is said of a stage's
-        seconds, operations and bytes is of each of them.
-      tied_bytes: Sent in each step for weights that several stages use: copies there, gradients back.
-      send_byte_s: Seconds for each byte from a device to another; 0 where that isn't known.
-      candidates: Where the number of stages was chosen, what there was to choose from, in words, and its seconds.
-      updates: Of an asynchronous pipeline the call of each stage's update, counted from the minibatch's; else none.
-      last: When all of a minibatch is done, what it returns, too.
-      slack: Of an asynchronous one, minibatches for each border between stages besides those of devices.
-      ahead: Of one that predicts, s of each stage: of its forwards and of its backwards.
-      statistics: Lines of sums over the batch that are taken over each microbatch: the step is another function.
+      tensor: T, the devices of each place of a stage, which divide its products.
+      tied_bytes: Bytes sent in each step for weights that several stages use: copies there, gradients back.
+      send_byte_s: Seconds for each byte from a device to another; 0 if unknown.
+      candidates: If the number of stages was chosen, the candidates in words, and their seconds.
+      updates: In an asynchronous pipeline, the call of each stage's update, counted from the minibatch's.
+      last: The call in which all of a minibatch is done, its results included.
+      slack: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
+      ahead: In one that predicts, s of each stage's forwards and backwards.
+      statistics: Lines of sums over the batch that are taken over each microbatch, which changes the function.
     """
 
     schedule: str
@@ -80,22 +78,21 @@ class PipelinePlan:
 
     @property
     def places(self) -> Places:
-        """The devices of each stage."""
         return tuple(stage.devices for stage in self.stages)
 
     @property
     def devices(self) -> int:
-        """The number of devices that the stages have together, those of a tensor axis counted as one."""
+        """Number of devices of all stages together, those of a tensor axis counted as one."""
         return len({device for stage in self.stages for device in stage.devices})
 
     @property
     def size(self) -> int:
-        """The number of real devices that these are."""
+        """Number of devices, those of the tensor axis included."""
         return self.devices * self.tensor
 
     @property
     def pipeline(self) -> Pipeline:
-        """Returns what `parallelize` is asked for so."""
+        """The options of `parallelize` that ask for this plan."""
         return Pipeline(
             stages=tuple(stage.weights for stage in self.stages),
             schedule=self.schedule,
@@ -114,19 +111,19 @@ class PipelinePlan:
         return Calls(self.places, self.updates, self.last, self.schedule == "stash", self.slack)
 
     def version_bytes(self, stage: int) -> int:
-        """Counts what a device of a stage holds of its weights besides them: stashed versions, or the last change."""
+        """Counts the bytes of stashed versions, or of the last change, that a device of a stage keeps."""
         own = self.stages[stage]
         stashed = self.calls.stashed(stage) * own.weight_bytes if self.updates else 0
         return stashed + own.gradient_bytes * bool(self.ahead and any(self.ahead[stage]))
 
     @property
     def scheduled(self) -> Schedule:
-        """Its tasks; of an asynchronous one those of enough minibatches for a steady state."""
+        """The schedule; of an asynchronous pipeline, with enough minibatches for a steady state."""
         if self.updates:
             return self.calls.schedule(3 * (self.calls.last + 1) + 2)
         return self.pipeline.scheduled(self.microbatches)
 
     @property
     def is_timed(self) -> bool:
-        """Returns whether the devices' rates are known, and so the seconds of tasks."""
+        """The devices' rates are known, and so the seconds of tasks."""
         return all(stage.seconds for stage in self.stages)

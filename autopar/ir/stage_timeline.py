@@ -1,4 +1,4 @@
-"""The timeline of a synchronous pipeline: all microbatches of a step in the order of a schedule, then the update."""
+"""Builds the timeline of a synchronous pipeline: all microbatches of a step in a schedule's order, then the update."""
 
 from __future__ import annotations
 
@@ -29,13 +29,7 @@ from autopar.ir.timeline import (
 def stage_timeline(
     step: StagedStep, schedule: Schedule, wanted: Mapping[Var, Iterable[int]] = MappingProxyType({})
 ) -> Timeline:
-    """Returns the verified timeline of all devices.
-
-    Args:
-      step: The programs.
-      schedule: The order of each device's tasks.
-      wanted: Result -> devices that are to have it, wherever it is made.
-    """
+    """Returns the verified timeline of all devices. `wanted`: result -> devices that must have it."""
     timeline = _Lister(step, schedule, wanted).run()
     verify_timeline(timeline)
     return timeline
@@ -102,7 +96,6 @@ class _Lister:
         return self._step.joins[var][1] if var in self._step.joins else None
 
     def _joins(self) -> Iterator[Join]:
-        """Yields one for each stage, on its first device."""
         count = self._step.microbatches
         for stage, replicas in enumerate(self._schedule.places):
             made: dict[Value, tuple[tuple[Value, ...], str | int]] = {}

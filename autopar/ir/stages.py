@@ -1,8 +1,8 @@
-"""A step cut into stages: compiled programs, and what ranks exchange between them.
+"""Data of a step cut into stages: compiled programs, and the exchanges of ranks between them.
 
-A `ProgramStage` is a straight-line program of one side, the devices' (examples, dense parameters) or the owner's (its
-rows of tables in host memory). An `ExchangeStage` is what the runtime does between them: a route, rows pulled, fetched
-and delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; docs/hosts.md.
+A `ProgramStage` is a straight-line program of one side: the devices' (examples, dense parameters) or the owner's (its
+rows of tables in host memory). An `ExchangeStage` is the runtime's work between them: a route, rows pulled, fetched and
+delivered, reductions over the ranks, new rows written back. Source: Parallax, section 4.3; docs/hosts.md.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class ProgramStage:
     """A program that is compiled by itself.
 
     Attributes:
-      level: How many exchanges its inputs have behind them at most.
-      last: Inputs that nothing after it reads.
+      level: The most exchanges that any of its inputs depends on.
+      last: Inputs that no later stage reads.
     """
 
     side: Side
@@ -39,8 +39,8 @@ class ExchangeStage:
     """Equations of one kind that are carried out together, between compiled programs.
 
     Attributes:
-      bucket: Which part of a level's reductions this is, which goes on beside the programs that follow it; None: it is
-        awaited at once, as are those parts before it.
+      bucket: The part of a level's reductions that runs beside the programs that follow it; None: it is awaited at
+        once, as are the parts before it.
     """
 
     op: str
@@ -61,5 +61,4 @@ class Stages:
 
     @property
     def programs(self) -> int:
-        """Number of compiled programs."""
         return sum(isinstance(item, ProgramStage) for item in self.items)

@@ -1,7 +1,7 @@
-"""Methods that a user may ask for, and the parameters they are for.
+"""Defines the methods that a user may ask for, and which parameters they apply to.
 
-Patterns over parameter paths: a pattern that matches a node covers its leaves; `*` stays within a segment, `**`
-crosses segments; the first match wins.
+A mapping's keys are patterns over parameter paths: one that matches a node covers its leaves; `*` stays within a
+segment, `**` crosses segments; the first match wins.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ REPLICATED = ("allgather", "allreduce_rows", "allreduce")
 #: Divides products of dense parameters over the devices of a tensor axis.
 TENSOR = "tensor"
 METHODS = ("auto", "allreduce", *ROW_METHODS)
-#: All that a strategy may say.
+#: All methods that a strategy may name.
 STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
-#: How a table on hosts is called among methods.
+#: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
 #: Where a table's rows are.
 Where = Choice["devices", "hosts"]
 #: A method, or a method and where.
 Method = str | tuple[str, Where]
 Strategy = Method | Mapping[str, Method]
-#: "whole": all of them on every process. "spread": each with its example.
+#: Results by example: "whole", all on every process; "spread", each with its example.
 Results = Choice["whole", "spread"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
-    """Splits what a user gives into method and place: `"ps"`, or `("ps", "hosts")`.
+    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are.
 
     Raises:
       StrategyError: there is no such method, or not there.
@@ -51,7 +51,7 @@ def split_method(asked: Method) -> tuple[str, Where]:
 
 
 class Asked(NamedTuple):
-    """A strategy's choice for one parameter; `pattern` is the one that matched first, None if there is none."""
+    """A strategy's choice for one parameter; `pattern` is the one that matched first, if any."""
 
     method: str
     where: Where
@@ -59,7 +59,7 @@ class Asked(NamedTuple):
 
 
 def asked_of(strategy: Strategy, path: str) -> Asked:
-    """Returns the method that a strategy gives to a parameter; "auto" if no pattern covers it."""
+    """Returns a strategy's choice for a parameter; "auto" if no pattern covers it."""
     if not isinstance(strategy, Mapping):
         return Asked(*split_method(strategy), None)
     pattern = next((p for p in strategy if matches(p, path)), None)
@@ -67,20 +67,20 @@ def asked_of(strategy: Strategy, path: str) -> Asked:
 
 
 def asks_for_hosts(strategy: Strategy) -> bool:
-    """Returns whether a strategy puts any table in the memory of the hosts."""
+    """Returns whether a strategy puts any table into host memory."""
     methods = strategy.values() if isinstance(strategy, Mapping) else [strategy]
     return any(split_method(method)[1] == "hosts" for method in methods)
 
 
 def with_hosts(strategy: Strategy, paths: Iterable[str]) -> Strategy:
-    """Returns the same with some tables in the memory of the hosts."""
+    """Returns the strategy with some tables in host memory."""
     rest = strategy if isinstance(strategy, Mapping) else {"**": strategy}
     hosted: dict[str, Method] = dict.fromkeys(paths, ("ps", "hosts"))
     return {**hosted, **rest}
 
 
 def without_hosts(strategy: Strategy) -> Strategy:
-    """Returns the same for a step whose tables can't be on hosts: they are trained where they are."""
+    """Returns the strategy with "auto" in place of tables on hosts."""
 
     def of(method: Method) -> Method:
         return "auto" if split_method(method)[1] == "hosts" else method
@@ -89,10 +89,10 @@ def without_hosts(strategy: Strategy) -> Strategy:
 
 
 def check_choices(strategy: object, sparse: object, donate: object, results: object = None) -> None:
-    """Checks what a user chose.
+    """Checks the user's options.
 
     Raises:
-      ArgumentsError: there is no such thing.
+      ArgumentsError: an option has no such value.
     """
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")

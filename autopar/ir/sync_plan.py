@@ -1,4 +1,4 @@
-"""Plans of a step that clients train by replicas of their own, or with servers (`autopar.sync`)."""
+"""Plans of a step that clients train on replicas of their own, or with servers (`autopar.sync`)."""
 
 from __future__ import annotations
 
@@ -8,35 +8,34 @@ from typing import NewType
 
 from autopar.ir.figures import wire_bytes
 
-#: The number of a fragment of the weights: dicts by fragments and by inputs of a step can't be confused.
+#: The number of a fragment of the weights; a type of its own, since dicts are also keyed by input numbers.
 FragmentIndex = NewType("FragmentIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """Says how replicas come together.
+    """Says when and how clients average their replicas.
 
     Attributes:
-      name: The way's, in words.
-      clients: C, how many replicas there are.
+      name: The strategy in words; `way` as the user writes it.
+      clients: C, the number of replicas.
       every, delay: k and d, in steps.
-      outer: Whether an optimizer of its own moves the weights by the mean of what changed.
-      fragments: Paths of the weights that are averaged at a time, each part k/p steps after the one before.
-      fragment_bytes: Of each part, with whole tables.
-      mean_bytes: Of all that is averaged, of tables the touched rows, at most.
-      by_rows: Paths of the tables of which the rows are sent that clients have touched since.
-      own: Paths of the floating-point leaves of the state that stay each client's own.
-      examples: Of a client's minibatch; 0 where that isn't known.
-      servers: How many keep a centre, which weights are exchanged with; 0: there is none, and they are averaged.
-      alpha: How far an exchange with it pulls.
-      slope: eta h, where it was given.
-      server_bytes: Of the centre, on each server.
-      way: How the user writes it.
+      outer: An outer optimizer moves the weights by the mean change.
+      fragments: Paths of the weights that are averaged together, each fragment k/p steps after the one before.
+      fragment_bytes: Bytes of each fragment, with whole tables.
+      mean_bytes: Bytes of all that is averaged; of tables, at most of the touched rows.
+      by_rows: Paths of the tables of which only the rows that clients touched since are sent.
+      own: Paths of the floating-point leaves of the state that aren't averaged.
+      examples: Examples of a client's minibatch; 0 if unknown.
+      servers: Number of servers that keep a centre to exchange weights with; 0: weights are averaged.
+      alpha: The weight of an exchange with the centre.
+      slope: eta h, if it was given.
+      server_bytes: Bytes of the centre on each server.
       partners: With whom clients exchange weights, as `sync.Replicated` has it.
-      nonlinear: Of means in every step, what of the update isn't linear in gradients, with its place; "": nothing is,
-        or it isn't known.
-      averages_gradients: Whether they are known to be what averaging gradients is.
-      server_ranks: Of the processes that keep a centre, and do nothing else; (): they train, too.
+      nonlinear: With means in every step, the place where the update isn't linear in the gradients; "" if there is
+        none, or none is known.
+      averages_gradients: The means are known to equal averaging gradients.
+      server_ranks: Ranks that only serve; (): servers are threads of processes that train.
     """
 
     name: str
@@ -62,8 +61,11 @@ class SyncPlan:
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that a client sends in a step, on average: 2(C-1)/C of the weights, every k steps. An upper bound where
-        touched rows are sent, of which steps have some in common. To a centre or a neighbour all of them."""
+        """Bytes that a client sends in a step on average, 2(C-1)/C of the weights every k steps.
+
+        An upper bound where touched rows are sent, some of which steps share. To a centre or a neighbour go all
+        weights.
+        """
         if self.servers:
             return self.mean_bytes / self.every
         if self.partners != "all":
@@ -77,7 +79,7 @@ class SyncPlan:
         return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
 
     def due(self, step: int) -> Sequence[FragmentIndex]:
-        """Returns the fragments whose mean is taken after a step, which are counted from 1."""
+        """Returns the fragments that are averaged after a step (counted from 1)."""
         distance = self.every // len(self.fragments)
         due = (k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0)
         return [FragmentIndex(k) for k in due]
@@ -85,13 +87,13 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """A server keeps some leaves.
+    """The leaves that a server keeps.
 
     Attributes:
-      leaves: Paths of what it keeps, with the place of a piece.
-      leaf_bytes: Of these.
-      pull_bytes, push_bytes: Of what a worker pulls of it and pushes to it in a step.
-      pieces: Paths of leaves of which it keeps a piece -> how much of the leaf that is.
+      leaves: Their paths, with the place of a piece.
+      leaf_bytes: Bytes of the leaves.
+      pull_bytes, push_bytes: Bytes that a worker pulls from it and pushes to it in a step.
+      pieces: Paths of leaves of which it keeps a piece -> the fraction.
     """
 
     leaves: tuple[str, ...]
@@ -101,7 +103,7 @@ class ServerPlan:
     pieces: Mapping[str, float] = field(default_factory=dict)
 
     def part_of(self, path: str) -> float:
-        """Returns how much of a leaf it keeps."""
+        """Returns the fraction of a leaf that it keeps."""
         return 1.0 if path in self.leaves else self.pieces.get(path, 0.0)
 
 
@@ -110,14 +112,13 @@ class ServedPlan:
     """Says how workers train a state that servers keep.
 
     Attributes:
-      name: The way's, in words.
-      clients: N, how many workers there are.
+      name: The strategy in words.
+      clients: N, the number of workers.
       staleness: s, the bound; None: there is none.
-      servers: What each of them does.
-      by_rows: Paths of the tables of which workers pull rows alone.
-      clocks: Paths of leaves that everyone counts by itself.
-      examples: Of a worker's minibatch; 0 where that isn't known.
-      ranks: Of the servers that are processes of their own; (): they are threads of the workers.
+      by_rows: Paths of the tables of which workers pull only rows.
+      clocks: Paths of leaves that every process counts by itself.
+      examples: Examples of a worker's minibatch; 0 if unknown.
+      ranks: Ranks of servers that are processes of their own; (): they are threads of the workers.
     """
 
     name: str

@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorGroupPlan:
-    """Weights whose products are divided together.
+    """Weights whose products are divided together, if `taken`.
 
     Attributes:
       axes: Path of each leaf -> the axis along which it is divided; optimizer slots and biases among them.
       weights: Paths of those that products read, in order.
-      taken: Whether they are divided.
-      reason: Why, or why not.
-      reduces, gathers: AllReduces and AllGathers of a step.
-      sent: Bytes that each device sends for them.
+      reason: Why they are divided, or not.
+      reduces, gathers: Numbers of AllReduces and AllGathers in a step.
+      sent: Bytes that each device sends for them in a step.
       flops: Operations of the products.
-      saved_s, sent_s: Seconds that the products are predicted to save, and that the exchanges take; 0 where nothing is
-        known of the devices.
+      saved_s, sent_s: Predicted seconds that dividing the products saves, and that the exchanges take; 0 where nothing
+        is known of the devices.
     """
 
     axes: Mapping[str, int]
@@ -36,29 +35,23 @@ class TensorGroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """All of them.
-
-    Attributes:
-      devices: T.
-      groups: In the order of their first products.
-    """
+    """All groups, in the order of their first products, over T devices."""
 
     devices: int
     groups: tuple[TensorGroupPlan, ...]
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """Path of each leaf that is divided -> its axis."""
+        """The axis of each leaf that is divided, by path."""
         return {path: axis for group in self.taken for path, axis in group.axes.items()}
 
     @property
     def taken(self) -> tuple[TensorGroupPlan, ...]:
-        """The groups that are divided."""
         return tuple(group for group in self.groups if group.taken)
 
     @property
     def saved_flops(self) -> float:
-        """Operations that each device has less of than all of them have together."""
+        """Operations that dividing saves each device."""
         return sum(group.flops for group in self.taken) * (1 - 1 / self.devices)
 
     @property

@@ -1,8 +1,8 @@
-"""A timeline: what devices do in a step, as one list of actions on named values: programs, sends, sums. Data only.
+"""Describes a step as one list of actions on named values: programs, sends, sums. Data only.
 
-Each device runs its part of the list from the first action to the last; a send is an action of both its ends. So two
-devices see their common sends in the same order, and no message needs a name. A pure function makes a pipeline's list
-(`ir.stage_timeline`), whoever runs it: the devices of one process, or ranks. `verify_timeline` checks it before.
+Each device runs its own actions in the order of the list; a send is an action of both its ends. So two devices see
+their common sends in the same order, and no message needs a name. A pure function makes a pipeline's list
+(`ir.stage_timeline`) for devices of one process as for ranks; `verify_timeline` checks it before it runs.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True)
 class SumOf:
-    """Marks the sum of a replica, numbered from 0 within its stage, over its microbatches."""
+    """Marks the sum of a replica (numbered from 0 within its stage) over its microbatches."""
 
     replica: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
-    """A value at one time. A timeline has one object for each (`Names`), so that a runtime finds it by identity.
+    """A value of one microbatch and version. A timeline has one object for each (`Names`), so runtimes compare
+    identities.
 
     Attributes:
-      var: What the programs call it.
-      part: What it is of.
-      version: Updates that it has behind it; 0 of all but leaves of the state whose timeline is of several steps.
+      var: Its name in the programs.
+      part: The whole step, a microbatch, or a replica's sum.
+      version: Number of updates behind it; 0 except for leaves of the state in a timeline of several steps.
     """
 
     var: Var
@@ -50,13 +51,12 @@ class Value:
 
 
 class Names:
-    """The values of a timeline."""
+    """The values of a timeline, by variable, part and version."""
 
     def __init__(self) -> None:
         self._values: dict[tuple[object, ...], Value] = {}
 
     def __call__(self, var: Var, part: Whole | Microbatch | SumOf = Whole(), version: int = 0) -> Value:
-        """Returns the value that is named so."""
         key = var, part, version
         if key not in self._values:
             self._values[key] = Value(*key)
@@ -68,11 +68,9 @@ class Run:
     """A program runs on a device.
 
     Attributes:
-      program, device: Which, and where.
-      microbatch: Which one; None of what runs once.
-      reads: What its block's inputs are.
-      writes: What its outputs are.
-      sums: Outputs of it that are added to the sums of its device -> those.
+      microbatch: Its number; None of a program that runs once.
+      reads, writes: The values of its block's inputs and outputs.
+      sums: Outputs that are added to sums of its device -> the sums.
     """
 
     program: StageProgram
@@ -85,7 +83,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """A value goes from a device to another, as soon as it is made."""
+    """A value goes from one device to another as soon as it is made."""
 
     value: Value
     source: int
@@ -94,11 +92,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """A device adds up the sums of a stage's replicas, or puts the results of all microbatches together.
+    """A device adds up the sums of a stage's replicas, or concatenates the results of all microbatches.
 
     Attributes:
-      device: Where.
-      made: What becomes of them -> its parts, and the name of a reduction or the axis of the examples.
+      made: Result -> its parts, and the name of a reduction or the axis of the examples.
     """
 
     device: int
@@ -106,20 +103,19 @@ class Join:
 
 
 Action = Run | Send | Join
-#: What devices let go behind an action.
+#: Values that devices drop after an action.
 Drops = tuple[tuple[int, Value], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """A step's list.
+    """A step's actions.
 
     Attributes:
-      actions: In order.
-      drops: For each action what no device reads after it: device and value.
-      given: What devices have before the first action: leaves of the state -> the devices of their stages.
-      arguments: What the call is given besides; any device may read it.
-      results: What is asked for in the end -> the devices that have it then.
+      drops: For each action, (device, value) that are not read after it.
+      given: Leaves of the state -> devices that have them before the first action.
+      arguments: The call's other inputs, which any device may read.
+      results: Wanted values -> devices that have them at the end.
       microbatches: M.
     """
 
@@ -131,7 +127,6 @@ class Timeline:
     microbatches: int
 
     def sends(self) -> Iterator[Send]:
-        """Yields all of them."""
         return (action for action in self.actions if isinstance(action, Send))
 
 
@@ -145,7 +140,7 @@ def reads_of(action: Action) -> Sequence[Value]:
 
 
 def writes_of(action: Action) -> Sequence[Value]:
-    """Returns the values that an action makes where it runs, with the sums that it adds to; a send, at its target."""
+    """Returns the values that an action makes where it runs, sums that it adds to included; a send, at its target."""
     if isinstance(action, Run):
         return (*action.writes, *action.sums.values())
     return (action.value,) if isinstance(action, Send) else tuple(action.made)
@@ -154,7 +149,7 @@ def writes_of(action: Action) -> Sequence[Value]:
 def targets_of(
     work: Iterable[Run | Join], makers: Mapping[Value, Sequence[int]], wanted: Mapping[Value, Iterable[int]]
 ) -> dict[Value, list[int]]:
-    """Maps values to the devices that read them, or are to have them, and don't make them, in order."""
+    """Maps values to the devices, in order, that read or want them and don't make them."""
     targets: dict[Value, list[int]] = {}
     read = [(value, action.device) for action in work for value in reads_of(action)]
     read += [(value, device) for value, devices in wanted.items() for device in devices]
@@ -167,7 +162,7 @@ def targets_of(
 
 
 def last_touches(actions: Sequence[Action], kept: Iterable[tuple[int, Value]]) -> tuple[Drops, ...]:
-    """Returns for each action what is read or made for the last time there, but for what is kept."""
+    """Returns for each action the values that are read or made there for the last time, except for `kept`."""
     seen = set(kept)
     drops: list[Drops] = []
     for action in reversed(actions):
@@ -187,12 +182,12 @@ def _touched(action: Action) -> list[tuple[int, Value]]:
 
 
 def verify_timeline(timeline: Timeline) -> None:
-    """Raises AssertionError, naming the action, unless devices can run the list, and lose nothing.
+    """Raises AssertionError, naming the action, unless devices can run the list and lose nothing.
 
-    Each read has a writer before it on its device, whose value wasn't dropped; each send leaves a device that has the
-    value for another that hasn't; values are made once; each sum has each microbatch of its replicas once; results are
-    where they are asked for. As the list is one, in which whatever is read was written before, no device waits for
-    itself.
+    Each read has an earlier writer on its device, whose value wasn't dropped; each send leaves a device that has the
+    value for one that hasn't; values are made once; each sum has each microbatch of its replicas once; results are
+    where they are wanted. There is one list, in which everything is written before it is read, so devices can't
+    deadlock.
     """
     assert len(timeline.actions) == len(timeline.drops), "every action has its drops"
     held = {(device, value) for value, devices in timeline.given.items() for device in devices}

@@ -1,8 +1,8 @@
-"""jaxpr -> Block: the only module above `jax_compat` that reads JAX's own program.
+"""Copies a jaxpr into a Block; above `jax_compat` no other module reads JAX's programs.
 
-Calls (`jit`, `custom_jvp`, `custom_vjp`) are inlined; scan, while, cond and remat keep nested blocks (inlining a
-remat would let XLA merge the recomputation away); a reshape that transposes as well becomes two equations, a
-`device_put` of several arrays one for each; everything else is copied as it is, whatever its primitive.
+Calls (`jit`, `custom_jvp`, `custom_vjp`) are inlined; scan, while, cond and remat keep nested blocks (inlining a remat
+would let XLA merge the recomputation away). A reshape that also transposes becomes two equations, a `device_put` of
+several arrays one for each. Everything else is copied unchanged, whatever its primitive.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from autopar.jax_types import AnyJaxpr, Leaf
 
 
 def type_of(aval: Leaf) -> Type:
-    """Returns the type of an abstract value."""
     if hasattr(aval, "shape") and hasattr(aval, "dtype") and type(aval).__name__ == "ShapedArray":
         return ArrayType(tuple(aval.shape), aval.dtype, bool(getattr(aval, "weak_type", False)))
     return OpaqueType(str(aval))
@@ -43,14 +42,13 @@ class Origin:
 
     @functools.cached_property
     def source(self) -> Source | None:
-        """The innermost frame that is the user's own; looked for when it is asked for."""
+        """The innermost frame in the user's own code, looked up when it is asked for."""
         frames = (frame for info in self.infos for frame in jax_compat.frames(info) if not is_library(frame[0]))
         return next((Source(_shown(file), line, function) for file, line, function in frames), None)
 
     @functools.cached_property
     def is_own_loop(self) -> bool:
-        """Returns whether the user's line calls JAX's control flow itself, rather than a function that loops within
-        it."""
+        """The user's line calls JAX's control flow itself, rather than a function that loops within it."""
         called = ""
         for file, _, _ in (frame for info in self.infos for frame in jax_compat.frames(info)):
             if not is_library(file):
@@ -150,10 +148,10 @@ def _equation(eqn: JaxprEqn, operands: Sequence[Atom], outer: tuple[JaxprEqn, ..
 
 
 def _divided(equation: Equation) -> Sequence[Equation]:
-    """Returns the equation, or several that each do one thing.
+    """Splits an equation that does several things.
 
-    JAX's reshape may transpose its operand (that of `vmap`'s convolutions does): that becomes an equation. `device_put`
-    takes all leaves of a tree: each becomes one.
+    JAX's reshape may also transpose its operand (that of `vmap`'s convolutions does), and its `device_put` takes all
+    leaves of a tree.
     """
     if equation.op == "device_put":
         pairs = enumerate(zip(equation.inputs, equation.outputs, strict=True))

@@ -1,4 +1,4 @@
-"""Dataclasses of plain data as JSON, and back, exactly: what is read is checked against their types, field by field.
+"""Converts dataclasses of plain data to JSON and exactly back, checked field by field against their types.
 
 Fields that have a default may be missing.
 """
@@ -16,16 +16,16 @@ from collections.abc import Mapping
 from autopar.errors import ArgumentsError
 from autopar.jax_types import Json
 
-#: What else a file holds, and its name in messages.
+#: Scalar types, and their names in messages.
 _KINDS: Mapping[object, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
 class MalformedError(ValueError):
-    """Says what is wrong, and where in the data."""
+    """Raised with what is wrong, and where in the data."""
 
 
 def to_json(value: Json) -> Json:
-    """Returns a value as JSON has it, without fields that aren't `saved`, by their metadata."""
+    """Returns a value as JSON has it, without fields whose metadata says `saved: False`."""
     if dataclasses.is_dataclass(value):
         kept = (f for f in dataclasses.fields(value) if f.metadata.get("saved", True))
         return {f.name: to_json(getattr(value, f.name)) for f in kept}
@@ -39,10 +39,10 @@ def to_json(value: Json) -> Json:
 
 
 def from_json(kind: object, value: Json, where: str) -> Json:
-    """Returns a value of a type, of what JSON made of it. `where`: what messages call it.
+    """Returns JSON's `value` as a value of type `kind`; messages call it `where`.
 
     Raises:
-      MalformedError: it is none of that type.
+      MalformedError: it is no value of that type.
     """
     if kind is Json:
         return value

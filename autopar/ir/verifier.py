@@ -1,4 +1,4 @@
-"""Checks a Program's invariants; run after every pass, always. What it finds is a bug in autopar, never the user's."""
+"""Checks a Program's invariants after every pass. A violation is a bug in autopar, never the user's."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
 
     Args:
       program: The program.
-      verified: A block that is known to be: a pass that only says something of the program leaves it as it is.
-      after: The pass that has made it, which says what may be written in it.
+      verified: A block that has been verified before: passes that only add facts leave it unchanged.
+      after: The pass that made the program; operations of later passes may not occur.
     """
     block = program.block
     assert len(block.inputs) == len(program.inputs), "every input has a path and a role"
@@ -32,7 +32,7 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The place where something is wrong; made into words only if it is."""
+    """A place in the program, whose text is made only for an error."""
 
     outer: str | _Place
     equation: Equation
@@ -48,11 +48,9 @@ def verify_block(
     written: frozenset[str] = frozenset(PASSES),
     rows: RowFacts | None = None,
 ) -> None:
-    """Checks one block and those nested in it.
+    """Checks a block and those nested in it; collects their variables in `defined`.
 
     Args:
-      block: It.
-      defined: Collects every variable of the program.
       where: The block's place in the program.
       written: Passes whose operations may occur.
       rows: Facts that its operations rest on.
@@ -76,7 +74,7 @@ def verify_block(
 
 
 def _verify_operation(equation: Equation, where: str | _Place, written: frozenset[str]) -> None:
-    """Checks the name, which pass may have written it, and the operands of what is ours."""
+    """Checks its name, the pass that may have written it, and the operands of our operations."""
     if not equation.op.startswith(PREFIX):
         known = equation.primitive is not None or bool(equation.bodies)
         assert known, f"{where}: {equation.op} is no operation of autopar and has no primitive"
@@ -126,7 +124,7 @@ def _same(a: Atom, b: Atom, where: str | _Place) -> None:
 
 
 def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
-    """Checks operands against the inputs of bodies, results of bodies against outputs."""
+    """Checks operands against inputs of bodies, and results of bodies against outputs."""
     if equation.op == "scan":
         consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies

@@ -1,4 +1,4 @@
-"""A block being written: its equations so far."""
+"""Writes blocks, equation by equation or from JAX functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.trace import block_of
 from autopar.jax_types import AnyType, Params, Pytree
 
-#: Of zeros these make zeros.
+#: Operations that map zeros to zeros.
 _KEEPS_ZERO = frozenset(
     {"ap.full", "broadcast_in_dim", "convert_element_type", "copy"}
     | {f"ap.{over}shard" for over in ("", "microbatch_", "tensor_")}
@@ -25,7 +25,7 @@ _KEEPS_ZERO = frozenset(
 
 @dataclass(eq=False)
 class Writer:
-    """Equations in order."""
+    """Collects equations in order."""
 
     equations: list[Equation] = field(default_factory=list, kw_only=True)
 
@@ -44,13 +44,12 @@ class Writer:
         params: Params | None = None,
         bodies: tuple[Block, ...] = (),
     ) -> Var:
-        """Appends an operation of ours; returns its result."""
         out = Var(type_)
         self.append(Equation(op, tuple(inputs), (out,), params or {}, bodies))
         return out
 
     def full(self, value: Atom, type_: ArrayType) -> Var:
-        """Returns a scalar everywhere."""
+        """Returns an array that is `value` everywhere."""
         return self.emit("ap.full", (value,), type_, {"shape": type_.shape, "dtype": type_.dtype})
 
     def zeros(self, type_: ArrayType) -> Var:
@@ -59,7 +58,7 @@ class Writer:
 
 @dataclass(eq=False)
 class ZeroWriter(Writer):
-    """One that knows what makes each value, and which values are zero (`known_zeros`)."""
+    """Writer that knows which equation makes each value, and which values are zero."""
 
     producers: dict[Atom, Equation] = field(default_factory=dict, kw_only=True)
     known_zeros: set[Atom] = field(default_factory=set, kw_only=True)
@@ -77,7 +76,7 @@ class ZeroWriter(Writer):
         return atom in self.known_zeros
 
 
-# --- equations of a block made from a JAX function: how a pass writes a few operations in place of one ---
+# --- equations made from a JAX function: a pass writes several operations in place of one ---
 
 
 def expand(
@@ -86,11 +85,9 @@ def expand(
     """Returns the equations of `fun(*atoms)`, with the line and context of `like`.
 
     Args:
-      fun: Of arrays, returns one array that an equation computes.
-      like: The equation that they are made for.
-      atoms: What `fun` is given.
-      output: The variable that is to hold the result; a new one by default, which is the last equation's output.
-      again: Whether `fun` is an object that comes again, which holds nothing large: it is traced once for its shapes.
+      fun: Returns one array, which an equation computes.
+      output: The variable of the result; by default a new one, the last equation's output.
+      again: `fun` is a lasting object that holds nothing large, so that its trace is cached by shapes.
     """
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a.type, "weak_type", False)) for a in atoms]
     trace = _traced if again else _traced.__wrapped__
