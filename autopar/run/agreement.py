@@ -1,9 +1,8 @@
-"""Compares what processes are about to run together: a difference would hang them, or worse.
+"""Checks that processes are about to run the same step: a difference would hang them, or worse.
 
-Before a step is planned, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the
-contents of plain arrays (which mean the global batch or state, so they are the same everywhere). Every process sees all
-answers, so all raise the same error, and none is left waiting. After it is planned: the plan.
-Every rank compiles the same plan.
+Before planning, in this order: JAX's version, the options, the arguments' shapes, the traced program, and the contents
+of plain arrays, which stand for the global batch or state. Afterwards: the plan. Each process sees all answers, so that
+all raise the same error and none is left waiting.
 """
 
 from __future__ import annotations
@@ -31,25 +30,25 @@ from autopar.launch.sameness import shown
 from autopar.sync import Sync
 from autopar.tables.kinds import is_table
 
-#: Bytes of a larger array that are compared, evenly picked.
+#: Size in bytes of the evenly spaced sample that is compared of a larger array.
 _SAMPLE = 1 << 20
 
 
 def check_same_call(
     processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Leaf]
 ) -> None:
-    """Compares a call that is to be planned.
+    """Compares a call that is about to be planned.
 
     Args:
-      processes: Those that run the step.
-      program: As it was traced.
+      processes: All processes that run the step.
+      program: The traced program.
       options: The user's choices, as text by name.
-      leaves: Its flat arguments, in the order of the program's inputs; None for those that may differ.
+      leaves: The flat arguments; None for those that may differ.
 
     Raises:
-      AutoparError: other versions, or other options.
-      ArgumentsError: other shapes, or plain arrays that aren't the same.
-      StepError: another program.
+      AutoparError: versions or options differ.
+      ArgumentsError: shapes or plain arrays differ.
+      StepError: programs differ.
     """
     name = program.name
     text = _plain(block_text(program.block, _contents))
@@ -99,7 +98,7 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
     """Compares a function that makes a state, and its arguments.
 
     Raises:
-      ArgumentsError: they aren't the same.
+      ArgumentsError: they differ.
     """
     mine = [_digest("\n".join(_plain(block_text(block, _contents))).encode()), [_contents(leaf) for leaf in leaves]]
     all_ = processes.values(mine, f"making a state by {name}")
@@ -113,10 +112,10 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
 
 
 def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
-    """Compares what was planned: everything that it is made of was the same.
+    """Compares plans, and the programs made of them.
 
     Raises:
-      AutoparError: another plan.
+      AutoparError: they differ, although everything that they follow from was the same.
     """
     name = compiled.program.name
     decided = f"{compiled.plan}, {compiled.bound.decisions}".split("TablePlan")
@@ -138,8 +137,8 @@ def _raise_program(processes: StoreGroup, name: str, text: list[str]) -> None:
 
 
 def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[str, str, str]:
-    """Finds a process that differs: returns its name, and the first line that differs on the first process and on
-    it."""
+    """Returns the name of a process that differs, and the first line that does, on the first process and on that
+    one."""
     about = f"comparing {name}"
     all_ = processes.values([_digest(line.encode())[:16] for line in text], about)
     k = odd_one(all_)
@@ -170,7 +169,7 @@ def _plain(text: list[str]) -> list[str]:
 
 @jax_compat.outside_traces()
 def _contents(leaf: Leaf) -> str | None:
-    """Digests a plain array, or a sample if it is large; None of what isn't plain, or isn't to be compared."""
+    """Returns the digest of a plain array, or of a sample of a large one; None for anything else."""
     if leaf is None or isinstance(leaf, jax.ShapeDtypeStruct):
         return None
     if jax_compat.is_tracer(leaf) or is_table(leaf) or is_global(leaf):
@@ -185,15 +184,15 @@ def _contents(leaf: Leaf) -> str | None:
 
 
 def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Leaf]) -> None:
-    """Checks that all processes begin to train the same. Collective.
+    """Checks that all processes begin with the same state. Collective.
 
     Args:
-      processes: All of them.
-      name: The step's.
+      processes: All processes.
+      name: The step's name.
       arrays: Path -> this process's array.
 
     Raises:
-      StateError: one isn't the same everywhere.
+      StateError: an array differs.
     """
     all_ = processes.values([_array_digest(x) for x in arrays.values()], f"the state that {name} begins with")
     k = odd_one(all_)
@@ -212,12 +211,7 @@ def _array_digest(array: Leaf) -> int:
 
 
 def warn_if_alone(name: str, sync: Sync, clients: Clients) -> None:
-    """Warns that a training begins in which nothing is exchanged, unless the user said that there is one client.
-
-    Args:
-      name: The step's.
-      sync, clients: How it trains, and who.
-    """
+    """Warns that a lone client exchanges nothing, unless the user said that there is one client."""
     if clients.processes.size == 1 and sync.clients is None:
         way = type(sync).__name__
         warn(

@@ -1,9 +1,8 @@
-"""A call's arguments: which are state, and what each leaf is called.
+"""Finds the arguments of a call that are state, and names all leaves.
 
-State: the arguments that the step returns updated. An argument is one if its structure, shapes and dtypes are those of
-the output or of a part of it, and if some leaf's new value is made of the old one.
-A lone array is taken for state only where everything before it is state (`step(w, batch) -> (w, loss)`), because an
-input and an output of one shape are common otherwise (an autoencoder's).
+An argument is state if the step returns it updated: its structure, shapes and dtypes are those of the output or of a
+part of it, and some leaf's new value depends on the old one. A lone array is state only if everything before it is
+(`step(w, batch) -> (w, loss)`), because inputs and outputs of one shape are common otherwise (an autoencoder's).
 """
 
 from __future__ import annotations
@@ -31,8 +30,13 @@ Layout = tuple[RowLayout, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """One argument of a call, flattened. `position` is None for a keyword argument; `layouts` are those of Tables,
-    `spread` those of arrays."""
+    """One flattened argument.
+
+    Attributes:
+      name, position: Of the parameter; None for a position that is a keyword's.
+      layouts: Layouts of leaves that are Tables.
+      spread: Layouts that leaves which are arrays amount to.
+    """
 
     name: str
     position: int | None
@@ -44,18 +48,17 @@ class Argument:
 
     @property
     def place(self) -> int | str:
-        """Its position, or its name where it is passed by keyword."""
+        """The position, or the name of a keyword argument."""
         return self.name if self.position is None else self.position
 
     @property
     def is_lone_array(self) -> bool:
-        """An array that is no part of any container."""
         return jax.tree_util.treedef_is_leaf(self.treedef)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A call of the step: dynamic arguments in the order in which JAX flattens them, and the static ones."""
+    """A call: its dynamic arguments in JAX's order, shapes with static arguments in place, and a hashable key."""
 
     arguments: tuple[Argument, ...]
     shapes: tuple[Pytree, Mapping[str, Pytree]]
@@ -63,27 +66,27 @@ class Call:
 
     @property
     def layouts(self) -> tuple[Layout | None, ...]:
-        """The layouts of all leaves; None for those that are no Tables."""
+        """Layouts of all leaves; None for leaves that are no Tables."""
         return tuple(layout for a in self.arguments for layout in a.layouts)
 
     def read_layouts(self, parameters: Set[int], devices: int) -> tuple[Layout | None, ...]:
-        """Returns layouts that a step on so many devices can read: of Tables, and of arrays among an evaluation's
-        parameters."""
+        """Returns the layouts that a step on `devices` devices reads in place: those of Tables, and of arrays among an
+        evaluation's parameters."""
         spread = [layout for a in self.arguments for layout in a.spread]
         found = (table or (spread[k] if k in parameters else None) for k, table in enumerate(self.layouts))
         return tuple(layout if layout is not None and layout[0].devices == devices else None for layout in found)
 
 
 def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
-    """Returns what JAX needs to trace a leaf: its shape, dtype and weak type.
+    """Returns a leaf's shape, dtype and weak type, as JAX traces it.
 
     Args:
-      leaf: An array, a number, a shape.
-      path: Its own, led by the argument's name.
-      remedy: What to do if it is none of these.
+      leaf: An array, a number or a shape.
+      path: The argument's name and the leaf's path, for the error.
+      remedy: Advice for the error.
 
     Raises:
-      ArgumentsError: it isn't.
+      ArgumentsError: the leaf is nothing of the kind.
     """
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
@@ -100,7 +103,7 @@ def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
 
 
 def parameter_names(fun: Callable[..., Pytree], count: int) -> list[str]:
-    """Names of the positional arguments, as far as the signature tells."""
+    """Returns names of the positional arguments, as far as the signature has them."""
     try:
         parameters = inspect.signature(fun).parameters.values()
     except (TypeError, ValueError):
@@ -115,7 +118,7 @@ def read_call(
     """Flattens a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
 
     Raises:
-      ArgumentsError: a leaf that is no array, or a static argument that can't be hashed.
+      ArgumentsError: a leaf is no array, or a static argument can't be hashed.
     """
     names = parameter_names(fun, len(args))
     arguments: list[Argument] = []
@@ -144,7 +147,7 @@ def read_call(
 
 
 def static_key(statics: Mapping[int | str, Any]) -> Any:
-    """Tells apart calls with other static arguments; as for `jax.jit` 1, 1.0 and True are three."""
+    """Returns a key of static arguments that, as in `jax.jit`, tells 1, 1.0 and True apart."""
     return tuple((place, type(value), value) for place, value in statics.items())
 
 
@@ -163,10 +166,10 @@ def _unhashable(statics: Mapping[int | str, Any], names: Sequence[str], cause: T
 
 
 def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
-    """Checks that `state_argnums` and `batch_argnums` name arguments of the call, each one once.
+    """Checks that `state_argnums` and `batch_argnums` name arguments of the call, none of them twice.
 
     Raises:
-      ArgumentsError: one of them doesn't.
+      ArgumentsError: they don't.
     """
     known = {a.position for a in call.arguments if a.position is not None}
     for option, positions in (("state_argnums", states), ("batch_argnums", batches)):
@@ -182,7 +185,7 @@ def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[
 
 
 def _argument(name: str, position: int | None, value: Pytree) -> tuple[Argument, Pytree]:
-    """Flattens an argument; returns it and its shapes."""
+    """Flattens an argument; returns it and its shapes as a tree."""
     leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
     paths = tuple(path_name(p) for p, _ in leaves)
     if jax.tree_util.treedef_is_leaf(treedef):
@@ -203,17 +206,18 @@ def type_of_shape(shape: Leaf) -> ArrayType:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class States:
-    """Arguments that are state: for each (its index in the call) the first output leaf of its new value."""
+    """The arguments that are state: index in the call -> first output leaf of the new value."""
 
     outputs: Mapping[int, int]
 
     def confirmed(self, call: Call, block: Block, top: frozenset[tuple[int, Any]]) -> States:
-        """Drops what merely looks like a state: a gradient has its parameters' form, a batch may be handed back.
+        """Drops arguments that only look like state: a parameter's gradient has its form, and a batch may be returned
+        unchanged.
 
         Args:
           call: The call.
           block: The traced step.
-          top: (first leaf, structure) of the output's outermost parts.
+          top: First leaf and structure of the output's outermost parts.
         """
         added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
         sure, likely, start = {}, {}, 0
@@ -231,7 +235,7 @@ class States:
 
 
 def tops(tree: Pytree) -> frozenset[tuple[int, Pytree]]:
-    """Returns (first leaf, structure) of the whole output and of each of its outermost parts."""
+    """Returns first leaf and structure of the whole output and of each of its outermost parts."""
     parts, start = {(0, tree)}, 0
     for child in tree.children():
         parts.add((start, child))
@@ -242,17 +246,17 @@ def tops(tree: Pytree) -> frozenset[tuple[int, Pytree]]:
 def find_states(
     call: Call, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
 ) -> States:
-    """Matches arguments with the outputs.
+    """Matches arguments with outputs.
 
     Args:
       call: The call.
       outputs: The step's outputs, a pytree of ShapeDtypeStructs.
-      state_argnums: Positions that the user named as state; None to find them.
-      batch_argnums: Positions of what is no state.
+      state_argnums: Positions that the user named as state; None: any may be.
+      batch_argnums: Positions that the user named as no state.
 
     Raises:
-      StateError: a named state, or something that looks like one, isn't returned as it was given.
-      ArgumentsError: two arguments could be the one that is returned.
+      StateError: a named state, or what looks like one, isn't returned as it was given.
+      ArgumentsError: two arguments could be the state.
     """
     leaves, treedef = jax.tree.flatten(outputs)
     nodes = list(subtrees(treedef))
@@ -290,7 +294,7 @@ def subtrees(treedef: PyTreeDef) -> Iterator[tuple[Pytree, int]]:
 def _find(
     argument: Argument, nodes: Sequence[tuple[Any, int]], types: Sequence[ArrayType], claimed: Sequence[tuple[int, int]]
 ) -> Iterator[int]:
-    """Yields first leaves of results that have the argument's form, and overlap with none that is claimed."""
+    """Yields first leaves of outputs that have the argument's form and don't overlap with claimed ranges."""
     size = len(argument.types)
     for node, start in nodes:
         if node != argument.treedef or any(a < start + size and start < b for a, b in claimed):
@@ -300,13 +304,13 @@ def _find(
 
 
 def result_places(argument: Argument, outputs: Pytree, claimed: Sequence[tuple[int, int]]) -> list[int]:
-    """Lists first leaves of all results of an argument's form, but for what overlaps with claimed ranges of leaves."""
+    """Returns first leaves of all outputs of an argument's form that don't overlap with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
     return list(_find(argument, list(subtrees(treedef)), [type_of_shape(leaf) for leaf in leaves], claimed))
 
 
 def alike(a: ArrayType, b: ArrayType) -> bool:
-    """Returns whether a state may change from one into the other: weak types do."""
+    """Says whether types are equal but for weakness, which a step may change."""
     return a.shape == b.shape and a.dtype == b.dtype
 
 
@@ -318,7 +322,8 @@ def _check_missing(
     starts: Mapping[int, int],
     named: bool,
 ) -> None:
-    """Refuses an argument that isn't returned and was meant to be, or is one of two that could."""
+    """Raises if an argument without a matching output was meant to be state, or has the same form as the one that was
+    matched."""
     twin = next((j for j in starts if _same_form(call.arguments[j], argument)), None)
     if twin is not None:
         raise ArgumentsError(
@@ -350,7 +355,7 @@ def _same_form(a: Argument, b: Argument) -> bool:
 
 
 def _check_lone(call: Call, starts: Mapping[int, int], treedef: PyTreeDef, state_argnums: Sequence[int] | None) -> None:
-    """Refuses an only output of the first argument's shape, which may be a new state or a prediction."""
+    """Refuses a lone output of the first argument's shape: it may be a new state or a prediction."""
     if state_argnums is not None or list(starts) != [0] or not jax.tree_util.treedef_is_leaf(treedef):
         return
     others = [a for a in call.arguments[1:] if not a.is_lone_array]
@@ -364,9 +369,9 @@ def _check_lone(call: Call, starts: Mapping[int, int], treedef: PyTreeDef, state
 def describe_leaves(
     call: Call, states: States, outputs: Pytree, devices: int = 1
 ) -> tuple[tuple[Input, ...], tuple[Output, ...]]:
-    """Describes paths and roles of all leaves. With one state its paths stand alone, else the argument's name leads.
+    """Returns paths and roles of all leaves. Paths of a lone state have no argument's name before them.
 
-    A Table that isn't state is read where it is, if it is spread over as many devices as the step.
+    A Table that is no state is read in place if it is divided over as many devices as the step.
     """
     several = len(states.outputs) > 1
     layouts = call.read_layouts(frozenset(), devices)

@@ -1,4 +1,4 @@
-"""`Asked`: how a step is asked to be run, for the way that is to run it."""
+"""`Asked`: a user's request for a step, from which the chosen way makes its planner."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from autopar.ways.way import Way
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Asked:
-    """Holds how a step is asked to be run.
+    """A user's request for a step.
 
     Attributes:
-      planner: What plans it, by what all ways have in common, but for the devices.
+      planner: A planner with the options that all ways share, without devices.
       mesh, data_axis, tensor_axis, pipeline, sync, replan: As for `parallelize`.
-      machine_of: Gives what can be asked of some devices.
+      machine_of: Measures the machine that some devices are in.
       parallelize: Makes the same step with other options.
-      way_for: Chooses the way to run a step by `sync`, `pipeline` and its strategy (`ways.table`).
+      way_for: Chooses the way (`ways.table`).
     """
 
     planner: Planner
@@ -55,11 +55,11 @@ class Asked:
         return Devices.of(self.mesh, self.data_axis, self._tensor_axis())
 
     def on(self, devices: Devices, count: int | None = None) -> Planner:
-        """Returns what plans the step for some devices.
+        """Returns a planner for some devices.
 
         Args:
-          devices: Those that run the step.
-          count: How many divide a batch; None: all along the data axis.
+          devices: The devices that run the step.
+          count: Number of parts of a batch; None: all devices along the data axis.
         """
         count, old = devices.count if count is None else count, self.planner
         options = dataclasses.replace(
@@ -78,18 +78,18 @@ class Asked:
         )
 
     def planner_by(self, **changes: Any) -> Planner:
-        """Returns what plans the step by other options."""
+        """Returns the planner of the same request with changes."""
         asked = dataclasses.replace(self, **changes)
         return self.way_for(asked.sync, asked.pipeline, asked.planner.options.strategy).planner(asked)
 
     def made(self, planner: Planner, *, is_watched: bool) -> ParallelStep:
-        """Returns the step. `is_watched`: whether the rows that its batches touch may be."""
+        """Returns the step. `is_watched`: this way allows watching the rows that batches touch."""
         is_watched = is_watched and self.replan != "off" and not self.devices.processes.several
         return ParallelStep(planner, AlphaWatch() if is_watched else None)
 
     @property
     def tensor(self) -> str:
-        """Returns what asks for a tensor axis, as the user wrote it; "": nothing does."""
+        """The option that asks for a tensor axis, as the user wrote it, or ""."""
         if self.tensor_axis is not None:
             return f"tensor_axis={self.tensor_axis!r}"
         strategy = self.planner.options.strategy
@@ -97,7 +97,7 @@ class Asked:
         return "strategy='tensor'" * any(split_method(method)[0] == TENSOR for method in methods)
 
     def _tensor_axis(self) -> str | None:
-        """Returns the axis of the mesh over which products are divided; None if none are."""
+        """Returns the axis of the mesh over which products are divided, if any."""
         if not self.tensor:
             return None
         names: Sequence[str] = [] if self.mesh is None else list(self.mesh.axis_names)

@@ -1,7 +1,7 @@
-"""`AsynchronousRunner`: calls a step whose minibatches follow one another through the stages without a flush.
+"""`AsynchronousRunner`: runs a pipeline without flushes, in which minibatches follow one another through the stages.
 
-A call brings a minibatch, and issues what `ir.asynchronous` says. So leaves of the state that it returns stand for a
-`Flight`: what devices hold between calls, and the minibatches that aren't done.
+A call brings one minibatch and issues the actions that `ir.asynchronous` lists for it. Leaves of the state that it
+returns stand for an `AsynchronousFlight`: what devices hold between calls, and the minibatches under way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import numpy as np
 
 from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
-from autopar.errors import StepError
 from autopar.interrupts import uninterrupted
 from autopar.ir.asynchronous import Asynchronous
 from autopar.ir.asynchronous_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
@@ -27,23 +26,26 @@ from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.pipeline import StageLeaves
+from autopar.run.runner import Runner
 from autopar.run.stage_executor import StageExecutor, Values
 from autopar.tables.pending import PendingArray
 from autopar.tables.staged import StageArray
 
 
-class AsynchronousRunner:
+class AsynchronousRunner(Runner):
     """Calls a planned step on flat arrays, a minibatch a call.
 
     Args:
-      step: The programs.
-      new_states: Number of an input that is state -> number of the output that is its new value.
-      echoes: Number of an output that is as it was given, and no state -> number of that input.
-      devices: All of them, by number; this process runs the programs of its own.
+      step: The stages' programs.
+      new_states: Number of a state input -> number of the output with its new value.
+      echoes: Number of an output that returns an input unchanged (no state) -> number of that input.
+      devices: All devices by number; this process runs programs on its own.
       out_tree: The structure of the results.
-      donate: Whether a state that isn't on its way is updated in place. One that is, is in any case.
+      donate: Whether a state without minibatches under way is updated in place. One with some always is.
       kept: Brings arguments that are no state to the stages.
     """
+
+    several_programs = "in stages"
 
     def __init__(
         self,
@@ -66,28 +68,20 @@ class AsynchronousRunner:
         self.messages = self.executor.messages
         self.inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
         moving = self.asynchronous.news
-        #: Numbers of the inputs that are leaves which updates change, in the order of a flight's leaves.
+        #: Numbers of the inputs that updates change, in the order of a flight's leaves.
         self.moving = [k for k, parts in enumerate(self.inputs) if k in new_states and parts[0] in moving]
-        #: Those of the echoes that are whole parts of the results.
+        #: Echoes that make up a whole part of the results.
         self.passed = dict(self._passed(echoes))
         clock = self.asynchronous.clock
         self._clock = jax.jit(lambda *inputs: emit(clock, {})(*inputs))
 
     def lister(self) -> MinibatchLister:
-        """Makes what lists the actions of a flight."""
         return MinibatchLister(self.step, self._everywhere, again=True)
 
-    def lower(self) -> Any:
-        """Refuses: a pipeline is several programs."""
-        raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
-
-    def loads(self) -> None:
-        """Returns None: no capacity is measured."""
-
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arrays: returns its new state, and the results of the minibatch that has gone through.
+        """Runs the step on flat arrays; returns its new state, and the results of the minibatch that has gone through.
 
-        Parts without state are None where there is none yet.
+        Parts without state are None as long as no minibatch has.
         """
         states, others = self.call(leaves)
         count = self._out_tree.num_leaves
@@ -97,8 +91,8 @@ class AsynchronousRunner:
         return jax.tree.map(lambda x: None if has_no_state(x) else states[x], tree, is_leaf=has_no_state)
 
     def call(self, leaves: Sequence[Leaf]) -> tuple[dict[int, Leaf], dict[int, Leaf] | None]:
-        """Brings a minibatch; returns new states, and the results of the minibatch that ends with this call, by their
-        numbers."""
+        """Brings a minibatch; returns by number new states, and the results of the minibatch that ends with this
+        call."""
         self.executor.compile()  # before anything is given away
         flight = self._flight(leaves)
         if flight is None:
@@ -132,23 +126,24 @@ class AsynchronousRunner:
                 yield from ((out, echoes[out]) for out in range(start, end))
 
     def rest_of(self, states: Mapping[int, Pytree]) -> list[dict[int, Leaf]]:
-        """Returns what minibatches returned that ended when these new states were read."""
+        """Returns the results of minibatches that ended when these new states were read."""
         flight = next((leaf.pending for leaf in states.values() if isinstance(leaf, PendingArray)), None)
         return flight.rest_by_number if isinstance(flight, AsynchronousFlight) else []
 
     def structured(self, others: Mapping[int, Leaf]) -> Pytree:
-        """Gives a minibatch's results besides the state: the one part that has none of it, or a list of such parts."""
+        """Returns a minibatch's results besides the state: the one output part that has no state, or a list of
+        several."""
         parts = jax.tree.leaves(self._out_tree.unflatten(range(self._out_tree.num_leaves)), is_leaf=self._has_no_state)
         apart = [jax.tree.map(others.__getitem__, part) for part in parts if self._has_no_state(part)]
         return apart[0] if len(apart) == 1 else apart
 
     def _has_no_state(self, node: Any) -> bool:
-        """Says of a tree of the results' numbers whether none is of the state, or passed through."""
+        """Says whether a tree of output numbers has neither state nor inputs that are returned unchanged."""
         numbers = jax.tree.leaves(node)
         return bool(numbers) and {*self.new_states.values(), *self.passed}.isdisjoint(numbers)
 
     def _flight(self, leaves: Sequence[Leaf]) -> AsynchronousFlight | None:
-        """Returns the flight that goes on: all moving leaves are of its last call."""
+        """Returns the flight that this call continues: all moving leaves are results of its last call."""
         first = leaves[self.moving[0]] if self.moving else None
         if not isinstance(first, PendingArray) or not isinstance(first.pending, AsynchronousFlight):
             return None
@@ -160,17 +155,17 @@ class AsynchronousRunner:
         return flight if all(mine) and flight.goes_on(self, leaves) else None
 
     def _arguments(self, leaves: Sequence[Leaf]) -> dict[Var, Leaf]:
-        """Finds what a minibatch is given, by input. NumPy's arrays are copied: they may be filled anew."""
+        """Returns a minibatch's arguments by input. NumPy arrays are copied, as they may be filled anew."""
         pairs = ((parts[0], leaf) for parts, leaf in zip(self.inputs, leaves, strict=True) if len(parts) == 1)
         given = ((v, _read(leaf)) for v, leaf in pairs if v not in self.step.homes)
         return {v: leaf.copy() if isinstance(leaf, np.ndarray) else leaf for v, leaf in given}
 
 
 class AsynchronousFlight:
-    """Minibatches that follow one another from a state, until it is drained.
+    """Minibatches that follow one another from a first state, until they are drained.
 
     Args:
-      runner: Whose programs they run.
+      runner: The runner of their programs.
       leaves: The arguments of the first call.
     """
 
@@ -196,36 +191,36 @@ class AsynchronousFlight:
         self.calls = 0
         #: Shape and dtype of each moving leaf.
         self.types = [_type_of(runner.inputs[k]) for k in runner.moving]
-        #: What minibatches returned that ended when the state was read, by the number of the result.
+        #: Results, by number, of minibatches that ended when the state was read.
         self.rest_by_number: list[dict[int, Any]] = []
 
     @property
     def call(self) -> int:
-        """The last call; -1 where another pipeline has taken the leaves."""
+        """Number of the last call; -1 once another pipeline has taken the leaves."""
         return -1 if self._is_gone else self.calls
 
     def hand_on(self) -> None:
-        """Says that its leaves are no more: a step has taken them, or failed."""
+        """Marks its leaves as gone: a step has taken them, or failed."""
         self._is_gone = True
 
     @property
     def ended(self) -> int | None:
-        """Number of the minibatch whose results the last call returned; None as long as there is none."""
+        """Number of the minibatch whose results the last call returned; None before the first."""
         number = self.calls - 1 - self._asynchronous.calls.last
         return number if number >= 0 else None
 
     @property
     def is_of_several(self) -> bool:
-        """Its stages are on several processes."""
+        """Says whether its stages are on several processes."""
         return self._runner.messages is not None
 
     def goes_on(self, runner: AsynchronousRunner, leaves: Sequence[Leaf]) -> bool:
-        """Returns whether a call of a runner is its next one: nothing was drained, and what stays is the same."""
+        """Says whether a call of `runner` continues it: nothing was drained, and constant leaves are the same."""
         same = all(leaves[k] is leaf for k, leaf in self._constants)
         return self._runner is runner and self._drained is None and same
 
     def issue(self, arguments: Mapping[Var, Pytree]) -> dict[int, Leaf] | None:
-        """Brings a minibatch; returns the results of the one that ends with this call, by their number."""
+        """Brings a minibatch; returns by number the results of the one that ends with this call."""
         number = self.calls
         self._minibatches[number] = self._lister.minibatch(number)
         self._given[self._lister.called(number)] = arguments
@@ -233,7 +228,7 @@ class AsynchronousFlight:
         return self._run(number)
 
     def _run(self, call: int) -> dict[int, Leaf] | None:
-        """Runs what a call issues, of the newest minibatch first."""
+        """Runs the actions of a call, those of the newest minibatch first."""
         for number in sorted(self._minibatches, reverse=True):
             actions = self._minibatches[number].calls[call - number] if call - number >= 0 else []
             self._executed(actions)
@@ -245,7 +240,7 @@ class AsynchronousFlight:
         executor.run((pair for pair in actions if executor.takes_part(pair[0])), self._values)
 
     def _results(self, number: int) -> dict[int, Leaf]:
-        """Returns what a minibatch returns besides the state, and forgets it."""
+        """Returns a minibatch's results besides the state, and forgets the minibatch."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
         states = {*self._runner.new_states.values(), *self._runner.passed}
         places = [k for k in range(len(self._step.outputs)) if k not in states]
@@ -260,7 +255,7 @@ class AsynchronousFlight:
 
     @uninterrupted
     def drained(self) -> list[Leaf]:
-        """Returns the moving leaves behind all minibatches. Collective over the ranks of the stages."""
+        """Returns the moving leaves after all minibatches. Collective over the stages' ranks."""
         if self._drained is None:
             try:
                 self._drained = self._finished()
@@ -286,13 +281,13 @@ class AsynchronousFlight:
         return self._leaves.results(outputs, self._values, found, self._first.__getitem__)
 
     def rest(self) -> list[Leaf]:
-        """Returns what minibatches returned besides the state that ended when it was read, in their order. Where that
-        is nothing, no call waits for it, and none is left."""
+        """Returns the results, in order, of minibatches that ended when the state was read; [] if they have none
+        besides it."""
         self.drained()
         return [self._runner.structured(results) for results in self.rest_by_number if results]
 
     def _spread_scalars(self, found: Mapping[Value, tuple[int, ...]]) -> dict[Value, tuple[int, ...]]:
-        """Sends every device what isn't a leaf of one stage; returns who has it then."""
+        """Sends to every device the values that aren't leaves of one stage; returns their new devices."""
         everywhere = tuple(range(len(self._runner.executor.all)))
         scalars = {value: devices for value, devices in found.items() if value.var not in self._step.new_leaves}
         for value, devices in scalars.items():
@@ -306,7 +301,7 @@ class AsynchronousFlight:
         return self._runner.kept.put(value.var, self._argument(value), device, axis)
 
     def _argument(self, value: Value) -> Leaf:
-        """Finds what a device reads that none has made: an argument of a minibatch, or a leaf of the first state."""
+        """Returns a value that no device makes: an argument of a minibatch, or a leaf of the first state."""
         if isinstance(value.part, Microbatch):
             whole, _ = self._step.parts.get(value.var, (value.var, 0))
             return self._given[value.part.number][whole]
@@ -319,19 +314,19 @@ class AsynchronousFlight:
 
 
 def _read(leaf: Leaf) -> Leaf:
-    """Returns a leaf, once no minibatch is to update it."""
+    """Returns a leaf after all minibatches that update it."""
     return leaf.current() if isinstance(leaf, PendingArray) else leaf
 
 
 def _type_of(parts: Sequence[Var]) -> jax.ShapeDtypeStruct:
-    """Returns shape and dtype of a leaf that several stages may have part by part."""
+    """Returns shape and dtype of a leaf that stages may hold in parts."""
     first = parts[0]
     rows = (sum(v.shape[0] for v in parts),) if len(parts) > 1 else first.shape[:1]
     return jax.ShapeDtypeStruct((*rows, *first.shape[1:]), first.dtype)
 
 
 def _donated(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
-    """Returns of each update the positions of the leaves that it is the last to read: their buffers take the new."""
+    """Returns for each update the positions of leaves that it is the last to read, and may overwrite."""
     return {
         program: tuple(k for k, v in enumerate(program.block.inputs) if v in leaves)
         for program, leaves in last_updates(step).items()

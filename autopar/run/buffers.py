@@ -1,4 +1,4 @@
-"""Buffers of the state: what is done before they are given away, and what is said when they are used again."""
+"""Buffers of the state: copies before they are donated, and errors where they are used afterwards."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autopar.tables.kinds import copied, is_table
 
 
 def with_own_buffers(leaves: Sequence[Leaf], states: Collection[int]) -> list[Leaf]:
-    """Copies leaves of the state whose buffer another leaf has, too: each is to be updated in place by itself.
+    """Copies state leaves that share a buffer with another leaf, so that each can be updated in place.
 
     Args:
-      leaves: Of a call, flat.
-      states: The numbers of those of the state.
+      leaves: Flat arguments of a call.
+      states: Numbers of the state's leaves.
     """
     own_leaves, states = list(leaves), frozenset(states)
     if not states:
@@ -36,7 +36,7 @@ def with_own_buffers(leaves: Sequence[Leaf], states: Collection[int]) -> list[Le
 
 @contextlib.contextmanager
 def naming_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> Iterator[None]:
-    """Names the leaf in errors that a leaf of the arguments was gone before the call (`check_not_donated`)."""
+    """Adds the leaf's name to errors about a donated argument (`check_not_donated`)."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -45,7 +45,7 @@ def naming_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Pytre
 
 
 def check_not_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], cause: Exception) -> None:
-    """Raises DonatedStateError if an error says that a leaf of the arguments was gone before the call."""
+    """Raises `DonatedStateError` if `cause` says that an argument was donated before the call."""
     if not isinstance(cause, DonatedStateError) and not any(word in str(cause) for word in ("deleted", "donated")):
         return  # a step that failed itself has updated leaves in place, too
     gone = first_deleted((args, dict(kwargs)))
@@ -58,21 +58,17 @@ def check_not_donated(name: str, args: Sequence[Pytree], kwargs: Mapping[str, Py
 
 
 def is_shared_buffer(error: Exception) -> bool:
-    """Returns whether JAX says that a buffer is donated twice, or donated and used."""
+    """Says whether JAX reports a buffer that is donated twice, or donated and used."""
     text = str(error)
     return "donate" in text and any(phrase in text for phrase in ("same buffer", "same call", "twice", "also used"))
 
 
-def is_traced(leaf: Leaf) -> bool:
-    return jax_compat.is_tracer(leaf)
-
-
 def _buffers(tree: Pytree) -> list[Leaf]:
-    """Lists the addresses of the buffers of all arrays in a tree."""
+    """Returns the addresses of all arrays' buffers."""
     return [
         address
         for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, jax.Array) and not is_traced(leaf) and not leaf.is_deleted() and leaf.size
+        if isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf) and not leaf.is_deleted() and leaf.size
         for address in _addresses(leaf)
     ]
 
@@ -86,7 +82,7 @@ def _addresses(leaf: jax.Array) -> list[int]:
 
 
 def first_deleted(arguments: tuple[Pytree, Pytree]) -> str | None:
-    """Names the first leaf in (args, kwargs) whose rows or buffers were given to a step; None if there is none."""
+    """Returns the name of the first leaf in (args, kwargs) that was donated, if any."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if is_table(leaf) or (isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf)):
             if leaf.is_deleted():
@@ -96,10 +92,10 @@ def first_deleted(arguments: tuple[Pytree, Pytree]) -> str | None:
 
 
 def noting_lost_state(call: Callable[..., Pytree]) -> Callable[..., Pytree]:
-    """Wraps a step's `__call__` so that its errors say so if the state is gone.
+    """Wraps a step's `__call__` so that errors tell a user when the state is gone.
 
-    An error stays what it is: who catches JAX's own errors still does.
-    Autopar's own errors, and warnings that are errors, are raised before a step begins.
+    The error itself stays, for those who catch JAX's own. Autopar's errors, and warnings that are errors, come before a
+    step begins and need no note.
     """
 
     @functools.wraps(call)

@@ -1,11 +1,11 @@
 """`DevicesRunner`: calls a planned step on several devices.
 
 A step with measured capacities and its fallback (`backends.fallback`) are twice the program to compile, and the
-fallback rarely runs. So at first the step is called alone (`LateFallback`): the caller waits for its flag, and where a
-batch exceeded a capacity, calls both as one. These are compiled beside the steps once there were some; from then on
-nobody waits for a flag.
+fallback rarely runs. `LateFallback` therefore calls the step alone at first, reads its flag, and calls the program with
+both where a batch exceeded a capacity. That program is compiled in the background after some steps; from then on it is
+called, and nobody waits for a flag.
 
-Of a table whose rows wait, an evaluation brings those up to date that it reads, and no others (`ReadRows`).
+An evaluation brings only those deferred rows up to date that it reads (`ReadRows`).
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ from autopar.jax_types import AnyType, Array, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
+from autopar.run.runner import Runner
 from autopar.tables.deferred import DeferredTable, DeviceUpdateLog, DeviceUpdateLogSpec, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.sharded import Table
 
-#: Calls until what has the fallback is compiled: many steps are called for a few batches only. And calls after which
-#: processes, which have to go over to it together, wait for that.
+#: Calls before the program with the fallback is compiled, as many steps run for a few batches only; and calls after
+#: which several processes, which must change over together, wait for it.
 CALLS, WAITING_CALLS = 32, 64
-#: Blocks of rows at most that a program brings up to date which is compiled for a step's; more get one of their own.
+#: Row numbers that make more blocks than this are brought up to date by a program of their own size.
 _BLOCKS = 8
 
 
@@ -64,7 +65,8 @@ def _stored(type_: AnyType, layout: tuple[RowLayout, int] | None) -> Leaf:
 
 
 def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:
-    """Returns the type of the whole array of which this is one of some parts along an axis; None: all of it."""
+    """Returns the type of the whole array, of which `type_` is one of `parts` parts along an axis; None: it is
+    whole."""
     return type_ if axis is None else type_.resized(axis, parts * type_.shape[axis])
 
 
@@ -73,17 +75,18 @@ def _layout(bound: ProgramPlan, family: int) -> RowLayout | None:
     return None if family_plan is None else family_plan.layout
 
 
-class DevicesRunner:
-    """Calls a planned step on several devices: places its arguments, and makes Tables of what is stored in a layout.
+class DevicesRunner(Runner):
+    """Calls a planned step on several devices: places its arguments, and makes Tables of results that are stored in a
+    layout.
 
     Args:
       run: The planned step on flat arrays as they are stored.
-      compiled: What says where they are.
+      compiled: The plan and its programs.
       devices: The mesh.
       out_tree: The structure of its results.
       donate: Whether states are updated in place.
-      first: The planned step without its fallback, for as long as that isn't compiled.
-      are_results_whole: Whether results by example are brought to every process.
+      first: The planned step without its fallback, called until the whole is compiled.
+      are_results_whole: Whether per-example results are brought to every process.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class DevicesRunner:
         self._placed_together = frozenset(() if devices.processes.several else ordinary)
         self._donate = donate
         self._new_states = analysed.new_states
-        self._count = len(analysed.outputs)  # and perhaps what the batch needs of capacities
+        self._count = len(analysed.outputs)  # a row count for each capacity may follow
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
         self._loads: collections.deque[Any] = collections.deque()
         self._across, self._are_results_whole = devices.processes.several, are_results_whole
@@ -164,10 +167,10 @@ class DevicesRunner:
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
-        """Returns where results are: new states in their place.
+        """Returns shardings of the results.
 
-        Other ones XLA puts where it likes; across processes those of the batch are spread, if they may be, and the rest
-        is on every device, so that every process can read it.
+        New states stay in their place, and XLA chooses the others'. Over several processes batch results are divided if
+        possible, and the rest is on every device, so that each process can read it.
         """
 
         def of(atom: Atom, state: int | None) -> NamedSharding | None:
@@ -183,20 +186,21 @@ class DevicesRunner:
         return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
 
     def lower(self) -> Any:
-        """Lowers the step as `jax.jit(...).lower` does, at the plan's shapes.
+        """Lowers the step at the plan's shapes.
 
-        Of a single process, calls find compiled what is compiled so; several first take a part of it (`LateFallback`).
+        In one process later calls take this program once it is compiled. Several processes first take a part of it
+        (`LateFallback`).
         """
         if not self._across:  # where other processes needn't have been asked for it
             self.begin_whole()
         return self._lowered()
 
     def begin_whole(self) -> None:
-        """Has the next calls run the step together with its fallback. On all processes, if on any."""
+        """Makes later calls run the step together with its fallback. Call it on all processes, or on none."""
         self._call = self._run
 
     def prepare(self) -> None:
-        """Compiles, beside the steps, what a batch needs that exceeds a capacity."""
+        """Compiles the program with the fallback in the background."""
         if isinstance(self._call, LateFallback):
             self._call.prepare()
 
@@ -207,7 +211,7 @@ class DevicesRunner:
         )
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arguments (arrays or Tables), which are placed where need be; returns its results."""
+        """Runs the step on flat arguments (arrays or Tables), placed where necessary; returns its results as a tree."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
         leaves, going, entries = self._logs(leaves) if self._log_specs else (leaves, [], [])
@@ -254,8 +258,8 @@ class DevicesRunner:
         return placed
 
     def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
-        """Copies state leaves that are another leaf's buffer, too: each is to be updated in place by itself.
-        `elsewhere`: those that were placed."""
+        """Copies state leaves that share a buffer with another leaf. `elsewhere`: numbers of leaves that were placed
+        now."""
         placed_now = self._donated.intersection(elsewhere)
         if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
             own = with_own_buffers(leaves, self._donated)
@@ -271,11 +275,8 @@ class DevicesRunner:
             held.add(id(placed[k]))
 
     def _logs(self, leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], list[DeviceUpdateLog | None], list[list[Leaf]]]:
-        """Returns the leaves, their update logs, and the logs' entries.
-
-        Leaves of update logs that go on are as they are stored; a log is None, and its entries are none, where one
-        begins.
-        """
+        """Returns the leaves as stored, their update logs, and the logs' entries. A log that begins is None and has no
+        entries."""
         leaves, entries = list(leaves), []
         logs = [common_log([leaves[k] for k in j.leaves], j) for j in self._log_specs]
         going = {id(log) for log in logs if log is not None}
@@ -293,22 +294,22 @@ class DevicesRunner:
         return leaves, logs, entries
 
     def _keep_logs(self, results: list[Leaf], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
-        """Takes the update logs off the end of the results, and makes tables of their leaves."""
+        """Takes the update logs off the end of the results, and makes deferred tables of their leaves."""
         start = len(results) - sum(lengths)
         rest, results[start:] = results[start:], []
         for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
             entries, rest = rest[:length], rest[length:]
             outs = [self._new_states[k] for k in spec.leaves]
             log = DeviceUpdateLog.after(before, spec, [results[out] for out in outs], entries)
-            # Those that are only read as well: nobody is to change them before the update was replayed.
+            # Leaves that the step only reads as well: they mustn't change before the update was replayed.
             for n, out in enumerate(outs):
                 results[out] = DeferredTable(log, n)
 
     def loads(self) -> Sequence[int] | None:
-        """Returns what earlier calls are known to have needed of each capacity, in rows; None if none came near.
+        """Returns the rows that earlier calls needed of each capacity; None if none came near it.
 
-        In one process it waits for nothing. Processes must all know it after the same call, so there it is the call
-        before the latest one, which is waited for while the latest one runs.
+        One process waits for nothing. Several must know it after the same call: they read the call before the latest
+        one, while the latest runs.
         """
         most = None
         while len(self._loads) > 1 if self._across else self._loads and self._loads[0].is_ready():
@@ -334,7 +335,7 @@ class DevicesRunner:
         return self._moved(k, leaf)
 
     def _moved(self, k: int, leaf: Leaf) -> jax.Array:
-        """Brings an argument from elsewhere; it stays the user's own, whatever is done to what is returned."""
+        """Brings an argument from elsewhere. The user's own array stays valid, whatever happens to the result."""
         layout, own = self._layouts.get(k), k in self._donated
         if is_table(leaf):
             leaf = leaf.materialize()
@@ -346,12 +347,12 @@ class DevicesRunner:
 
 
 class LateFallback:
-    """Calls a step.
+    """Calls a step alone until its program with the fallback is compiled or needed.
 
     Args:
-      alone: The step; its last output is whether a capacity was exceeded, so that states are what they were.
+      alone: The step. Its last output says whether a capacity was exceeded, in which case states are unchanged.
       whole: The step and its fallback, with the other outputs.
-      states: Operand -> output that is its new value.
+      states: Operand -> output with its new value.
       lower: Lowers `whole` at the shapes of its calls.
       across: Whether several processes call it.
     """
@@ -366,7 +367,6 @@ class LateFallback:
         self._is_whole = False
 
     def __call__(self, *operands: Leaf) -> Sequence[Pytree]:
-        """Runs the step, and its fallback if a capacity is exceeded."""
         if not self._is_whole:
             self._calls += 1
             if self._calls > CALLS:
@@ -384,8 +384,7 @@ class LateFallback:
         return self._whole(*(results[states[k]] if k in states else x for k, x in enumerate(operands)))
 
     def _is_compiled(self) -> bool:
-        """Returns whether the step and its fallback are compiled; of several processes, whether all know that they
-        are."""
+        """Says whether `whole` is compiled, on all processes."""
         if self._compilation is None or (self._across and self._calls <= WAITING_CALLS):
             return False
         if self._across:
@@ -393,7 +392,7 @@ class LateFallback:
         return self._compilation.is_done()
 
     def prepare(self) -> None:
-        """Compiles the step and its fallback beside the steps."""
+        """Compiles `whole` in the background."""
         if self._compilation is None and not self._is_whole:
             what = "a step for batches that exceed its capacities"
             self._compilation = beside(what, lambda: self._lower().compile())
@@ -404,8 +403,8 @@ class _Ids:
     """The rows that are looked up in a leaf.
 
     Attributes:
-      run: Makes them, flat; out of range is no row.
-      reads: The inputs that it is given.
+      run: Computes their numbers, flat; out of range is no row.
+      reads: Numbers of its inputs.
     """
 
     run: Callable[..., Sequence[Array]]
@@ -413,11 +412,11 @@ class _Ids:
 
 
 class ReadRows:
-    """Finds what an evaluation reads of tables.
+    """Brings the rows of deferred tables up to date that an evaluation reads.
 
     Args:
       program: The analysed evaluation, which has no state.
-      kept: Its arguments where it takes them.
+      kept: Its placed arguments.
     """
 
     def __init__(self, program: Program, kept: KeptPlacements) -> None:
@@ -426,10 +425,10 @@ class ReadRows:
         self._program_of = functools.cache(self._ids_program)
 
     def current(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Brings the rows of tables up to date that a call reads; returns its flat arguments.
+        """Brings rows that a call reads up to date; returns its flat arguments.
 
-        Tables of which nothing is read but rows, by numbers that don't follow from such tables, are replaced by what is
-        stored.
+        A table is replaced by its stored rows if the call only looks rows up in it, by ids that don't depend on such
+        tables. Others are left to the caller.
         """
         by_log: dict[int, tuple[DeviceUpdateLog, list[int]]] = {}
         for k, leaf in enumerate(leaves):
@@ -458,12 +457,12 @@ class ReadRows:
     def _ids_program(
         self, read: tuple[tuple[int, int, int], ...], sizes: tuple[int, ...], everywhere: NamedSharding
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
-        """Compiles what makes the rows' numbers of all tables of an update log, flat, sorted and distinct.
+        """Compiles the function that computes the row numbers for all tables of an update log: flat, sorted, distinct.
 
         Args:
-          read: (A table, an input that is a leaf of it, its row axis).
-          sizes: How many rows of each table are brought up to date at a time.
-          everywhere: Where they are to be.
+          read: (Table, input that is a leaf of it, its row axis).
+          sizes: Rows of each table that are brought up to date at a time.
+          everywhere: The sharding of the results.
         """
 
         def run(inputs: Mapping[int, Array]) -> list[dict[int, Array]]:
@@ -478,7 +477,7 @@ class ReadRows:
         return jit_on(cast(Mesh, everywhere.mesh), run, out_shardings=everywhere)
 
     def _ids(self, k: int, axis: int) -> _Ids | None:
-        """Returns the rows that are looked up in a leaf; None if it is read otherwise."""
+        """Returns the rows that are looked up in a leaf; None if it is read in another way."""
         if (k, axis) not in self._known:
             self._known[k, axis] = self._found(k, axis)
         return self._known[k, axis]
@@ -498,8 +497,8 @@ class ReadRows:
 
 
 def _cut(rows: Mapping[int, Array], sizes: Sequence[int]) -> list[dict[int, Array]]:
-    """Cuts numbers of rows into blocks of these sizes, one for each table; leaves them whole if the blocks were
-    many."""
+    """Cuts row numbers into blocks of these sizes, one for each table; leaves them whole if there would be many
+    blocks."""
     count = max((-(-ids.size // sizes[table]) for table, ids in rows.items()), default=0)
     if count > _BLOCKS:
         return [dict(rows)]
@@ -513,7 +512,7 @@ def _cut(rows: Mapping[int, Array], sizes: Sequence[int]) -> list[dict[int, Arra
 
 
 def _lookups(block: Block, k: int, axis: int) -> list[Access] | None:
-    """Lists the lookups of rows of an input, all outside of loops and branches; None if anything else reads it."""
+    """Returns the lookups of rows of an input, all outside of loops and branches; None if anything else reads it."""
     leaf, found = block.inputs[k], list[Access]()
     if leaf in block.outputs:
         return None

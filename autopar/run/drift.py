@@ -1,11 +1,9 @@
-"""Watches alpha while a step trains: whether batches still touch as many rows as the one that it was planned by.
+"""Watches alpha while a step trains: do batches still touch as many rows as the one that it was planned for?
 
-A sample is the ids of one call's batch, counted by a thread of its own. It is taken every `every` calls, and half as
-often after each one that is as planned. What a call pays is a counter; what a sample's call pays is a copy of what ids
-depend on, where that is a NumPy array (which the user may fill again). Tables whose ids depend on the state aren't
-watched, nor are those on hosts, of which nothing is planned by alpha.
-
-A sample is judged when a later one is due, once it has been counted.
+A sample is the ids of one call's batch, counted on a thread. It is taken every `EVERY` calls, and half as often after
+each sample that agrees with the plan; it is judged when the next one is due. Calls pay for a counter; a sampled call
+copies NumPy arrays that the ids depend on, as the user may refill them. Tables whose ids depend on the state aren't
+watched, nor are tables on hosts, whose plans don't depend on alpha.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from autopar.ir.rowspace import RowSpace
 from autopar.jax_types import Leaf
 from autopar.measure.alpha import id_program, id_reader
 from autopar.passes.choosing.capacity import device_ids
-from autopar.run.buffers import is_traced
 from autopar.run.planned_step import PlannedStep
 from autopar.tables.kinds import is_table
 
@@ -33,7 +30,7 @@ _logger = logging.getLogger("autopar")
 
 #: Calls before the first sample, and between samples that are not as planned; at most between those that are.
 EVERY, RAREST = 100, 6400
-#: Drift is this many times the planned rows, or one over it, in so many samples in a row.
+#: Drift: this many times more or fewer rows than planned, in so many samples in a row.
 DRIFT, IN_A_ROW = 1.5, 3
 #: What to do about drift: on several devices, and on one.
 DRIFT_REMEDY = (
@@ -44,20 +41,21 @@ ONE_DEVICE = (
     "The plan of one device doesn't depend on it; what was measured on earlier batches (autopar.measure_alpha), and "
     "plans for clusters by it, are to be made again"
 )
-#: Samples over which the running figure goes.
+#: Samples that the running mean is over.
 _RUNNING = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SeenAlpha:
-    """Rows of a table that a step touches, as seen while training.
+    """Rows of a table that steps touch.
 
     Attributes:
-      planned: By the batch that the step was planned by.
-      rows: Lately: a running mean, begun anew where samples leave the plan and where they come back.
-      extent: V.
-      samples: How many there were since the plan was made.
-      streak: Of the latest samples, how many had `DRIFT` times the planned rows or more; negative: so many times less.
+      planned: Rows that the plan was made for.
+      rows: Running mean of the latest samples. It begins anew where samples leave the plan or come back to it.
+      extent: V, the rows of the table.
+      samples: Number of samples since the plan was made.
+      streak: How many of the latest samples in a row had at least `DRIFT` times the planned rows; negative: so many
+        times less.
     """
 
     planned: int
@@ -68,11 +66,10 @@ class SeenAlpha:
 
     @property
     def drifted(self) -> bool:
-        """Tells whether batches have become others than the plan was made for."""
+        """Says whether batches differ from the planned one for good."""
         return abs(self.streak) >= IN_A_ROW
 
     def with_sample(self, rows: int) -> SeenAlpha:
-        """Returns what is known after one more sample."""
         count = self.samples + 1
         ratio = max(rows, 1) / max(self.planned, 1)
         way = 1 if ratio >= DRIFT else -1 if ratio <= 1 / DRIFT else 0
@@ -91,7 +88,7 @@ class AlphaWatch:
 
     Args:
       every: Calls between samples at first.
-      pool: Counts samples; by default a thread does.
+      pool: Executor that counts samples; by default one thread.
     """
 
     def __init__(self, every: int = EVERY, pool: Executor | None = None) -> None:
@@ -103,23 +100,23 @@ class AlphaWatch:
 
     @property
     def seen(self) -> Mapping[str, SeenAlpha]:
-        """Path of a table -> what was seen of it, under the plan that the latest sample was of."""
+        """Path of a table -> its samples under the plan of the latest one."""
         return {} if self._latest is None else self._latest.seen
 
     def is_due(self) -> bool:
-        """Counts a call; whether it is to be looked at."""
+        """Counts a call; returns whether to look at it."""
         self._left -= 1
         return self._left <= 0
 
     def look(self, planned: PlannedStep | None, leaves: Sequence[Leaf]) -> Mapping[str, SeenAlpha]:
-        """Judges the sample before, and takes one of a call.
+        """Judges the sample before, and takes one of this call.
 
         Args:
-          planned: Its plan, None if there is none.
+          entry: The call's plan, if there is one.
           leaves: Its flat arguments.
 
         Returns:
-          The tables of the plan that have drifted, each one once.
+          The tables that have drifted, each of them once.
         """
         done = self._collected()
         self._left = self._interval
@@ -135,7 +132,7 @@ class AlphaWatch:
         return drifted
 
     def forget(self, planned: PlannedStep) -> None:
-        """Begins anew with a plan, or drops one that another took the place of."""
+        """Drops the samples of a plan."""
         self._plans.pop(planned, None)
         if self._at_work is not None and self._at_work[0] is planned:
             self._at_work = None
@@ -145,7 +142,7 @@ class AlphaWatch:
         self._at_work = planned, self._pool.submit(work, argument)
 
     def _collected(self) -> bool:
-        """Tells whether nobody is at work any more; what was found is taken in."""
+        """Takes in a finished sample; returns False while one is being counted."""
         if self._at_work is None:
             return True
         planned, work = self._at_work
@@ -169,7 +166,7 @@ class AlphaWatch:
 
 
 class _Watched:
-    """One plan's tables; nothing of no plan."""
+    """The tables of one plan (none without an entry)."""
 
     def __init__(self, planned: PlannedStep | None) -> None:
         self.seen: dict[str, SeenAlpha] = {}
@@ -180,26 +177,26 @@ class _Watched:
         self._planned = None if example is None else self.rows(example)
 
     def sample(self, leaves: Sequence[Leaf]) -> list[Leaf] | None:
-        """Returns what ids depend on, of a call's flat arguments; None of a call that can't be counted."""
+        """Returns the leaves that ids depend on; None for a call that can't be counted."""
         kept = [x if wanted else None for x, wanted in zip(leaves, self._wanted, strict=True)] if self._wanted else []
-        if not kept or any(is_traced(x) or is_table(x) for x in kept):
+        if not kept or any(jax_compat.is_tracer(x) or is_table(x) for x in kept):
             return None
         return [x.copy() if isinstance(x, np.ndarray) else x for x in kept]
 
     def drifted(self) -> dict[str, SeenAlpha]:
-        """Returns the tables that have drifted, each one once."""
+        """Returns newly drifted tables."""
         fresh = {path: seen for path, seen in self.seen.items() if seen.drifted and path not in self._told}
         self._told.update(fresh)
         return fresh
 
     def rows(self, leaves: Sequence[Leaf]) -> dict[str, int]:
-        """Returns by path the number of rows that a call touches."""
+        """Returns the number of rows that a call touches, by path."""
         # On the host: a program on all devices would meet those of the step in another order on each.
         host = [np.asarray(x) if isinstance(x, jax.Array) else x for x in leaves]
         return {path: count for f in self._families for path, count in f.rows(host).items()}
 
     def take(self, rows: Mapping[str, int]) -> None:
-        """Takes one more sample. Without an example the first one says what was planned."""
+        """Takes one more sample. Without an example the first sample stands for the planned rows."""
         if not self.seen:
             planned = self._planned or rows
             self.seen = {p: SeenAlpha(planned[p], rows[p], f.extent) for f in self._families for p in f.paths}
@@ -207,7 +204,7 @@ class _Watched:
 
 
 class _Family:
-    """The ids of a family, in calls."""
+    """Counts the rows that calls touch of a family."""
 
     def __init__(self, program: Program, space: RowSpace) -> None:
         ids = program.ids[space.family]
@@ -217,7 +214,6 @@ class _Family:
         self._read = id_reader(program, ids)
 
     def rows(self, leaves: Sequence[Leaf]) -> dict[str, int]:
-        """Returns by each of its tables' paths the number of rows that a call touches."""
         flat = self._read(leaves)
         assert flat is not None, "what the ids depend on is at hand, and has no effects"
         (rows,) = device_ids(flat, [False] * len(flat), 1, self.extent)
@@ -225,13 +221,13 @@ class _Family:
 
 
 def told(drifted: Mapping[str, SeenAlpha]) -> str:
-    """Tells what has drifted."""
+    """Returns a sentence on drifted tables."""
     return "batches touch other numbers of rows: " + "; ".join(f"{path} was {seen}" for path, seen in drifted.items())
 
 
 def _families(program: Program) -> list[_Family]:
-    """Returns families that can be lifted, and whose ids depend on the batch alone; none of a step with effects, of
-    which nothing is planned by alpha."""
+    """Returns the families that can be lifted and whose ids depend on the batch alone; none for a step with effects,
+    whose plan doesn't depend on alpha."""
     if any(e.effects for e in program.block.equations):
         return []
     families = [_Family(program, space) for space in program.facts.spaces if space.accesses and space.refusal is None]

@@ -1,4 +1,4 @@
-"""Runs clients that exchange weights and wait for nobody (`autopar.sync.Elastic`, `ADPSGD`)."""
+"""Runners of clients that exchange weights without waiting for each other (`autopar.sync.Elastic`, `ADPSGD`)."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from autopar.tables.replica import Replica, Replicas
 
 
 class ExchangeRunner(ReplicaRunner):
-    """Calls a client's own step, beside which its weights are exchanged."""
+    """Runs a client's own step while its weights are exchanged."""
 
     @abc.abstractmethod
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
-        """Returns what replicas share before a step, and what exchanges the weights that it begins with."""
+        """Returns the shared state and the session that exchanges the weights of the next step."""
 
     def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         weights = Weights(dict(enumerate(own)))
         replicas, session = self._opened(replicas, weights)
-        # Of a leaf that the user has put in place of a replica, all rows may have changed.
+        # All rows may have changed of a leaf that the user put in a replica's place.
         known = {k for k in self.weights if isinstance(leaves[k], Replica) or not replicas.steps}
         session.end.look_up(own, known)
         session.begin(weights, replicas.steps)
@@ -91,7 +91,7 @@ class RingRunner(ExchangeRunner):
             return replicas, replicas.ring
         clients = self.clients
         end = RingEnd(self.weights, self.touched, clients.count, clients.own, equal=not replicas.steps)
-        here = {k: np.array(local(weights[k])) for k in self.weights}  # of which its processes make use
+        here = {k: np.array(local(weights[k])) for k in self.weights}
         neighbors = [end.neighbor(here, c) for c in Ring(clients.count).passives]
         ring = RingSession(end, self.weights, neighbors, clients)
         return dataclasses.replace(replicas, ring=ring), ring
@@ -100,15 +100,15 @@ class RingRunner(ExchangeRunner):
 class RingEnd(End):
     """A client's end of its exchanges with neighbours.
 
-    Of a table by rows an active client sends those that it has changed since its last exchange with the same neighbour:
-    that its steps have looked up, and that its exchanges with the other one have moved.
+    Of a table by rows an active client sends the rows that changed since its last exchange with the same neighbour:
+    rows that its steps have looked up, or that exchanges with the other neighbour have moved.
 
     Args:
       weights: Numbers of the step's inputs that are averaged.
-      touched: Which of them are tables by rows.
+      touched: The tables by rows among them.
       clients: C.
       own: The client's number.
-      equal: Whether all clients have the same weights.
+      equal: Whether all clients have the same weights now.
     """
 
     def __init__(self, weights: Sequence[int], touched: TouchedRows, clients: int, own: int, *, equal: bool) -> None:
@@ -116,16 +116,16 @@ class RingEnd(End):
         self._dense = [k for k in weights if k not in touched]
         self._tables = [k for k in weights if k in touched]
         self._partner, self._is_open = 0, not equal
-        #: Exchanges that are begun, and steps that are done.
+        #: Begun exchanges, and finished steps.
         self._turns, self._steps = 0, 0
         self._touched: Mapping[int, np.ndarray] = {}
-        #: By passive client's number among these, and by table.
+        #: Changed rows by passive client's number among these, and by table.
         self._since: dict[int, dict[int, list[np.ndarray]]] = {
             self._ring.server(c): {k: [] for k in self._tables} for c in self._neighbors(own)
         }
 
     def neighbor(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
-        """Returns what answers for a passive client that has some weights."""
+        """Returns the description of the neighbour that answers for a passive client."""
         axes = {k: self._rows.axis(k) for k in self._tables}
         return NeighborSpec(weights, self._ring.clients, axes, self._neighbors(passive))
 
@@ -165,8 +165,9 @@ class RingEnd(End):
         return made
 
     def _changed(self, server: int) -> Mapping[int, np.ndarray]:
-        """Returns the rows of each table that are sent to a passive client; and remembers those of the step."""
-        if self._is_open:  # of a step that was cut short the answer is lost, which rows it moved with it
+        """Returns the rows of each table to send to a passive client, and remembers the step's own for the other
+        neighbour."""
+        if self._is_open:  # a step was cut short: its answer is lost, and which rows it moved is unknown
             everything = {k: [self._rows.everything(k)] for k in self._tables}
             self._since = {n: dict(everything) for n in self._since}
         self._partner, self._is_open = server, True

@@ -1,4 +1,4 @@
-"""A state that comes in shards stays in shards, though by time alone a plan would have it whole on every device."""
+"""Keeps a state in shards that comes in shards, although the fastest plan would have it whole on every device."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from autopar.ways.way import Way
 
 
 class Stay(NamedTuple):
-    """The way in which a leaf stays in shards: by a method, along one of its axes."""
+    """A way for a leaf to stay in shards: by a method, along one of its axes."""
 
     method: str
     axis: int
 
 
 def shards_given(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, str]:
-    """Says which leaves of the state come in shards: the same on all processes that run a step."""
+    """Returns, as text to compare between processes, the leaves of the state that come in shards."""
     pairs = zip(inputs, leaves, strict=True)
     specs = [f"{x.path} {leaf.sharding.spec}" for x, leaf in pairs if x.role == "state" and _is_in_shards(leaf)]
     return {"the state's shards": ", ".join(specs)}
@@ -41,11 +41,11 @@ def shards_given(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, s
 def made_whole(
     compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Leaf]
 ) -> dict[str, Stay | None]:
-    """Finds leaves of the state that come in shards, and that a plan by some options has whole on every device.
+    """Finds leaves of the state that come in shards but are whole on every device by the plan.
 
     Returns:
-      Path -> how the leaf can stay in shards; None if it can't: others than the devices of the data or the tensor axis
-      have them, or these can't divide it.
+      Path -> how the leaf can stay in shards; None: it can't, because its shards aren't along the data or the tensor
+        axis, or these devices can't divide it evenly.
     """
     bound, inputs = compiled.bound, compiled.analysed.inputs
     if devices is None or bound.on_hosts:
@@ -77,7 +77,7 @@ def _is_in_shards(leaf: Leaf) -> bool:
 
 
 def _axes(leaf: jax.Array) -> set[str]:
-    """Returns the axes of a mesh over which an array is spread."""
+    """Returns the mesh axes over which an array is divided."""
     assert isinstance(leaf.sharding, NamedSharding), "it is in shards"
     parts = [part if isinstance(part, tuple) else (part,) for part in leaf.sharding.spec if part is not None]
     return {name for names in parts for name in names if leaf.sharding.mesh.shape[name] > 1}
@@ -93,7 +93,7 @@ def _axis(leaf: jax.Array, devices: Devices) -> int | None:
 
 
 def in_shards(way: Way, whole: Mapping[str, Stay | None]) -> Options:
-    """Returns the options by which leaves stay in shards that the user's strategy leaves to autopar."""
+    """Returns options by which leaves stay in shards, unless the user's strategy says otherwise."""
     options = way.options
     given = {path: stay for path, stay in whole.items() if stay is not None and _is_open(options, path)}
     if not given or not way.keeps_shards:
@@ -108,19 +108,19 @@ def _is_open(options: Options, path: str) -> bool:
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
-    """Orders paths: parameters before their slots."""
+    """Sorts paths: parameters come before their slots."""
     return sorted(paths, key=lambda path: (len(path), path))
 
 
 def shard_notes(options: Options) -> list[str]:
-    """Says which leaves stay in shards because they came so."""
+    """Returns `explain`'s note on leaves that stay in shards."""
     paths = _in_order(options.spread_axes)
     others = f", and {len(paths) - 3} others" if len(paths) > 3 else ""
     return [f"In shards, as they came: {', '.join(paths[:3])}{others}."] if paths else []
 
 
 def warn_of_whole_leaves(compiled: Compiled, way: Way, devices: Devices | None, leaves: Sequence[Leaf]) -> None:
-    """Warns of leaves that come in shards and are whole on every device, where the user didn't say so."""
+    """Warns of leaves that come in shards and become whole on every device, unless the user asked for it."""
     options = way.options
     whole = made_whole(compiled, options, devices, leaves)
     paths = _in_order(path for path in whole if options.plan is not None or _is_open(options, path))

@@ -1,4 +1,4 @@
-"""`HostRunner`: calls a planned step whose tables are in the memory of the hosts."""
+"""`HostRunner`: runs a planned step whose tables are in host memory."""
 
 from __future__ import annotations
 
@@ -32,13 +32,17 @@ from autopar.mpi.exchange import Requested
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements
+from autopar.run.runner import Runner
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 from autopar.ways.way import Way
 
 
-class HostRunner:
-    """Places a step's arguments, runs it by stages, and compiles it for each bucket that its rows need."""
+class HostRunner(Runner):
+    """Places a step's arguments, runs its programs, and compiles them for each bucket of row counts that a batch
+    needs."""
+
+    several_programs = "with tables on hosts"
 
     def __init__(
         self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: PyTreeDef, donate: bool
@@ -89,20 +93,21 @@ class HostRunner:
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
         self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, StagedProgram] = {}
-        #: The last step's, with which the next one begins.
+        #: The last step's program; the next step begins with it.
         self._staged: StagedProgram | None = None
-        #: What the last step needed.
+        #: Row counts that the last step needed.
         self._needed: Rows = {}
-        #: Of dense leaves, whose rows are all requested in each step, what was exchanged of them in the first one.
+        #: Dense leaves' routes. Every step requests all of their rows, so that the first step's routes serve all.
         self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Leaf]] = {}
 
     def _check_others(self) -> None:
-        """Refuses tables by rows on devices beside tables on several ranks, or on one if rows wait, and dense shards.
+        """Refuses what can't be beside tables on hosts: dense shards on devices; tables by rows on devices, if there
+        are several ranks or their rows wait.
 
         Raises:
-          StrategyError: there are such.
+          StrategyError: there are such leaves.
         """
         if self._bound.shards:
             path, ranks = self._program.inputs[min(self._bound.shards)].path, self._bound.devices
@@ -121,19 +126,12 @@ class HostRunner:
                 "'allreduce'"
             )
 
-    def lower(self) -> Any:
-        raise AssertionError("a step in stages is no single program")
-
-    def loads(self) -> None:
-        """Returns None: messages are as long as they must be."""
-
     @property
     def ranks(self) -> Ranks:
-        """Who takes part."""
         return self._ranks
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results."""
+        """Runs the step on flat arguments (arrays, Tables, HostTables); returns its results as a tree."""
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
         self._require_memory(leaves)
@@ -164,10 +162,11 @@ class HostRunner:
         return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
 
     def _ran(self, inputs: Sequence[Leaf], step: RunningStep) -> Sequence[Leaf]:
-        """Runs a step in the program for its rows: it begins in the last one's. Returns its results."""
+        """Runs the step and returns its results. It begins in the last step's program, and changes to another where
+        rows don't fit."""
         staged = self._staged or self._compiled_for(self._buckets.least)
         while True:
-            is_known = self._staged in (None, staged)  # the caller says it of the first one
+            is_known = self._staged in (None, staged)  # the caller announces the first compilation
             try:
                 with nullcontext() if is_known else noticing(self._program.name, "compiling"):
                     results = staged.run(inputs, step)
@@ -182,8 +181,8 @@ class HostRunner:
     # --- deferred rows ---
 
     def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[HostUpdateLog], frozenset[HostRows]]:
-        """Finds what deferred rows miss: an update log for each family of such. Brings other tables up to date, but for
-        those of which the step does nothing but pull rows; returns the latter as well."""
+        """Returns an update log for each family with deferred rows, and the tables that the step only pulls rows of.
+        Those may stay behind their updates; all other tables are brought up to date."""
         logs = []
         waiting: set[int] = set()
         for spec in self._log_specs:
@@ -201,7 +200,7 @@ class HostRunner:
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
     def _written(self, results: Sequence[Leaf], logs: Sequence[HostUpdateLog]) -> Sequence[Leaf]:
-        """Returns the step's own results; the update logs take what it wrote down."""
+        """Gives the update logs their entries, and returns the step's own results."""
         start = len(self._program.outputs)
         rest = results[start:]
         for log in logs:
@@ -220,12 +219,12 @@ class HostRunner:
 
     @property
     def compilations(self) -> int:
-        """The number of times that it was compiled."""
+        """The number of compiled buckets."""
         return len(self._programs)
 
     @property
     def once_per_row(self) -> OncePerRow | None:
-        """The values that the last step's program computes for distinct rows; None if there are none."""
+        """The values that the last step's program computed once per distinct row, if any."""
         return self._staged.once_per_row if self._staged is not None else None
 
     def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
@@ -242,7 +241,7 @@ class HostRunner:
     # --- arguments ---
 
     def _require_memory(self, leaves: Sequence[Leaf]) -> None:
-        """Makes sure that the hosts have memory for the tables that come to them now.
+        """Checks that the hosts have memory for tables that aren't there yet.
 
         Raises:
           HostMemoryError: they haven't.
@@ -260,7 +259,7 @@ class HostRunner:
         return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
 
     def _storages(self, leaves: Sequence[Leaf]) -> dict[int, HostRows]:
-        """Returns the tables that the step works on, by input. A table that comes twice is copied: each is updated by
+        """Returns the tables' storages by input. A table that is given twice is copied, as each is updated by
         itself."""
         storages: dict[int, HostRows] = {}
         for k, (axis, layout) in self._tables.items():
@@ -277,7 +276,7 @@ class HostRunner:
         return storages
 
     def _hand_on(self, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
-        """Makes new handles of the tables that the step updates; those of its arguments are deleted."""
+        """Returns new handles of the updated tables, and deletes those of the arguments."""
         handles = {}
         for k in self._new.values():
             if k in tables:
@@ -287,14 +286,13 @@ class HostRunner:
         return handles
 
     def _separated(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-        """Copies leaves of the state that are another leaf's buffer, too; returns the arguments."""
+        """Copies leaves of the state that share a buffer with another leaf."""
         if not self._donate or self._ranks.is_joint or self._are_own(leaves):
             return leaves
         return with_own_buffers(leaves, self._states - set(self._tables))
 
     def _are_own(self, leaves: Sequence[Leaf]) -> bool:
-        """Returns whether the state is what the last step returned, and in no other argument: buffers of its own,
-        then."""
+        """Says whether the state is what the last step returned, and no other argument shares its arrays."""
         if not self._returned:
             return False
         own = {id(leaves[k]) for k in self._returned}
@@ -303,7 +301,7 @@ class HostRunner:
         return all(returned() is leaves[k] for k, returned in self._returned.items())
 
     def _placed(self, k: int, leaf: Leaf) -> Leaf:
-        """Places an argument as the device programs take it."""
+        """Places an argument where the device programs take it."""
         along, type_ = self._bound.placements[k], self._program.block.inputs[k].type
         if is_table(leaf):
             if k in self._unread:  # a slot that an evaluation is given with its parameter
@@ -334,7 +332,7 @@ class HostRunner:
         return ranks.everywhere(leaf) if ranks.is_joint else jax.device_put(leaf, ranks.sharding(along))
 
     def _part(self, along: int, leaf: Leaf) -> Leaf:
-        """Returns this rank's examples, or all ranks' array, of which it has its own."""
+        """Returns this rank's examples, or the joint array of all ranks."""
         ranks = self._ranks
         rank, size = ranks.exchange.rank, ranks.exchange.size
         leaf = ranks.own(leaf)  # a batch that the devices don't divide, though the ranks do, every device has
@@ -367,7 +365,7 @@ class HostRunner:
         return jax.numpy.asarray(value) if isinstance(value, np.ndarray) else ranks.own(value)
 
     def _on_all(self, result: Leaf) -> Leaf:
-        """Returns a result as every rank has it; a table stays where it is."""
+        """Gathers a result on every rank; tables stay."""
         with PROGRESS.during("gathering results", "waits") if across.is_global(result) else nullcontext():
             return self._ranks.own(across.whole_everywhere(result))
 
@@ -380,7 +378,7 @@ class HostRunner:
 
 
 def _read(value: Leaf) -> jax.Array:
-    """Returns a table (then this is collective) or a given leaf as an array of its own."""
+    """Returns a table (collective) or another leaf as a new array."""
     if isinstance(value, HostRows):
         return HostTable(value).materialize()
     return value.materialize() if is_table(value) else value if isinstance(value, jax.Array) else jax.numpy.array(value)
@@ -391,7 +389,7 @@ def _has_dynamic_ids(space: Any) -> bool:
 
 
 def _is_pulled_alone(block: Block, k: int) -> bool:
-    """Returns whether nothing is done with an input but that its rows are pulled."""
+    """Says whether the step does nothing with an input but pull its rows."""
     leaf = block.inputs[k]
     uses = [e for e in block.walk() if leaf in e.inputs]
     return leaf not in block.outputs and all(e in block.equations and e.op == "ap.pull" for e in uses)

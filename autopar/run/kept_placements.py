@@ -1,9 +1,9 @@
-"""`KeptPlacements`: arguments that stay the same from call to call are brought to where a step takes them once.
+"""`KeptPlacements`: places arguments that stay the same from call to call only once.
 
-An array of JAX, or a Table, can't change. What it was placed as is kept for as long as it lives, by identity, and steps
-that take it to the same place share that. NumPy's arrays can change, so they are placed in each call; a warning names
-large ones that don't change. Arrays over several processes aren't kept, either: placing them is collective, and one
-process might have what another one hasn't.
+JAX arrays and Tables are immutable. Their placements are kept by identity for as long as they live, and are shared by
+all steps that take them to the same place. NumPy arrays can change and are placed in each call; a warning names large
+ones that don't change. Global arrays aren't kept: placing them is collective, and processes might differ in what they
+have kept.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ from autopar.jax_compat import ConcreteArray
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.tables.sharded import Table
 
-#: Arrays of each argument whose placements are kept: those that were given last. More would fill the devices where
-#: someone goes through a list of batches again and again.
+#: The number of arrays that are kept for each argument, the latest ones. More would fill the devices of a user who
+#: cycles through a list of batches.
 _KEPT = 4
-#: Bytes that an argument takes on all devices from which on it is worth a warning, and after how many calls.
+#: Bytes on all devices that are worth a warning, and the calls before it.
 _BYTES, _CALLS = 16 << 20, 3
-#: Numbers of an array that are compared to see whether it has changed.
+#: Elements of a NumPy array that are compared to see whether it has changed.
 _COMPARED = 256
 
 
 @dataclass(eq=False)
 class _Kept:
-    """Holds what an array was placed as, by where; nothing once the array is gone."""
+    """An array's placements by place, dropped once the array is gone."""
 
     source: weakref.ref[Pytree]
     placed: dict[Hashable, Array]
 
     @staticmethod
     def of(leaf: Leaf) -> _Kept:
-        """Begins with nothing; what is put there goes with the leaf."""
         placed: dict[Hashable, Array] = {}
         return _Kept(weakref.ref(leaf, lambda _: placed.clear()), placed)
 
@@ -53,7 +52,7 @@ _known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
 def forget(leaves: Iterable[Leaf]) -> None:
-    """Lets go what leaves were placed as that are about to be given away."""
+    """Drops the placements of leaves that are about to be donated."""
     for leaf in leaves if _known else ():
         kept = _known.get(id(leaf))
         if kept is not None and kept.source() is leaf:
@@ -65,27 +64,28 @@ class KeptPlacements:
 
     Args:
       program: The analysed step.
-      copies: Of each input how many times the devices have all of it.
+      copies: For each input how many devices hold all of it.
     """
 
     def __init__(self, program: Program, copies: Sequence[int]) -> None:
         self._program = program
-        #: Inputs that are returned as they are given: nobody else is to have their buffers.
+        #: Inputs that the step returns unchanged: their buffers become results, and mustn't be shared.
         self._returned = frozenset(program.echoes.values())
         self._recent: dict[int, list[_Kept]] = {}
         sizes = [v.type.nbytes if isinstance(v.type, ArrayType) else 0 for v in program.block.inputs]
         self._large = {k for k, (size, count) in enumerate(zip(sizes, copies, strict=True)) if size * count >= _BYTES}
-        #: Of large inputs the last call's array, some numbers of it, and how many calls have had these.
+        #: For large inputs the last call's array, some of its elements, and the number of calls that had the same.
         self._seen: dict[int, tuple[weakref.ref[Leaf], np.ndarray, int]] = {}
 
     def placed(self, k: int, leaf: Leaf, where: Hashable, place: Callable[[Any], Array]) -> Array:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
         Args:
-          k: The input.
-          leaf: An array, or a Table.
-          where: Says where, of whichever step.
-          place: Brings it there; the result shares no memory with NumPy's view of the leaf, which would keep it alive.
+          k: Number of the input.
+          leaf: An array or a Table.
+          where: Key of the place, equal for all steps that share it.
+          place: Brings the leaf there. Its result must not share memory with a NumPy view of the leaf, which would keep
+            the leaf alive.
         """
         if k in self._returned or not _is_constant(leaf):
             return place(leaf)
@@ -105,7 +105,7 @@ class KeptPlacements:
         return placed
 
     def look(self, k: int, leaf: Leaf) -> None:
-        """Warns of a large argument that was the same in several calls, and is placed in each of them."""
+        """Warns once of a large argument that several calls placed anew although it was the same."""
         is_numpy = isinstance(leaf, np.ndarray)
         if k not in self._large or not (is_numpy or is_global(leaf)):
             return
@@ -115,7 +115,7 @@ class KeptPlacements:
         self._seen[k] = weakref.ref(leaf), numbers, calls
         if calls < _CALLS:
             return
-        self._large.remove(k)  # it is told once
+        self._large.remove(k)  # warn once
         path = self._program.inputs[k].path
         remedy = (
             f"NumPy's arrays can change. If it doesn't, make it JAX's once, {path.rpartition('/')[-1]} = "
@@ -131,12 +131,7 @@ class KeptPlacements:
 
 
 class KeptArguments:
-    """Keeps what the stages of a pipeline are given, besides the state and the batch, on their devices.
-
-    Args:
-      program: The analysed step.
-      step: Its programs.
-    """
+    """Keeps a pipeline's other arguments (neither state nor batch) on its stages' devices."""
 
     def __init__(self, program: Program, step: StagedStep) -> None:
         self._kept = KeptPlacements(program, [1] * len(program.inputs))
@@ -144,19 +139,18 @@ class KeptArguments:
         self._numbers = {v: k for k, v in enumerate(step.inputs) if isinstance(v, Var) and v not in others}
 
     def look(self, leaves: Sequence[Leaf]) -> None:
-        """Warns of large arrays of NumPy that were the same in several calls."""
         for k in self._numbers.values():
             if isinstance(leaves[k], np.ndarray):
                 self._kept.look(k, leaves[k])
 
     def put(self, var: Var, array: Leaf, device: StageDevice, axis: int | None) -> Array:
-        """Brings what a call was given to a device, divided along an axis if one is given."""
+        """Returns an argument on a device; `axis`: the axis that the stage's devices divide, if any."""
         if var not in self._numbers:
             return device.put(array, axis)
         return self._kept.placed(self._numbers[var], array, device.sharding(axis), lambda x: device.put(x, axis))
 
 
 def _is_constant(leaf: Leaf) -> bool:
-    """Returns whether it is an array of this process that nobody can change."""
+    """Says whether a leaf is an immutable array of this process."""
     array = leaf.stored if isinstance(leaf, Table) else leaf
     return type(array) is ConcreteArray and array.is_fully_addressable and not array.is_deleted()

@@ -1,4 +1,4 @@
-"""`LargerCapacities`: larger capacities, after batches that came near those of a plan or exceeded them."""
+"""`LargerCapacities`: plans a step anew after batches that came near its capacities or exceeded them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class LargerCapacities:
     """Plans a step with larger capacities.
 
     Attributes:
-      name: The step's.
-      planner: Its planner.
-      another: Makes a planned step of one that was planned once more, by an example and some headroom.
+      name: The step's name.
+      planner: The step's planner.
+      another: Makes an entry of a new plan, from the old entry, an example and the headroom.
     """
 
     name: str
@@ -37,17 +37,17 @@ class LargerCapacities:
     another: Callable[[PlannedStep, Compiled, Sequence[Any] | None, float], PlannedStep]
 
     def after(self, planned: PlannedStep, loads: Sequence[int]) -> tuple[PlannedStep, str]:
-        """Plans the step with larger capacities after batches that exceeded those of its plan; returns it, and a note.
+        """Grows capacities after batches that exceeded them: twice as large, or with headroom over what the batches
+        needed.
 
-        Capacities are twice as large, or as large as the batches needed, with headroom. After batches that came near
-        them it returns the plan as it is: the larger one is compiled beside the steps.
+        After batches that only came near them, the larger plan is compiled in the background and `entry` stays.
 
         Args:
-          planned: The step as it is planned.
-          loads: What batches needed of each measured capacity, in rows.
+          entry: The planned step.
+          loads: Rows that batches needed of each measured capacity.
 
         Returns:
-          The step as it is to be taken, and a warning if that is another one.
+          The entry to use from now on, and a warning if it is a new one.
         """
         tight = [f for f in planned.compiled.bound.families if f.bounds.tight]
         needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
@@ -74,10 +74,10 @@ class LargerCapacities:
         )
 
     def _larger(self, planned: PlannedStep, headroom: float) -> Compilation[PlannedStep]:
-        """Compiles the step with larger capacities beside the steps.
+        """Compiles the step with larger capacities in the background.
 
-        It is planned there unless processes compare their plans; these take the plan that all of them made, whether it
-        was compiled or not.
+        It is planned there, too, unless processes compare their plans: these plan together first, and take that plan
+        whether it was compiled or not.
         """
         made, example = None, planned.example
         if self.planner.processes is not None:
@@ -95,8 +95,7 @@ class LargerCapacities:
         return beside(f"{self.name} with larger capacities", compiled, otherwise=made)
 
     def _with_headroom(self, planned: PlannedStep, example: Sequence[Leaf] | None, headroom: float) -> PlannedStep:
-        """Plans the step with some headroom, or twice as much until that changes the plan, as capacities are
-        rounded."""
+        """Plans with headroom, doubled until the plan changes: capacities are rounded."""
         while True:
             compiled = self.planner.plan_again(planned, example, headroom)
             if compiled.bound.decisions != planned.compiled.bound.decisions:
@@ -105,6 +104,6 @@ class LargerCapacities:
 
 
 def _has_room(planned: PlannedStep, needs: Mapping[str, int]) -> bool:
-    """Returns whether batches that need so much, in rows by table, stay away from the capacities."""
+    """Says whether needs (rows by table) stay clear of an entry's capacities."""
     tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

@@ -1,4 +1,4 @@
-"""`MeansRunner`: means of replicas' weights behind a client's steps (`autopar.sync.Average`, `Hybrid`, `DPSGD`)."""
+"""`MeansRunner`: averages replicas' weights after a client's steps (`autopar.sync.Average`, `Hybrid`, `DPSGD`)."""
 
 from __future__ import annotations
 
@@ -19,27 +19,28 @@ from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.tables.kinds import copied
 from autopar.tables.replica import OnItsWay, Replica, Replicas, Rows, moved
 
-#: Yields what all clients exchange; see `MeansRunner.exchange`.
+#: See `MeansRunner.exchange`.
 Exchange = Generator[Any, Any, None]
 
-#: What names of touched rows begin with in a checkpoint.
+#: Prefix of touched rows' names in a checkpoint.
 _TOUCHED = "touched/"
 
 
 class MeansRunner(ReplicaRunner):
-    """Calls a client's own step, and averages replicas where the plan says so."""
+    """Calls a client's own step, and averages replicas when they are due."""
 
     def exchange(self, replicas: Replicas, weights: Weights) -> Exchange:
-        """Yields a client's part of what clients do behind a step, without IO: on processes collectives answer, in
-        `planning.replay_clients` the values of all clients in one.
+        """Yields a client's part of the exchange after a step, without IO. Collectives answer it on processes; in
+        `planning.replay_clients` all clients' values are there.
 
         Args:
-          replicas: What they share behind the step.
-          weights: As the step made them.
+          replicas: State that replicas share after the step.
+          weights: Weights that the step made.
 
         Yields:
-          Of tables that are sent the bits of touched rows, to be given what any client has set; the arrays that are
-          sent, to be given their means; and what replicas share from now on, with the weights that became others.
+          1. For tables that are sent, the bits of touched rows; the answer is their union over clients.
+          2. The arrays to send; the answer is their means.
+          3. The new shared state, and the weights that changed.
         """
         due = {n: way for n, way in replicas.on_way.items() if way.due <= replicas.steps}
         new = {k: moved(weights[k], way.sent[k], way.new[k]) for n, way in due.items() for k in self._fragments[n]}
@@ -49,8 +50,8 @@ class MeansRunner(ReplicaRunner):
         tables = [k for k in sent if k in self.touched]
         unions = zip(tables, (yield [replicas.touched[k].bits for k in tables]), strict=True)
         rows = {k: some for k, union in unions if (some := self.touched.rows(k, np.asarray(union))) is not None}
-        # A mean that travels beside the next step, which would wait for whoever reads what it updates in place: copies
-        # are sent, and of tables by rows these are all that is kept.
+        # Where a mean travels beside the next step, copies are sent: the step would otherwise wait for reads of what it
+        # updates in place. Of tables that are sent by rows only these rows are kept.
         is_beside = self._outer is None and self._plan.delay > 0
         kept: dict[int, Leaf] = {k: copied(x) if is_beside and k not in rows else x for k, x in sent.items()}
         parts = [self.touched.picked(k, x, rows[k]) if k in rows else x for k, x in kept.items()]
@@ -67,7 +68,7 @@ class MeansRunner(ReplicaRunner):
         yield replicas, new | merged
 
     def partners(self, client: int, step: int, clients: int) -> Sequence[int]:
-        """Returns the clients whose mean one of them takes behind a step, counted from 1."""
+        """Returns the clients whose mean `client` takes after a step (counted from 1)."""
         is_pair = self._sync.is_ring and clients > 1
         return [client, Ring(clients).neighbor(client, step)] if is_pair else range(clients)
 
@@ -114,7 +115,7 @@ class MeansRunner(ReplicaRunner):
         return exchange.send(means)
 
     def _sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns weights of the fragments whose turn it is, or how far they went from where all were."""
+        """Returns the due fragments' weights, or with an outer optimizer their differences from the anchors."""
         due = [k for n in self._plan.due(replicas.steps) for k in self._fragments[n]]
         if self._sync.outer is None:
             return {k: weights[k] for k in due}
@@ -127,7 +128,7 @@ class MeansRunner(ReplicaRunner):
         sent: Mapping[int, Array | Rows],
         means: Mapping[int, Array | Rows],
     ) -> tuple[Replicas, dict[int, Array]]:
-        """Returns what replicas share from now on, and the weights that became others. `means`: of what was sent."""
+        """Returns the new shared state and the weights that changed. `means` are those of `sent`."""
         anchors, outer, on_way = dict(replicas.anchors), dict(replicas.outer), dict(replicas.on_way)
         new: dict[int, Array] = {}
         for n in self._plan.due(replicas.steps):
@@ -145,7 +146,7 @@ class MeansRunner(ReplicaRunner):
 
     @functools.cached_property
     def _outer(self) -> Callable[..., Leaf] | None:
-        """Moves what all had by what clients changed, by the outer optimizer; None: there is none."""
+        """The outer optimizer's step from the anchors, compiled, if there is one."""
         optimizer = self._sync.outer
         if optimizer is None:
             return None

@@ -1,4 +1,4 @@
-"""Steps of a library's own objects (flax.nnx, Equinox), as `explain` and `verify` see them."""
+"""`ObjectStep`: a step of another library's objects (flax.nnx, Equinox), as `explain` and `verify` see it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptio
 
 @dataclass(eq=False)
 class ObjectStep(PickledByOptions, abc.ABC):
-    """A step of a library's own objects, of which an integration (`autopar.integrations`) makes a step of arrays.
+    """A step of a library's objects, which an integration (`autopar.integrations`) turns into steps of arrays.
 
     Attributes:
       fun: The user's step.
-      options: Those of `autopar.parallelize`.
-      steps: The steps of arrays, by what is fixed in each.
+      options: Options of `autopar.parallelize`.
+      steps: Steps of arrays, by what is static in each.
     """
 
     fun: Callable[..., Pytree]
@@ -45,19 +45,18 @@ class ObjectStep(PickledByOptions, abc.ABC):
 
     @property
     def name(self) -> str:
-        """The step's own name."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use, None before the first call."""
+        """The plan in use; None before the first call."""
         return self._latest.plan if self._latest else None
 
     @abc.abstractmethod
     def pure(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
     ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-        """Returns the step of arrays for these arguments, and what it is to be called with."""
+        """Returns the step of arrays for these arguments, and its own arguments."""
 
     def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
         """Lowers the planned step as `jax.jit(step).lower` does."""
@@ -65,16 +64,16 @@ class ObjectStep(PickledByOptions, abc.ABC):
         return step.lower(*pure_args, **pure_kwargs)
 
     def __get__(self, instance: Pytree, owner: type | None = None) -> Any:
-        """Binds to an instance, as a function does: a step may be a method."""
+        """Binds to an instance, as a function does."""
         return self if instance is None else MethodStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
-        """Returns the step of arrays for what is fixed, made when that is new.
+        """Returns the step of arrays for static values, made if they are new.
 
         Args:
-          fixed: Hashable.
-          make: Makes it.
-          change: What is other when a step is planned anew, in words.
+          fixed: The static values, hashable.
+          make: Makes the step.
+          change: What makes a new step necessary, for a warning.
           remedy: What to do about it.
         """
         step = self.steps.get(fixed)
@@ -100,10 +99,10 @@ AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
 def require_step(step: Pytree, what: str) -> None:
-    """Checks that something is a planned step, or a method that is one.
+    """Checks that a user gave a planned step, or a method that is one.
 
     Raises:
-      ArgumentsError: it isn't; `what` names the function that wanted one.
+      ArgumentsError: it isn't; `what` names the function that wants one.
     """
     if not isinstance(step, (ParallelStep, ObjectStep, MethodStep)):
         hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
@@ -113,10 +112,10 @@ def require_step(step: Pytree, what: str) -> None:
 def unwrapped(
     step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
 ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-    """Returns a step of arrays and its arguments, whatever the step is of.
+    """Returns the step of arrays behind any kind of step, and its arguments.
 
     Raises:
-      ArgumentsError: `step` is no planned step; `what` names the function that wanted one.
+      ArgumentsError: `step` is no planned step; `what` names the function that wants one.
     """
     require_step(step, what)
     if isinstance(step, MethodStep):

@@ -1,4 +1,4 @@
-"""`OneDeviceRunner`: calls a planned step on one device, and `Lowered`, its program for people."""
+"""`OneDeviceRunner`: calls a planned step on one device; `Lowered`: its program for users."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from autopar.interrupts import interruptible
 from autopar.ir.program import Program
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.buffers import is_shared_buffer, with_own_buffers
+from autopar.run.runner import Runner
 
 
-class OneDeviceRunner:
+class OneDeviceRunner(Runner):
     """Calls a planned step on flat arrays, under one `jax.jit`.
 
     Args:
       run: The planned step on flat arrays.
-      program: The analysed program, whose states are updated in place.
-      name: The step's, for JAX's messages and profiles.
+      program: The analysed program.
+      name: The step's name, for JAX's messages and profiles.
       out_tree: The structure of its results.
       donate: Whether states are updated in place.
     """
@@ -46,12 +47,9 @@ class OneDeviceRunner:
         self._run = jax.jit(step, donate_argnums=tuple(sorted(self._states)), keep_unused=keep)
 
     def lower(self) -> Lowered:
-        """Lowers the step as `jax.jit(...).lower` does, at the plan's shapes."""
+        """Lowers the step at the plan's shapes."""
         shapes = (jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type) for t in self._types)
         return Lowered(self._run.lower(*shapes), self._results)
-
-    def loads(self) -> None:
-        """Returns None: no capacity is measured."""
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments; returns its results."""
@@ -65,27 +63,25 @@ class OneDeviceRunner:
             return self._results(self._run(*with_own_buffers(leaves, self._states)))
 
     def _results(self, returned: Leaf) -> Leaf:
-        """Returns the step's results, in their tree, of what JAX was given: its own way to a tree is the faster one."""
+        """Returns the results as a tree. JAX makes it, which is faster, unless donation needed another order."""
         return returned if self._is_in_order else self._out_tree.unflatten([returned[k] for k in self._order])
 
 
 class Lowered:
-    """A stage of a step's compilation (`jax.stages.Lowered` or `Compiled`), with the user's arguments and results."""
+    """A `jax.stages.Lowered` or `Compiled` of a step, with the user's arguments and results."""
 
     def __init__(self, stage: Any, results: Callable[[Leaf], Leaf]) -> None:
         self._stage, self._results = stage, results
 
     def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
-        """Runs one step of what is compiled; static arguments are left out."""
+        """Runs the compiled step; static arguments are left out."""
         return self._results(self._stage(*jax.tree.leaves((args, kwargs))))
 
     def compile(self, *args: Pytree, **kwargs: Pytree) -> Lowered:
-        """Compiles, as `jax.stages.Lowered` does."""
         return Lowered(self._stage.compile(*args, **kwargs), self._results)
 
     @property
     def out_info(self) -> Any:
-        """The results' shapes, as of `jax.stages.Lowered`."""
         return self._results(self._stage.out_info)
 
     def __getattr__(self, name: str) -> Any:

@@ -1,17 +1,15 @@
-"""Steps that are written for one device of several, as for `jax.pmap`: `parallelize(step, axis_name="batch")`.
+"""Steps written for one device of several, as for `jax.pmap`: `parallelize(step, axis_name="batch")`.
 
-Such a step sees its device's shard of the examples and says itself what is added up over devices (`lax.pmean(grads,
-"batch")`). Its meaning is that of `pmap` over the N devices of the mesh, whatever it does: a sum of means, batch norm
-of each device's own examples, `axis_index`. So the global step is the batched one over shards of the examples,
-`vmap(step, axis_name=, axis_size=N)`: exactly what `pmap` computes, as one program of global arrays, which is planned
-like any other.
+Such a step sees its device's shard of the examples and reduces over devices itself (`lax.pmean(grads, "batch")`). Its
+meaning is that of `pmap` over the N devices of the mesh, whatever it does: a sum of means, batch norm over a device's
+own examples, `axis_index`. The global step is therefore `vmap(step, axis_name=, axis_size=N)` over shards of the
+examples, one program of global arrays that is planned like any other.
 
-Arguments are those of a global step: the state once (not replicated) and the whole batch (not reshaped). States are
-told apart as always, by their coming back; for that the step is traced a first time, each device having everything
-(its shard, where `state_argnums` says which arguments are state). Then it is also seen which arrays are single keys
-(`analysis.keys`): every device has those whole. Results that are the same on every device are
-returned once, others stacked as by `pmap`, [N, ...]. A state that differs from one device to another has no place to
-be, and is refused.
+Arguments are those of a global step: the state once (not replicated), and the whole batch (not reshaped). To find the
+state, the step is first traced with all arguments whole on each device (with its shard, where `state_argnums` names the
+state); this first look also finds single keys (`analysis.keys`), which every device has whole. Results that are equal
+on all devices are returned once, others stacked as by `pmap`, [N, ...]. A state that differs between devices is
+refused.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from autopar.run.arguments import Call, States, describe_leaves
 from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states
 
-#: Equations that say where values are, and what becomes of them.
+#: Equations that place values -> what becomes of them.
 _PLACING = {
     "shard_map": "planned like the rest of the step, each of its devices an element of an axis",
     "sharding_constraint": "not followed, the plan says where values are",
@@ -45,7 +43,7 @@ _PLACING = {
 
 
 def without_sharding(name: str, jaxpr: AnyJaxpr) -> tuple[Any, Block, Sequence[str]]:
-    """Returns a step's program as it is without the user's own sharding (`backends.emit`), and notes on it.
+    """Returns a step's program without the user's own sharding (`backends.emit`), and notes on what was removed.
 
     Raises:
       StepError: a `shard_map` has a collective that `jax.vmap` can't do.
@@ -74,9 +72,9 @@ class PerDevice:
     """The devices that a step is written for.
 
     Attributes:
-      axis: The name by which the step reduces over devices.
+      axis: The axis name of the step's collectives.
       count: Number of devices.
-      batch_axis: Along which axis the examples lie.
+      batch_axis: The axis of the examples.
     """
 
     axis: str
@@ -85,7 +83,7 @@ class PerDevice:
 
 
 def unknown_axis(name: str, error: NameError) -> Exception:
-    """Returns the error for a step that reduces over devices without `axis_name=`; another NameError is the step's
+    """Returns the error for a step that reduces over devices without `axis_name=`; any other NameError is the step's
     own."""
     if "axis name" not in str(error):
         return error
@@ -100,10 +98,10 @@ class CallOfOne:
     """A call of a step that is written for one device.
 
     Attributes:
-      fun, name, call: The step, and what it was called with.
-      device: What it is written for.
+      fun, name, call: The step and its call.
+      device: The devices that it is written for.
       state_argnums, batch_argnums: As given to `parallelize`.
-      static: Arguments that are no arrays.
+      static: The static arguments.
     """
 
     fun: Callable[..., Pytree]
@@ -115,15 +113,15 @@ class CallOfOne:
     static: NamedArguments
 
     def everywhere(self) -> tuple[Callable[..., Pytree], list[str]]:
-        """Makes a function of what N devices that run the step compute together.
+        """Makes the function that all N devices compute together.
 
         Returns:
-          A function of global arrays, which can be traced with the call's arguments; and what differs from device to
-          device, for `explain`, complete once that was traced.
+          A function of global arrays, to be traced with the call's arguments, and notes for `explain` on what differs
+            between devices, complete after that trace.
 
         Raises:
-          ArgumentsError: the examples can't be divided among the devices.
-          StateError: a state can't be told, or differs from device to device.
+          ArgumentsError: the devices can't divide the examples.
+          StateError: the state can't be found, or differs between devices.
         """
         args, _ = self.call.shapes
         device, count = self.device, self.device.count
@@ -162,8 +160,7 @@ class CallOfOne:
         return whole, notes
 
     def _example_axes(self, states: States, keys: Collection[int]) -> list[int | None]:
-        """Returns for each leaf the axis that devices share; None where each has all: for states, and for single
-        keys."""
+        """Returns for each leaf the axis that devices divide; None for states and single keys, which each has whole."""
         inputs, _ = describe_leaves(self.call, states, None)
         shapes = [t.shape for a in self.call.arguments for t in a.types]
         examples = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
@@ -182,9 +179,9 @@ class CallOfOne:
         return axes
 
     def _first_look(self) -> tuple[States, Block, frozenset[int]]:
-        """Finds which arguments are state, the program of one device, and which leaves are single keys.
+        """Returns the state, the program of one device, and the leaves that are single keys.
 
-        Leaves that may be keys are whole in it. Where the step doesn't take them so they are none.
+        Leaves that may be keys are whole at first. A step that fails so takes them as examples.
         """
         if self.state_argnums is None:
             return self._looked(None)
@@ -200,7 +197,7 @@ class CallOfOne:
         return look if keys == may_be else self._looked(self._example_axes(named, keys))
 
     def _shared_all(self, states: States, may_be: Collection[int]) -> tuple[States, Block, frozenset[int]]:
-        """Takes the first look with the devices' shards of all leaves, also of those that may be keys."""
+        """Takes the first look with shards of all examples, including leaves that may be keys."""
         try:
             return self._looked(self._example_axes(states, ()))
         except Exception as error:
@@ -213,10 +210,10 @@ class CallOfOne:
             raise
 
     def _is_key(self, path: str, block: Block, k: int) -> bool:
-        """Returns whether a leaf is used as a single key.
+        """Says whether a leaf is used as a single key.
 
         Raises:
-          ArgumentsError: it can't be told.
+          ArgumentsError: it is unclear.
         """
         use = use_as_key(block, block.inputs[k])
         if use == "unclear":
@@ -229,7 +226,7 @@ class CallOfOne:
         return use == "key"
 
     def _may_be_keys(self, states: States) -> list[int]:
-        """Lists leaves whose axis for the examples may be one of a key's words: uint32, and no axis was given by
+        """Returns uint32 leaves whose axis of examples may be that of a key's words, unless the user gave their axis by
         name."""
         inputs, _ = describe_leaves(self.call, states, None)
         types = [t for a in self.call.arguments for t in a.types]
@@ -241,7 +238,7 @@ class CallOfOne:
         return [k for k in may_be if not any(matches(p, inputs[k].path) for p in named)]
 
     def _looked(self, axes: Sequence[int | None] | None) -> tuple[States, Block, frozenset[int]]:
-        """Takes the first look with a device's shard along some axes; None: with all on each device."""
+        """Takes the first look with a device's shard along these axes; None: with whole arguments."""
         args, kwargs = self.call.shapes
         statics = self.static.of_call(args, kwargs)
         fixed = {n: v for n, v in kwargs.items() if n in statics}
@@ -280,7 +277,6 @@ def _share(shape: Leaf, axis: int | None, count: int) -> Leaf:
 
 
 def _numbers_used(block: Block, axis: str) -> Iterator[str]:
-    """Yields lines that read `lax.axis_index`."""
     return iter(dict.fromkeys(e.where for e in block.walk() if e.op == "axis_index" and e.params["axis_name"] == axis))
 
 
@@ -304,5 +300,4 @@ def _check_states(name: str, call: Call, states: States, along: Sequence[int | N
 
 
 def _stacked(result: Leaf, axis: int | None) -> Leaf:
-    """Moves the devices' axis of a result to the front, if it has one."""
     return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

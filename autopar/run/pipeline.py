@@ -1,20 +1,18 @@
-"""`PipelineRunner`: calls a step whose stages are on devices of their own, in the order of a schedule.
+"""`PipelineRunner`: runs a pipeline by a schedule, each stage on devices of its own.
 
-The devices of a stage (replicas) take microbatches in turn, hold the same weights, and each runs the update.
+Replicas of a stage take microbatches in turn, hold the same weights, and all run the update.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.stage_device import StageDevice, array_over
-from autopar.errors import StepError
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.timeline import Timeline, Value
@@ -22,22 +20,25 @@ from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
+from autopar.run.runner import Runner
 from autopar.run.stage_executor import Arguments, StageExecutor, Values
 from autopar.tables.kinds import copied
 from autopar.tables.staged import StageArray, StagePlace
 
 
-class PipelineRunner:
+class PipelineRunner(Runner):
     """Calls a planned step on flat arrays, its stages on devices of their own.
 
     Args:
-      step: The programs.
-      timeline: What all devices do.
-      devices: All of them, by number; this process runs the programs of its own.
+      step: The stages' programs.
+      timeline: The actions of all devices.
+      devices: All devices by number; this process runs programs on its own.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
-      kept: Brings other arguments to the stages.
+      kept: Brings arguments that are no state to the stages.
     """
+
+    several_programs = "in stages"
 
     def __init__(
         self,
@@ -59,15 +60,8 @@ class PipelineRunner:
         self._states = {k for k, var in enumerate(first) if var in step.homes}
         self._is_new = True
 
-    def lower(self) -> Any:
-        """Refuses: a pipeline is several programs."""
-        raise StepError("a step in stages runs in several programs, and so can't be traced into one (lower, jax.jit)")
-
-    def loads(self) -> None:
-        """Returns None: no capacity is measured."""
-
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Runs the step on flat arguments; returns its results. New states are where their stages are."""
+        """Runs the step on flat arguments; returns its results. New states are on their stages' devices."""
         if self._is_new and self._donate:  # a state of the user's own may share buffers; what a step returns doesn't
             leaves, self._is_new = with_own_buffers(leaves, self._states), False
         self.executor.compile()  # before anything is given away
@@ -87,8 +81,7 @@ class PipelineRunner:
 
 
 def _last_readers(step: StagedStep) -> dict[StageProgram, tuple[int, ...]]:
-    """Returns for each program the positions of the state's leaves that it is the last to read: their buffers take the
-    new ones."""
+    """Returns for each update program the positions of state leaves that it is the last to read, and may overwrite."""
     readers: dict[Var, tuple[StageProgram, int]] = {}
     outputs = set(step.results)
     for program in step.programs:
@@ -112,8 +105,8 @@ class StageLeaves:
     """Brings leaves to stages, and back.
 
     Args:
-      step: The programs.
-      executor: Whose devices they are.
+      step: The stages' programs.
+      executor: The executor of their devices.
       given: Leaves of the state -> the devices of their stages.
     """
 
@@ -123,21 +116,20 @@ class StageLeaves:
         self._inputs = [leaf if isinstance(leaf, tuple) else (leaf,) for leaf in step.inputs]
 
     def arguments(self, leaves: Sequence[Leaf]) -> dict[Var, Leaf]:
-        """Finds what this rank has of each of the step's inputs."""
+        """Returns this rank's part of each of the step's inputs."""
         arrays: dict[Var, Leaf] = {}
         for parts, leaf in zip(self._inputs, leaves, strict=True):
             arrays |= zip(parts, self._parts(parts, leaf), strict=True)
         return arrays
 
     def put(self, values: Values) -> None:
-        """Brings leaves of the state to all devices of their stages."""
         for value, devices in self._leaves.values():
             for device in devices:
                 if device in self._executor.devices:
                     values.at(value, device)
 
     def _parts(self, parts: Sequence[Var], leaf: Leaf) -> Sequence[Leaf]:
-        """Finds what this rank has of the parts of a leaf, which another pipeline may have cut otherwise."""
+        """Returns this rank's parts of a leaf, which another pipeline may have cut at other layers."""
         if len(parts) == 1 and not isinstance(leaf, StageArray):
             return [leaf]
         ends = tuple(itertools.accumulate(var.shape[0] for var in parts))
@@ -147,7 +139,7 @@ class StageLeaves:
         return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
 
     def _moved(self, var: Var, place: StagePlace, value: Leaf) -> Leaf:
-        """Finds what this rank has of a part; sends it where another pipeline has left it on other ranks."""
+        """Returns this rank's part of a leaf, exchanged between ranks if another pipeline has left it elsewhere."""
         messages = self._executor.messages
         places = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
         missing, me = [rank for rank in places if rank not in place.ranks], jax.process_index()
@@ -163,13 +155,13 @@ class StageLeaves:
     def results(
         self, outputs: Sequence[Atom | tuple[Atom, ...]], values: Values, found: Found, given: Callable[[Var], Leaf]
     ) -> list[Leaf]:
-        """Returns the arrays of a call, each with buffers of its own.
+        """Returns the results of a call, each in buffers of its own.
 
         Args:
-          outputs: What they are; a leaf that several stages have part by part.
-          values: What this process has.
-          found: What stages have made.
-          given: Says what else was given.
+          outputs: The outputs; a tuple is a leaf in parts on several stages.
+          values: The values of this process's devices.
+          found: Values that stages have made, and their devices.
+          given: Returns arguments of the call.
         """
         made = {value.var: (value, devices) for value, devices in found.items()}
         seen = set[int]()
@@ -185,8 +177,7 @@ class StageLeaves:
     ) -> Leaf:
         """Returns a result where it is.
 
-        A leaf of the state that stages on several ranks have, or several stages, comes part by part. Arrays of `seen`
-        are copied.
+        State leaves on stages of several ranks, or on several stages, come in parts. Arrays in `seen` are copied.
         """
         if isinstance(out, Literal):
             return out.value
@@ -204,7 +195,7 @@ class StageLeaves:
         return _own(given(parts[0]), seen)
 
     def _array(self, value: Value, devices: Sequence[int], values: Values, seen: set[int]) -> Array | None:
-        """Makes one array on all devices of its stage that this process has."""
+        """Returns one array over all devices of its stage that this process has."""
         places = [k for k in devices if k in self._executor.devices]
         shards = [_own(values.at(value, k), seen) for k in places]
         axis = self._step.divided.get(value.var)
@@ -215,7 +206,6 @@ class StageLeaves:
 
 
 def _own(array: Leaf, seen: set[int]) -> Leaf:
-    """Returns an array, or a copy if it was seen before."""
     array = copied(array) if id(array) in seen else array
     seen.add(id(array))
     return array

@@ -1,4 +1,4 @@
-"""`PlannedStep`: what is known of a step at one set of shapes, and the functions that it becomes."""
+"""`PlannedStep`: a step planned for one set of shapes, and the functions made of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
-from autopar.run.buffers import is_traced
 from autopar.run.runner import Runner
 from autopar.tables.kinds import materialize
 from autopar.ways.way import Way
@@ -35,12 +34,15 @@ from autopar.ways.way import Way
 
 @dataclass(eq=False)
 class PlannedStep:
-    """Holds what is known of the step at one set of shapes.
+    """A step planned for one set of shapes.
 
-    `example` holds the leaves of the first call's batch that ids depend on (None for all others). `way` is how the step
-    is run, with the options that it was compiled by. `fun` is what was traced, the user's step or one made of it;
-    `notes` are what `explain` says of that. `clients` are those that have a replica each. `larger` compiles the
-    same step with larger capacities, once batches have come near those of this one.
+    Attributes:
+      way: How the step is run, with the options that it was compiled by.
+      example: Leaves of the first call's batch that ids depend on; None for all others.
+      fun: The function that was traced: the user's step, or one made of it.
+      notes: What `explain` says about that function.
+      clients: The clients that have a replica each.
+      larger: Compiles the step with larger capacities in the background, once batches have come near these.
     """
 
     call: Call
@@ -63,14 +65,11 @@ class PlannedStep:
 
     @property
     def options(self) -> Options:
-        """Returns what the user chose for the whole step, and what was chosen for it."""
         return self.way.options
 
     def takes(self, call: Call) -> bool:
-        """Returns whether this is the plan for a call, too.
-
-        A state may come as an array or as a Table, but what is only read is planned for where it is.
-        """
+        """Says whether this plan serves a call. A state may come as an array or a Table, but leaves that are only read
+        must be in the planned layout."""
         layouts = call.read_layouts(self.parameters, self.compiled.plan.devices)
         pairs = zip(self.compiled.analysed.inputs, layouts, strict=True)
         same = (a.role == "state" or a.layout == b for a, b in pairs)
@@ -78,27 +77,26 @@ class PlannedStep:
 
     @functools.cached_property
     def parameters(self) -> frozenset[int]:
-        """The inputs of an evaluation that are no batch."""
+        """Inputs of an evaluation that are no batch."""
         return parameters_of(self.compiled.analysed, self.options.batch_axis)
 
     @functools.cached_property
     def lasting_shapes(self) -> Leaf:
-        """Shapes of the arguments that outlive a call: those that hold state, or, where none does, the largest one."""
+        """Shapes of arguments that outlive a call, that is of the state or else of the largest argument."""
         inputs, arguments = iter(self.compiled.analysed.inputs), self.call.arguments
         lasting = [a for a in arguments if any([next(inputs).role == "state" for _ in a.types])]
         lasting = lasting or sorted(arguments, key=lambda a: sum(t.size for t in a.types))[-1:]
         return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
 
     def example_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf] | None:
-        """Returns concrete leaves to measure alpha on, which ids depend on and which are no state; None where there is
-        none.
+        """Returns the leaves to measure alpha on: concrete, no state, and read by ids; None if there are none.
 
-        Global arrays are kept whole, so that measuring once more needs no other process; NumPy's are copied.
+        They are kept whole and local, so that measuring again needs no other process. NumPy arrays are copied.
         """
         program = self.compiled.analysed
         kept = [
             local(x.copy() if isinstance(x, np.ndarray) else x)
-            if wanted and input_.role != "state" and not is_traced(x) and hasattr(x, "__array__")
+            if wanted and input_.role != "state" and not jax_compat.is_tracer(x) and hasattr(x, "__array__")
             else None
             for x, wanted, input_ in zip(leaves, id_inputs(program), program.inputs, strict=True)
         ]
@@ -106,20 +104,20 @@ class PlannedStep:
 
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Leaf]]:
-        """The planned step on flat arrays. A step of which nothing is lifted is run as JAX traced it."""
+        """The planned step on flat arrays. A step without lifted tables runs as JAX traced it."""
         bound = self.compiled.bound
-        if bound.plan.defers:  # ordinary arrays have no rows that wait
+        if bound.plan.defers:  # ordinary arrays have no deferred rows
             return self.plain
         if self.devices is not None:
             return on_ordinary_arrays(self.run_stored, bound, self.compiled.analysed, self.devices)
         return self._typed(emit(self.compiled.program.block)) if bound.rewrites else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Pytree]]) -> Callable[..., Sequence[Leaf]]:
-        """Gives results the plain step's types, weak or strong: a row that is written back takes its table's type."""
+        """Gives results the plain step's weak or strong types, as rows that are written back have their table's."""
         types = [a.type for a in self.compiled.analysed.block.outputs]
 
         def typed_run(*inputs: Leaf) -> Sequence[Leaf]:
-            outputs = run(*inputs)  # and perhaps a flag
+            outputs = run(*inputs)  # a flag may follow
             pairs = zip(outputs, types, strict=False)
             typed = [_weak(x) if getattr(t, "weak_type", False) else jax_compat.strong(x) for x, t in pairs]
             return [*typed, *outputs[len(types) :]]
@@ -140,7 +138,7 @@ class PlannedStep:
 
     @functools.cached_property
     def run_first(self) -> Callable[..., Sequence[Leaf]] | None:
-        """The planned step without its fallback, None if it has none (`LateFallback`)."""
+        """The planned step without its fallback (`LateFallback`); None if it has none."""
         bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
         if self.compiled.fallback is None or self.devices is None:
             return None
@@ -153,17 +151,17 @@ class PlannedStep:
 
     @functools.cached_property
     def runner(self) -> Runner:
-        """Who calls the planned step."""
+        """The runner of the planned step."""
         return self.way.runner(self)
 
     @functools.cached_property
     def own_runner(self) -> Runner:
-        """Who calls it on one client, or on all processes that train one state."""
+        """The runner of one client's step; `runner` where there are no clients."""
         return self.runner if self.way.inner is None else self.way.inner.runner(self)
 
     @functools.cached_property
     def table_runner(self) -> Runner:
-        """Who calls it where an argument is a table of autopar's own."""
+        """The runner of calls with tables of autopar's own."""
         return self.way.table_runner(self)
 
     @functools.cached_property
@@ -173,11 +171,10 @@ class PlannedStep:
 
     @property
     def are_results_whole(self) -> bool:
-        """Results by example are whole on every process."""
         return self.options.are_results_whole(self.compiled.analysed)
 
     def run_called(self, *leaves: Leaf) -> list[Leaf]:
-        """Runs the planned step as it is called, on flat arrays and tables, of which none is donated. Collective."""
+        """Runs the step by its runner without donating anything. Collective."""
         states = {k for k, input_ in enumerate(self.compiled.analysed.inputs) if input_.role == "state"}
         copies = [jax.numpy.copy(x) if k in states and isinstance(x, jax.Array) else x for k, x in enumerate(leaves)]
         results = jax.tree.leaves(self.runner(copies))

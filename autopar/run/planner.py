@@ -1,4 +1,4 @@
-"""`Planner`: from a call of a step to its plan and programs: trace, analyze, measure, compile."""
+"""`Planner`: makes the plan and the programs of a call: traces, analyses, measures, compiles."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from autopar.run.state_match import match_states, warn_of_missed_states
 from autopar.tables.host import HostTable
 from autopar.ways.way import Way
 
-#: What to do in place of tables on hosts.
+#: Advice for those who can't have tables on hosts.
 ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
 
 
@@ -56,16 +56,17 @@ class Planner:
 
     Attributes:
       fun: The user's step.
-      options: What the user chose for the whole step.
-      machine: Whose figures it is planned by.
-      donate: Whether the state is updated in place, as far as it is among `donated`, if that is given.
+      options: The options of the whole step.
+      machine: The machine, whose figures the plan is made by.
+      donate: Whether the state is updated in place.
+      donated: Arguments that the user lets go; None: all of the state.
       state_argnums, batch_argnums: As for `parallelize`.
-      static: Arguments that are no arrays.
-      devices: Those that run it; None: one.
-      per_device: Of a step that is written for one of several devices.
-      clients: Those that train a replica each; `devices` are this one's.
-      way_of: Gives the way to run the step with some options.
-      in_stages: What plans the step in stages, where its state fits the devices in no other way; None: nothing may.
+      static: The static arguments.
+      devices: The devices that run the step; None: one.
+      per_device: The devices that the step is written for, if it is written for one of several.
+      clients: Clients that train a replica each; `devices` are those of this one.
+      way_of: Returns the way to run the step with some options.
+      in_stages: Makes the planner of a pipeline, for a state that fits in no other way; None: not allowed.
     """
 
     fun: Callable[..., Pytree]
@@ -84,17 +85,16 @@ class Planner:
 
     @property
     def name(self) -> str:
-        """The step's own name."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     @functools.cached_property
     def way(self) -> Way:
-        """The way to run the step, unless its arguments or its size say otherwise."""
+        """The way to run the step, unless its arguments or its size ask for another."""
         return self.way_of(self.options)
 
     @functools.cached_property
     def processes(self) -> StoreGroup | None:
-        """The processes that run the step together; None if it is this one alone."""
+        """The processes that run the step together, or None for this one alone."""
         processes = self.way.processes(self)
         return processes if processes is not None and processes.several else None
 
@@ -103,8 +103,8 @@ class Planner:
 
         Args:
           call: The call.
-          leaves: Its flat arguments, of which ids are read.
-          number: How many calls there were, for messages.
+          leaves: Its flat arguments, whose ids are counted.
+          number: Number of earlier calls, for messages.
           is_first: Whether nothing was planned before.
         """
         self._check_job(leaves)
@@ -145,7 +145,7 @@ class Planner:
         own = self.devices if self.clients is None else self.clients.devices
         shards = in_shards(asked, made_whole(compiled, options, own, leaves))
         if shards is not options:
-            with contextlib.suppress(StrategyError):  # a warning says then that they are whole
+            with contextlib.suppress(StrategyError):  # they become whole, and a warning says so below
                 (compiled, way), options = self._compile(program, asked.by(shards), example), shards
         devices = 1 if self.devices is None else self.devices.count
         counts = {"devices": devices, "ranks": everyone().size}
@@ -154,7 +154,7 @@ class Planner:
             options = move.options
             if options.hosts:
                 check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
-            else:  # paths of leaves that came there aren't the user's
+            else:  # `_options_of` added the paths of leaves that came on hosts
                 options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
             program = self._program(call, states, traced.out_info, block, options.devices)
             compiled, way = self._compile(program, self.way_of(options), example)
@@ -172,10 +172,8 @@ class Planner:
         return PlannedStep(call, states, compiled, way, *rest, fun=fun, notes=tuple(notes), clients=self.clients)
 
     def _program(self, call: Call, states: States, outputs: Pytree, block: Block, devices: int) -> Program:
-        """Makes a call's program for so many devices.
-
-        An evaluation reads rows of its spread parameters where they are, of arrays as of Tables.
-        """
+        """Returns a call's program for `devices` devices. An evaluation reads divided parameters in place, arrays as
+        well as Tables."""
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
@@ -185,25 +183,22 @@ class Planner:
         return dataclasses.replace(program, inputs=tuple(inputs))
 
     def may_follow(self, plan: Plan) -> bool:
-        """Returns whether an earlier plan may decide what the user left open: it is one of as many devices."""
+        """Says whether an earlier plan, for as many devices, may decide what the user left open."""
         options = self.options
         given = options.plan is not None or not self.way.may_follow
         hosts = asks_for_hosts(plan.strategy)
         return not given and plan.devices == options.devices and hosts == options.hosts
 
     def following(self, plan: Plan) -> Planner:
-        """Returns what plans the same step as an earlier plan says; nothing is measured."""
+        """Returns a planner of the same step that follows an earlier plan, and measures nothing."""
         options = dataclasses.replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
         machine = dataclasses.replace(self.machine, rates=None, stages=None)
         return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
 
     @staticmethod
     def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Leaf], clients: Clients) -> Sequence[Leaf]:
-        """Returns the call as the first client makes it: all plan by what is measured of its minibatch, and so run one
-        program.
-
-        Collective, if these are arrays.
-        """
+        """Returns the call as the first client makes it. All plan by its minibatch, and so run one program. Collective
+        if the leaves are arrays."""
         batch = [k for k, input_ in enumerate(inputs) if input_.role != "state"]
         if any(isinstance(leaves[k], jax.ShapeDtypeStruct) for k in batch):
             return leaves
@@ -211,7 +206,7 @@ class Planner:
         return [theirs.get(k, x) for k, x in enumerate(leaves)]
 
     def _check_job(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that the processes of this job see each other, by MPI where the step needs it."""
+        """Checks that the processes of this job are connected, by MPI if the step needs it."""
         check_connected(self.name)
         if any(isinstance(leaf, HostTable) for leaf in leaves):
             check_ranks(self.name, "tables on hosts", ON_DEVICES)
@@ -220,7 +215,7 @@ class Planner:
             check_ranks(self.name, *needed)
 
     def _donates(self, call: Call, states: States) -> bool:
-        """Returns whether a call's state is updated in place: all of it, or, with a warning, none."""
+        """Says whether a call's state is updated in place: all of it, or, with a warning, none."""
         arguments = [call.arguments[k] for k in states.outputs]
         kept = [a.name for a in arguments if self.donated is not None and a.place not in self.donated]
         donate = self.donate and not kept
@@ -239,15 +234,14 @@ class Planner:
         return donate
 
     def _exceeds_memory(self, compiled: Compiled) -> bool:
-        """Returns whether the state doesn't fit the devices as it is planned."""
         memory = self.machine.memory_bytes
         return memory is not None and compiled.plan.state_bytes > state_budget(memory)
 
     def _staged(
         self, planner: Planner, compiled: Compiled, call: Call, leaves: Sequence[Leaf], number: int
     ) -> tuple[PlannedStep | None, str]:
-        """Plans the call in stages, as its state doesn't fit the devices otherwise; returns why not, if it can't be
-        cut."""
+        """Plans the call in stages, because its state fits in no other way. If it can't be cut, returns None; the note
+        says why."""
         note = f"By data parallelism the state takes {format_bytes(compiled.plan.state_bytes)} on each device"
         try:
             planned = planner.plan(call, leaves, number, is_first=False)
@@ -256,14 +250,13 @@ class Planner:
         return dataclasses.replace(planned, notes=(*planned.notes, f"{note}, so it is run in stages.")), ""
 
     def _rate_notes(self, compiled: Compiled) -> list[str]:
-        """Says which of the rates that a plan was made by are assumed."""
         if self.machine.rates is None or not any(table.terms for table in compiled.plan.tables):
             return []
         note = assumed_note(self.machine.rates())
         return [note] if note else []
 
     def plan_again(self, planned: PlannedStep, example: Sequence[Leaf] | None, headroom: float) -> Compiled:
-        """Plans the step once more, by another example and headroom."""
+        """Plans the step again with another example and headroom."""
         old = planned.compiled.analysed
         program = Program(block_of(planned.jaxpr), old.inputs, old.outputs, self.name)
         return self._compile(program, planned.way.by(dataclasses.replace(planned.options, headroom=headroom)), example)[
@@ -271,7 +264,7 @@ class Planner:
         ]
 
     def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
-        """Analyzes, measures, compiles; once more where rows turn out not to be deferrable."""
+        """Analyses, measures and compiles, again and again until only rows are deferred that can be."""
         way = way.settled(self, program)
         while True:
             analysed = analyze_program(program, way)
@@ -289,23 +282,21 @@ class Planner:
         return compiled, way
 
     def _written_for(self, call: Call) -> tuple[Callable[..., Pytree], Sequence[str]]:
-        """Returns the function to trace, and notes.
-
-        A step that is written for one of several devices (`axis_name=`) becomes one for all of them first.
-        """
+        """Returns the function to trace and notes. A per-device step (`axis_name=`) is first batched over all
+        devices."""
         if self.per_device is None:
             return self.fun, ()
         given = (self.state_argnums, self.batch_argnums or (), self.static)
         return CallOfOne(self.fun, self.name, call, self.per_device, *given).everywhere()
 
     def _options_of(self, inputs: Sequence[Input], leaves: Sequence[Leaf]) -> Options:
-        """Returns the user's options; tables that come in the memory of the hosts stay there."""
+        """Returns the user's options; tables that come in host memory stay there."""
         paths = [input_.path for input_, leaf in zip(inputs, leaves, strict=True) if isinstance(leaf, HostTable)]
         return self.options if not paths or self.options.hosts else on_hosts(self.options, paths, everyone().size)
 
     @property
     def choices(self) -> Mapping[str, str]:
-        """Returns what the user chose, as text by the options' names: the same on all processes that run the step."""
+        """The user's choices as text, by option. All processes that run the step must have the same."""
         chosen: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
         chosen |= {
             "donate": self.donate,
@@ -329,7 +320,7 @@ def _as_text(option: Any) -> str:
 
 
 def _reduction_notes(compiled: Compiled) -> list[str]:
-    """Says which sums go in rings, and which beside programs. Collective, the first time."""
+    """Returns notes on sums that MPI makes in rings or beside programs. Collective the first time."""
     if compiled.plan.reduction_backend != "mpi" or not everyone().several:
         return []
     ways = (

@@ -16,11 +16,11 @@ from autopar.jax_types import Leaf, Pytree
 
 @dataclass(frozen=True, slots=True)
 class NamedArguments:
-    """Arguments that two options name, `static_argnums` and `static_argnames`, say. False if they name none.
+    """Arguments that two options name, such as `static_argnums` and `static_argnames`. False if they name none.
 
     Attributes:
-      argnums: Their positions, for where they are passed by position.
-      argnames: Their names, for where they are passed by keyword.
+      argnums: Positions, for arguments that are passed by position.
+      argnames: Names, for arguments that are passed by keyword.
     """
 
     argnums: tuple[int, ...] = ()
@@ -39,22 +39,21 @@ class NamedArguments:
 
     @property
     def static_options(self) -> Mapping[str, Any]:
-        """Returns what `jax.jit` is given to take them as static."""
+        """The options of `jax.jit` for static arguments."""
         return {"static_argnums": self.argnums, "static_argnames": self.argnames}
 
     def of_call(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> dict[int | str, Pytree]:
-        """Returns those of a call, by position or name."""
+        """Returns a call's named arguments, by position or name."""
         return {k: v for k, v in (*enumerate(args), *sorted(kwargs.items())) if k in self}
 
     def others(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> tuple[list[Pytree], dict[str, Pytree]]:
-        """Returns a call's other arguments."""
         return [a for k, a in enumerate(args) if k not in self], {k: v for k, v in kwargs.items() if k not in self}
 
 
 def static_arguments(
     step: Callable[..., Pytree], argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> NamedArguments:
-    """Returns the arguments that are static for `parallelize`, or for the `jax.jit` that has wrapped the step."""
+    """Returns the static arguments: those of `parallelize`, and of a `jax.jit` around the step."""
     return _named(step, "static", argnums, argnames) | _jitted(step, "static")
 
 
@@ -65,9 +64,8 @@ def donated_arguments(
     static: NamedArguments,
     donate: bool,
 ) -> NamedArguments | None:
-    """Returns the arguments that the user gives away, or gave to the `jax.jit` that has wrapped the step.
-
-    None where nobody names any: then `donate` decides.
+    """Returns the donated arguments: those that the user names, or else those of a `jax.jit` around the step. None if
+    nobody names any; then `donate` decides.
 
     Raises:
       ArgumentsError: one of them is static, or `donate` is False.
@@ -110,7 +108,8 @@ def positions_of(
 def _named(
     step: Callable[..., Pytree], kind: str, argnums: int | Sequence[int] | None, argnames: str | Sequence[str] | None
 ) -> NamedArguments:
-    """Returns what an option and its sibling name; as under `jax.jit` one that isn't given follows from the other."""
+    """Returns the arguments that an option and its sibling name. As in `jax.jit`, one follows from the other if it
+    isn't given."""
     numbers, names = positions_of(step, f"{kind}_argnums", argnums), _names_of(step, f"{kind}_argnames", argnames)
     either = {k: p.name for k, p in enumerate(_parameters(step) or ()) if p.kind is p.POSITIONAL_OR_KEYWORD}
     if numbers is None:
@@ -144,7 +143,7 @@ def _jitted(step: Callable[..., Pytree], kind: str) -> NamedArguments:
 def _parameters(step: Callable[..., Pytree]) -> Sequence[inspect.Parameter] | None:
     try:
         return tuple(inspect.signature(step).parameters.values())
-    except (TypeError, ValueError):  # of some builtins nobody knows
+    except (TypeError, ValueError):  # some builtins have no signature
         return None
 
 

@@ -1,4 +1,4 @@
-"""`ReplicaRunner`: calls a client's own step, and has its weights exchanged with others' (`autopar.sync`)."""
+"""`ReplicaRunner`: runs a client's own step, and exchanges its weights with others' (`autopar.sync`)."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from autopar.tables.replica import Replica, Replicas, replicas_of
 
 
 def fragments_of(plan: SyncPlan, program: Program) -> list[list[int]]:
-    """Returns of each fragment the inputs that are its weights."""
+    """Returns for each fragment the inputs that are its weights."""
     numbers = {input_.path: k for k, input_ in enumerate(program.inputs) if k in program.new_states}
     return [[numbers[path] for path in fragment] for fragment in plan.fragments]
 
 
-class ReplicaRunner(abc.ABC):
-    """Calls a client's own step.
+class ReplicaRunner(Runner):
+    """Runs a client's own step.
 
     Args:
-      inner: Who runs it.
-      sync: The way that the user chose.
-      plan: What was decided of it.
-      touched: Which rows of tables steps touch.
-      clients: All of them.
+      inner: The runner of that step.
+      sync: The user's choice.
+      plan: The plan made of it.
+      touched: Finds the rows of tables that steps touch.
+      clients: All clients.
       program: The analysed step.
       out_tree: The structure of its results.
       plain: The step as it was traced, on flat arrays.
     """
+
+    several_programs = "with sync="
 
     def __init__(
         self,
@@ -67,39 +69,35 @@ class ReplicaRunner(abc.ABC):
 
     @property
     def mode(self) -> str:
-        """Says what other steps must have in common with this one to go on with its replicas."""
+        """A name that steps share which can go on with each other's replicas."""
         return f"{self._plan.name} of {self._plan.fragments}"
 
     @abc.abstractmethod
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
-        """Returns what replicas share, of what a checkpoint has of that (`Replicas.shared`, and this client's own).
+        """Returns the shared state that a checkpoint has (`Replicas.shared`, and this client's own part).
 
         Raises:
-          CheckpointError: it was saved by another way.
+          CheckpointError: it was saved with another `sync=`.
         """
 
     @abc.abstractmethod
     def first(self, weights: Mapping[int, Array]) -> Replicas:
-        """Returns what replicas share before the first step. `weights`: input -> as all clients have it."""
+        """Returns the shared state before the first step. `weights`: input -> its value on all clients."""
 
     @abc.abstractmethod
     def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
-        """Returns what replicas share before a step. `leaves`: its flat arguments, `own`: as it gets them."""
+        """Returns the shared state before a step. `leaves`: the step's flat arguments; `own`: this client's arrays for
+        them."""
 
     @abc.abstractmethod
     def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
-        """Returns what replicas share behind a step, and the weights that aren't those that it returned."""
-
-    def lower(self) -> Any:
-        """Refuses: a mean over clients is a program of its own."""
-        raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
+        """Returns the shared state after a step, and the weights that aren't the step's results."""
 
     def loads(self) -> Sequence[int] | None:
-        """Returns what earlier calls of this client are known to have needed of measured capacities."""
         return self.inner.loads()
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Returns the step's results, of flat arguments: its new state as replicas, and what its minibatch gave."""
+        """Runs the step on flat arguments; returns its new state as replicas, and its own minibatch's results."""
         replicas = replicas_of(leaves)
         own = [self._own(leaf) for leaf in leaves]
         for k in self._new_states:
@@ -126,10 +124,10 @@ class ReplicaRunner(abc.ABC):
         return self._out_tree.unflatten(results)
 
     def _begun(self, leaves: Sequence[Leaf]) -> Replicas:
-        """Returns what replicas share before the first step with ordinary arrays, if all have the same. Collective.
+        """Returns the shared state before the first step of ordinary arrays. Collective.
 
         Raises:
-          StateError: they aren't the same.
+          StateError: the clients' arrays differ.
         """
         warn_if_alone(self._name, self._sync, self.clients)
         weights = Weights(dict(enumerate(leaves)))
@@ -142,7 +140,7 @@ class ReplicaRunner(abc.ABC):
         return self.first(weights)
 
     def _own(self, leaf: Leaf) -> Leaf:
-        """Returns what a client's step is given: of an array over devices of other clients, too, a copy."""
+        """Returns a client's own array; of one that is also on other clients' devices a copy."""
         if isinstance(leaf, Replica):
             return leaf.own
         is_elsewhere = is_global(leaf) and not leaf.sharding.device_set <= set(self.clients.devices.mesh.devices.flat)
@@ -150,13 +148,12 @@ class ReplicaRunner(abc.ABC):
 
 
 class Weights(Mapping[int, Array]):
-    """Input -> a leaf as an ordinary array, its rows in their order, all of them up to date; made when it is read."""
+    """Input -> leaf as an ordinary array, its rows in order and up to date. Each is made when it is read."""
 
     def __init__(self, leaves: Mapping[int, Leaf]) -> None:
         self._leaves = leaves
 
     def but(self, new: Mapping[int, Array]) -> Weights:
-        """Returns the same with some others in their place."""
         return Weights({**self._leaves, **new})
 
     def __getitem__(self, k: int) -> Array:

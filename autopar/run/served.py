@@ -1,9 +1,8 @@
-"""`ServedRunner`: calls a worker's step, of a state that servers keep (`autopar.sync.Async`)."""
+"""`ServedRunner`: runs a worker's step on a state that servers keep (`autopar.sync.Async`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,21 +14,24 @@ from autopar.errors import StateError, StepError
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.run.kept_placements import KeptPlacements
+from autopar.run.runner import Runner
 from autopar.servers.session import Session
 from autopar.sync import Async
 from autopar.tables.kinds import materialize
 from autopar.tables.served import ServedLeaf, session_of
 
 
-class ServedRunner:
-    """Calls a worker's step.
+class ServedRunner(Runner):
+    """Runs a worker's step.
 
     Args:
-      compiled: The step as servers run it.
-      sync: The way that the user chose.
+      compiled: The step, cut for servers.
+      sync: The user's choice.
       clients: All workers.
       out_tree: The structure of its results.
     """
+
+    several_programs = "with sync="
 
     def __init__(self, compiled: Compiled, sync: Async, clients: Clients, out_tree: PyTreeDef) -> None:
         self._analysed, self._sync = compiled.analysed, sync
@@ -45,15 +47,8 @@ class ServedRunner:
         states = self._analysed.new_states
         self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}
 
-    def lower(self) -> Any:
-        """Refuses: a worker's step is several programs with messages between them."""
-        raise StepError("a step with sync= runs in several programs, and so can't be traced into one (lower, jax.jit)")
-
-    def loads(self) -> None:
-        """Returns None: no capacity is measured."""
-
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
-        """Returns the results, of flat arguments: leaves that servers keep, and what this worker's minibatch gave."""
+        """Runs the step on flat arguments; returns leaves that servers keep, and this worker's minibatch's results."""
         session = session_of(leaves)
         if session is None:
             session = self._begun(leaves)
@@ -74,7 +69,7 @@ class ServedRunner:
         return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
 
     def _check_whole(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that all of the state is what servers keep.
+        """Checks that every leaf of the state is the one that servers keep.
 
         Raises:
           StateError: a leaf is another one.
@@ -89,10 +84,10 @@ class ServedRunner:
                 )
 
     def _begun(self, leaves: Sequence[Leaf]) -> Session:
-        """Begins to train an ordinary state, if all workers have the same. Collective.
+        """Begins to train an ordinary state. Collective.
 
         Raises:
-          StateError: they haven't.
+          StateError: the workers' states differ.
         """
         warn_if_alone(self._analysed.name, self._sync, self._clients)
         states = list(self._analysed.new_states)

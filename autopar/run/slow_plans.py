@@ -1,4 +1,4 @@
-"""Plans that a small change of the step, or of its batch, would make many times faster: said at the first call."""
+"""Warnings at the first call about costs that a small change of the step or its batch would avoid."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.planned_step import PlannedStep
 
-#: Memory traffic of a step, in bytes, and how many times what is needed, from which on it is worth a warning.
+#: Memory traffic of a step that is worth a warning, in bytes and as a multiple of what is needed.
 _BYTES, _TIMES = 64 << 20, 4
-#: Of examples' values that every device gathers in each step.
+#: The same for values of examples that every device gathers in each step, in bytes.
 _GATHERED_BYTES = 16 << 20
 
 #: The option of LLVM with which XLA adds by the GPU's own instruction, which takes subnormal numbers for zeros.
@@ -33,12 +33,7 @@ _SLOW_SCATTERS = (
 
 
 def warn_of_slow_plan(name: str, planned: PlannedStep) -> None:
-    """Warns of what costs much and needn't.
-
-    Args:
-      name: The step's.
-      planned: Its plan, at the first call by it.
-    """
+    """Warns of a plan's avoidable costs, at the first call by it."""
     found = (
         _dense_tables(planned),
         _whole_tables(planned),
@@ -54,7 +49,7 @@ def warn_of_slow_plan(name: str, planned: PlannedStep) -> None:
 
 
 def slow_scatters(planned: PlannedStep) -> Iterator[str]:
-    """Says what adds updates of float32 to rows, where this jaxlib does that slowly."""
+    """Yields a warning on float32 updates of rows, which some versions of jaxlib add slowly."""
     scatters = (e for e in planned.compiled.analysed.block.walk() if e.op == "scatter-add")
     first = next((e for e in scatters if e.outputs[0].dtype == np.float32), None)
     if first is not None:
@@ -62,11 +57,11 @@ def slow_scatters(planned: PlannedStep) -> Iterator[str]:
 
 
 def has_slow_scatters(device_kind: str, version: Sequence[int] = jaxlib.version.__version_info__) -> bool:
-    """Returns whether this jaxlib adds float32 updates to a device's memory in loops of compare-and-swap (jax#38806).
+    """Says whether this jaxlib adds float32 updates by compare-and-swap loops in a device's memory (jax#38806).
 
     Args:
-      device_kind: As JAX names the device: "NVIDIA H100 80GB HBM3", say.
-      version: Of jaxlib.
+      device_kind: JAX's name of the device, such as "NVIDIA H100 80GB HBM3".
+      version: The version of jaxlib.
     """
     is_slow = (0, 10, 2) <= tuple(version[:3]) < (0, 11, 1)
     flags = os.environ.get("XLA_FLAGS", "")
@@ -74,8 +69,8 @@ def has_slow_scatters(device_kind: str, version: Sequence[int] = jaxlib.version.
 
 
 def undivided(planned: PlannedStep) -> int:
-    """Returns the number of examples in the batch, if several devices don't divide them; 0 if they do, or it isn't
-    known."""
+    """Returns the number of examples in a batch that several devices don't divide; 0 if they do, or if it is
+    unknown."""
     program, devices = planned.compiled.analysed, planned.compiled.plan.devices
     batch = {v: v.shape[axis] for v, axis in batch_of(program, planned.options.batch_axis).items()}
     spread = {batch.get(v, 0) for v in program.block.inputs if v in program.batch}
@@ -84,7 +79,7 @@ def undivided(planned: PlannedStep) -> int:
 
 
 def gathered_bytes(planned: PlannedStep) -> int:
-    """Returns the bytes of the results by example that a call brings to every process; 0 if there is one."""
+    """Returns the bytes of per-example results that a call brings to every process; 0 for one process."""
     program, plan = planned.compiled.analysed, planned.compiled.plan
     processes = planned.devices.processes if planned.devices is not None else everyone() if plan.on_hosts else None
     if processes is None or not processes.several or not planned.are_results_whole:
@@ -94,7 +89,7 @@ def gathered_bytes(planned: PlannedStep) -> int:
 
 
 def _dense_tables(planned: PlannedStep) -> Iterator[str]:
-    """Tells of tables that are updated as a whole because of what else the step does with them."""
+    """Yields warnings on tables that are updated as a whole because of another use of theirs in the step."""
     program, plan = planned.compiled.analysed, planned.compiled.plan
     looked_up = {table.path: table.ids for table in plan.tables if table.refused}
     for space in program.facts.spaces:
@@ -117,8 +112,8 @@ def _dense_tables(planned: PlannedStep) -> Iterator[str]:
 
 
 def _whole_tables(planned: PlannedStep) -> Iterator[str]:
-    """Tells of tables that the strategy gives to a method of rows, and that are whole on every device all the same, for
-    there is no update of theirs to save."""
+    """Yields warnings on tables that stay whole on every device, despite the strategy, because the step doesn't update
+    them."""
     program, plan = planned.compiled.analysed, planned.compiled.plan
     for space in program.facts.spaces:
         if space.refusal is None or space.accesses or space.rows_read or plan.devices == 1:
@@ -134,7 +129,7 @@ def _whole_tables(planned: PlannedStep) -> Iterator[str]:
 
 
 def _undivided_batch(planned: PlannedStep) -> Iterator[str]:
-    """Tells of a batch that every device computes as a whole, because their number doesn't divide it."""
+    """Yields a warning on a batch that every device computes as a whole."""
     devices, examples = planned.compiled.plan.devices, undivided(planned)
     if examples >= MANY * devices and examples % devices:
         fewer = examples - examples % devices
@@ -145,7 +140,7 @@ def _undivided_batch(planned: PlannedStep) -> Iterator[str]:
 
 
 def _gathered(planned: PlannedStep) -> Iterator[str]:
-    """Tells of large values of all examples that every device needs whole."""
+    """Yields warnings on large values that every device needs of all examples."""
     local = planned.compiled.program.local
     for value in () if local is None or planned.compiled.plan.on_hosts else local.gathered:
         if value.op and value.nbytes >= _GATHERED_BYTES:
@@ -157,7 +152,7 @@ def _gathered(planned: PlannedStep) -> Iterator[str]:
 
 
 def _large_results(planned: PlannedStep) -> Iterator[str]:
-    """Tells of results that are large and come whole to every process, though nobody has asked for that."""
+    """Yields a warning on large per-example results that come whole to every process without the user's wish."""
     size = gathered_bytes(planned)
     if size >= _BYTES and planned.options.results is None:
         yield (

@@ -1,8 +1,8 @@
-"""`StageExecutor`: runs the actions of a timeline on the devices of this process.
+"""`StageExecutor`: runs a timeline's actions on the devices of this process.
 
-Each program of a stage is compiled by itself for its device. Programs are issued in an order in which their operands
-exist, and JAX runs those of different devices at the same time; a value that another stage reads is sent as soon as it
-is made. What no later program reads is let go, so that a stage holds the activations that its schedule says.
+Each stage's program is compiled for its device. Programs are issued in an order in which their operands exist, and JAX
+runs those of different devices at the same time. A value for another stage is sent as soon as it is made, and dropped
+after its last reader, so that a stage holds just the activations of its schedule.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from autopar.run.kept_placements import KeptArguments
 
 
 class Arguments:
-    """Holds what a call was given, and the microbatches' parts of it.
+    """A call's arguments, and the microbatches' parts of them.
 
     Args:
-      arrays: By the step's inputs.
-      step: The programs.
-      kept: Brings them to devices.
+      arrays: Arguments by the step's inputs.
+      step: The stages' programs.
+      kept: Brings arguments to devices.
     """
 
     def __init__(self, arrays: Mapping[Var, Leaf], step: StagedStep, kept: KeptArguments) -> None:
@@ -53,11 +53,10 @@ class Arguments:
         self._slices = {whole: _slices(arrays[whole], axis, step.microbatches) for whole, axis in wholes}
 
     def given(self, var: Var) -> Leaf:
-        """Returns an argument as it is."""
         return self._arrays[var]
 
     def put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
-        """Brings an argument, or a microbatch's part of it, to a device, divided along an axis if one is given."""
+        """Brings an argument, or a microbatch's part of it, to a device; `axis`: divided along it."""
         if value.var not in self._parts:
             return self._kept.put(value.var, self._arrays[value.var], device, axis)
         assert isinstance(value.part, Microbatch), "parts are of microbatches"
@@ -65,11 +64,11 @@ class Arguments:
 
 
 class Values:
-    """Holds the values that the devices of this process have in a step.
+    """The values that devices of this process hold in a step.
 
     Args:
-      devices: By number.
-      put: Brings what a call was given to a device, divided along an axis if one is given.
+      devices: Devices by number.
+      put: Brings an argument to a device, divided along an axis if one is given.
       divided: As in `StagedStep`.
     """
 
@@ -83,19 +82,16 @@ class Values:
         self._held: dict[int, dict[Value, Array]] = {device: {} for device in devices}
 
     def empty(self) -> Values:
-        """Makes one of the same devices, which hold nothing."""
         return Values(self._devices, self._put, self._divided)
 
     def has(self, value: Value, device: int) -> bool:
-        """Returns whether a device has made or been sent it."""
         return value in self._held[device]
 
     def put(self, value: Value, device: int, array: Array) -> None:
-        """Stores what a device has made or been sent."""
         self._held[device][value] = array
 
     def at(self, value: Value, device: int) -> Array:
-        """Returns the value on a device; an argument is put there when it is first read."""
+        """Returns a value on a device. An argument is brought there when it is first read."""
         held = self._held[device]
         if value not in held:
             held[value] = self._put(value, self._devices[device], self._divided.get(value.var))
@@ -106,44 +102,42 @@ class Values:
         return array
 
     def drop(self, value: Value, device: int) -> None:
-        """Lets a value go."""
         self._held[device].pop(value, None)
 
 
 def _types(var: Var, dtype: Callable[[Dtype], Dtype]) -> Leaf:
-    """Returns the types of a value: a route is several arrays."""
+    """Returns a value's types; a route is several arrays."""
     if isinstance(var.type, RouteType):
         return route_types(var.type)
     return jax.ShapeDtypeStruct(var.shape, dtype(var.dtype))
 
 
 def placed_types(var: Var, sharding: Any, dtype: Callable[[Dtype], Dtype]) -> Leaf:
-    """Returns the types of a value with such a sharding, in another `dtype`."""
+    """Returns a value's types with a sharding, and with dtypes mapped by `dtype`."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), _types(var, dtype))
 
 
 def message_of(value: Leaf) -> list[np.ndarray]:
-    """Returns the arrays that are sent for a value: of random keys their data."""
+    """Returns the arrays to send for a value; keys are sent as their data."""
     arrays = jax.tree.leaves(value)
     return [np.asarray(jax.random.key_data(x) if jax_compat.is_key(x.dtype) else x) for x in arrays]
 
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """A value that is on its way to this rank."""
+    """A value on its way to this rank."""
 
     types: Leaf
     parts: Sequence[Incoming]
 
     @staticmethod
     def of(value: Value, messages: PointToPoint, source: int) -> Arriving:
-        """Begins to receive it; sums are in a wider dtype."""
+        """Begins to receive a value. Sums have a wider dtype."""
         types = _types(value.var, wide if isinstance(value.part, SumOf) else lambda dtype: dtype)
         data = jax.tree.leaves(jax.eval_shape(_data, types))
         return Arriving(types, [messages.receive(x.shape, x.dtype, source) for x in data])
 
     def wait(self) -> Leaf:
-        """Waits for the value, and returns it."""
         parts = iter(self.parts)
 
         def arrived(like: Leaf) -> Leaf:
@@ -173,8 +167,8 @@ class CompiledProgram:
     """A stage's program on a device.
 
     Attributes:
-      run: A microbatch's number, the sums so far and the inputs -> new sums, values. Sums are updated in place.
-      start: Makes what is summed, before the first microbatch; nothing where nothing is.
+      run: (number of a microbatch, sums, *inputs) -> (new sums, values). Sums are updated in place.
+      start: Makes the sums before the first microbatch.
     """
 
     run: jax.stages.Compiled
@@ -183,14 +177,14 @@ class CompiledProgram:
 
 @dataclass(frozen=True, eq=False)
 class StageExecutable:
-    """A stage's program, compiled by itself for each device that runs it.
+    """A stage's program, to be compiled for each device that runs it.
 
     Attributes:
-      program, count: What it computes, and M.
-      joins: Its outputs that are summed over microbatches -> the name of a reduction.
-      read: Positions of its outputs that others read.
-      donated: Positions of its inputs whose buffers its results take.
-      divided: Values that are divided over the devices of a stage -> the axis.
+      program, count: The program, and M, the number of microbatches.
+      joins: Outputs that are summed over microbatches -> name of the reduction.
+      read: Positions of outputs that others read.
+      donated: Positions of inputs whose buffers the results may take.
+      divided: Values that the devices of a stage divide -> the axis.
     """
 
     program: StageProgram
@@ -229,7 +223,7 @@ class StageExecutable:
         return [self.divided.get(v) for v in values]
 
     def _run(self, devices: Devices | None) -> Callable[..., tuple[Sequence[Array], Sequence[Array]]]:
-        """Returns the program of new sums and values; `devices`: those that divide products, if several do."""
+        """Returns the program; `devices`: devices of the stage that divide its products."""
         block, count = self.program.block, len(self.joins)
         here = None if devices is None else Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
         if devices is not None:
@@ -260,7 +254,7 @@ class StageExecutable:
 def stage_executables(
     step: StagedStep, timeline: Timeline, donated: Mapping[StageProgram, tuple[int, ...]] = MappingProxyType({})
 ) -> dict[StageProgram, StageExecutable]:
-    """Returns the executables of a timeline's programs; `donated`: the positions of inputs that each may overwrite."""
+    """Returns the executables of a timeline's programs; `donated`: positions of inputs that each may overwrite."""
     runs = {action.program: action for action in timeline.actions if isinstance(action, Run)}
     values = (value for action in timeline.actions for value in reads_of(action))
     read = {value for value in values if not isinstance(value.part, SumOf)} | {*timeline.results}
@@ -283,19 +277,19 @@ def stage_executables(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def joined(joins: tuple[str, ...], dtypes: tuple[Dtype, ...], parts: Sequence[Sequence[Array]]) -> Sequence[Array]:
-    """Adds up the sums of all replicas, in their order."""
+    """Adds up all replicas' sums in the order of their numbers."""
     pairs = zip(joins, dtypes, parts, strict=True)
     return [functools.reduce(REDUCERS[n].join, each).astype(dtype) for n, dtype, each in pairs]
 
 
 class StageExecutor:
-    """Runs what this process has of a timeline.
+    """Runs this process's part of a timeline.
 
     Args:
-      step: The programs.
-      timeline: All that is ever run of them, at least once.
-      devices: All of them, by number; this process runs the programs of its own.
-      donated: The positions of inputs that each program may overwrite.
+      step: The stages' programs.
+      timeline: Every action that will ever be run, at least once.
+      devices: All devices by number; this process runs programs on its own.
+      donated: Positions of inputs that each program may overwrite.
     """
 
     def __init__(
@@ -312,16 +306,15 @@ class StageExecutor:
         self._programs = stage_executables(step, timeline, donated)
 
     def takes_part(self, action: Action) -> bool:
-        """Returns whether a device of this process does something in it."""
+        """Says whether an action involves a device of this process."""
         ends = (action.source, action.target) if isinstance(action, Send) else (action.device,)
         return not self.devices.keys().isdisjoint(ends)
 
     def compile(self) -> None:
-        """Compiles all programs, if they aren't yet."""
         _ = self._compiled
 
     def run(self, actions: Iterable[tuple[Action, Drops]], values: Values) -> None:
-        """Runs actions of this process, one after the other."""
+        """Runs actions of this process in order."""
         compiled = self._compiled
         for action, drops in actions:
             if isinstance(action, Run):
@@ -335,13 +328,13 @@ class StageExecutor:
                     values.drop(value, device)
 
     def collectives(self) -> list[Collective]:
-        """Lists what the devices within each stage of this process exchange for a microbatch."""
+        """Returns the collectives of a microbatch between the devices of each stage."""
         runs = {program: each.run for (program, _), each in self._compiled.items() if program.phase in ("F", "B", "W")}
         return [c for run in runs.values() for c in read_collectives(run.as_text() or "")]
 
     @functools.cached_property
     def _compiled(self) -> Mapping[tuple[StageProgram, int], CompiledProgram]:
-        """(Program, device) -> what runs there. All are compiled before the first step, at the same time."""
+        """(Program, device) -> compiled program. All are compiled at the same time, before the first step."""
         places = dict.fromkeys((a.program, a.device) for a in self._timeline.actions if isinstance(a, Run))
         own = [key for key in places if key[1] in self.devices]
         lowered = [self._programs[program].lower(self.devices[device]) for program, device in own]
@@ -361,7 +354,7 @@ class StageExecutor:
             sums = compiled.start()
         else:
             sums = [values.at(name, device) for name in names]
-        number = (action.microbatch or 0) % self._step.microbatches  # of a minibatch, its only part's
+        number = (action.microbatch or 0) % self._step.microbatches  # 0 where a minibatch is its only microbatch
         sums, results = compiled.run(np.int32(number), sums, *operands)
         for name, total in zip(names, sums, strict=True):
             values.put(name, device, total)
@@ -369,9 +362,9 @@ class StageExecutor:
             values.put(action.writes[k], device, result)
         if self.messages is not None and self.devices[device].platform == "cpu":
             made = jax.tree.leaves((sums, results))
-            if self._step.asynchronous is not None:  # whose programs and messages are those of whole minibatches
+            if self._step.asynchronous is not None:  # programs are long: messages of whole minibatches move meanwhile
                 self.messages.during(lambda: all(map(jax_compat.is_ready, made)))
-            jax.block_until_ready(made)  # what comes next would take cores from it
+            jax.block_until_ready(made)  # the next program would compete with it for cores
 
     def _send(self, action: Send, values: Values) -> None:
         if action.source not in self.devices:
@@ -385,7 +378,7 @@ class StageExecutor:
             values.put(action.value, action.target, placed)
             return
         assert self.messages is not None, "there are several ranks"
-        for array in message_of(value):  # a copy where the update may give its buffer away
+        for array in message_of(value):  # a copy if an update may donate its buffer
             self.messages.send(
                 array.copy() if isinstance(action.value.part, Whole) else array, self.ranks[action.target]
             )

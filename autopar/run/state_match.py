@@ -1,17 +1,16 @@
-"""Matches results with the states whose new values they are, where several have one form.
+"""Pairs states with the results that are their new values, and warns of arguments that look like unrecognised state.
 
-`(slot, table, ids) -> (table, slot, loss)`: by form alone the slot's new value would be the table's. So, of arguments
-and results of one form, those are paired of which one carries on the other.
+In `(slot, table, ids) -> (table, slot, loss)` the forms alone would take the slot's new value for the table's.
+Arguments and results of one form are therefore paired by dataflow: a result is an argument's new value if it carries it
+on.
 
-Arguments that look like state where nothing was found to be it would make a step run plain without a word. A train step
-returns its state updated, in the same form. That is how `arguments.find_states` knows it, but for what could as well be
-something else: a lone array behind others (a prediction has its inputs' shape, and a residual network even adds to
-them), a state that is returned scaled (so does a gradient with weight decay, though by less than half: those are told
-apart here by the constant). `warn_of_missed_states` looks for such arguments once more, to tell of them, not to act on
-them: a user who means them names them. It tells only of those of a function that has other arguments as well (its
-data), and either differentiates something or brings two such arguments back; evaluation functions do neither. A
-training step may also forget a part of its state: it returns new values of some leaves of an argument, or makes new
-slots of its optimizer and doesn't return them.
+A step without recognised state runs plain, and a user should know. `arguments.find_states` recognises state only if it
+comes back in the same form and can be nothing else. It passes over a lone array behind other arguments (a prediction
+has its inputs' shape, and a residual network even adds to them), and over an argument that comes back scaled (so does a
+gradient with weight decay, though by less than half: its constant tells). `warn_of_missed_states` names such arguments
+without acting on them. It does so only for functions that also have other arguments (data), and that differentiate
+something or return two such arguments, as no evaluation does. It also names state that a training step forgets: new
+values of some leaves only, or new optimizer slots that aren't returned.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ from autopar.run.arguments import (
     type_of_shape,
 )
 
-#: How sure a leaf of a result is the new value of a leaf of an argument: `old + update`, `decay * old + update`, `old`.
+#: Scores of a result's leaf as the new value of an argument's: `old + update`, `decay * old + update`, `old`.
 _ADDED, _SCALED, _SAME = 4, 2, 1
 
 
 def match_states(
     call: Call, block: Block, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
 ) -> States:
-    """Finds the states of a traced step, and where their new values are.
+    """Finds the states of a traced step, and their new values.
 
     Args:
       call: The call.
       block: The traced step.
       outputs: Its results, a pytree of ShapeDtypeStructs.
-      state_argnums: Positions that the user named as state; None to find them.
-      batch_argnums: Positions of what is no state.
+      state_argnums: Positions that the user named as state; None: any may be.
+      batch_argnums: Positions that the user named as no state.
 
     Raises:
       StateError, ArgumentsError: as `find_states` does.
@@ -83,7 +82,8 @@ def _form(argument: Argument) -> Any:
 
 
 def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
-    """Returns a function of an argument and a result's first leaf: how sure they are old and new."""
+    """Returns a function of an argument and a result's first leaf that scores the result as the argument's new
+    value."""
     added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
     starts = [0]
     for argument in call.arguments:
@@ -98,8 +98,7 @@ def _scores(call: Call, block: Block) -> Callable[[int, int], int]:
 
 
 def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int], int]) -> dict[int, int]:
-    """Returns the pairs with the highest score; where nothing tells, in order. Two are exchanged until that improves
-    nothing."""
+    """Returns the pairing of highest score, found by exchanging pairs until nothing improves; ties stay in order."""
     improved = True
     while improved:
         improved = False
@@ -119,15 +118,15 @@ def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int
 def warn_of_missed_states(
     name: str, call: Call, outputs: Pytree, block: Block, states: States, batches: Sequence[int]
 ) -> None:
-    """Warns of arguments, or leaves of some, that may be state and aren't taken for it.
+    """Warns of arguments, or leaves of some, that may be state and weren't recognised.
 
     Args:
-      name: The step's.
+      name: The step's name.
       call: The call.
       outputs: The step's outputs, a pytree of ShapeDtypeStructs.
       block: The traced step.
-      states: What was recognised.
-      batches: Positions of what is said to be no state.
+      states: The recognised states.
+      batches: Positions that the user named as no state.
     """
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     told = None
@@ -155,7 +154,8 @@ def warn_of_missed_states(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """A container or leaf within an argument, and the place of its first leaf among the argument's and all inputs."""
+    """A container or leaf within an argument, with the number of its first leaf in the argument and among all
+    inputs."""
 
     argument: Argument
     treedef: PyTreeDef
@@ -168,7 +168,7 @@ class _Part:
 
 
 def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part]:
-    """Lists what arguments are made of that aren't taken for state, nor said to be none."""
+    """Yields the proper parts of arguments that are neither state nor named as no state."""
     start = 0
     for k, argument in enumerate(call.arguments):
         if k not in states.outputs and argument.position not in batches:
@@ -179,8 +179,8 @@ def _parts(call: Call, states: States, batches: Sequence[int]) -> Iterator[_Part
 
 
 def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int]) -> Argument | None:
-    """Finds the first argument with slots of a state, in that one's form, of which the step makes new values in
-    vain."""
+    """Returns the first argument with slots in the form of a state whose new values the step makes but doesn't
+    return."""
     known = [call.arguments[k] for k in states.outputs]
     slots = [
         part
@@ -194,11 +194,8 @@ def _forgotten(call: Call, block: Block, states: States, batches: Sequence[int])
 def _partly_returned(
     call: Call, outputs: Pytree, block: Block, states: States, batches: Sequence[int]
 ) -> tuple[Argument, str] | None:
-    """Finds an argument of which the output has a part's new value; returns it, and the path of that part's first new
-    leaf.
-
-    None if there is none. (A state that comes back with more leaves than it had is whole.)
-    """
+    """Returns an argument of which the output has only a part's new value, and the path of that part's first new
+    leaf."""
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
     evidence = carried(block, scaled="little")
@@ -214,8 +211,8 @@ def _partly_returned(
 
 
 def _parts_returned(argument: Argument, tree: Pytree) -> Iterator[tuple[int, Pytree]]:
-    """Lists the outermost parts of an output, with the number of each one's first leaf, and the parts of a dictionary
-    that has some of an argument's own keys."""
+    """Yields the outermost parts of an output with the number of their first leaf, and the parts of a dictionary with
+    some of an argument's keys."""
     for first, treedef in sorted(tops(tree), key=lambda top: top[0]):
         yield first, treedef
         (kind, keys), (own_kind, own_keys) = (t.node_data() or (None, ()) for t in (treedef, argument.treedef))
@@ -226,21 +223,21 @@ def _parts_returned(argument: Argument, tree: Pytree) -> Iterator[tuple[int, Pyt
 
 
 def _is_alike(part: _Part, treedef: PyTreeDef, types: Sequence[ArrayType]) -> bool:
-    """Returns whether an array's or a container's first leaves are like those of a part, scalars not being enough."""
+    """Says whether the first leaves of a tree are like those of a part, and not scalars alone."""
     return part.treedef == treedef and all(map(alike, part.types, types)) and any(t.shape for t in part.types)
 
 
 def missed_states(
     call: Call, outputs: Pytree, block: Block, batches: Sequence[int], *, differentiates: bool
 ) -> list[Argument]:
-    """Lists the arguments of which an outermost part of the output may be the new value.
+    """Returns the arguments whose new value an outermost part of the output may be.
 
     Args:
       call: The call.
       outputs: The step's outputs, a pytree of ShapeDtypeStructs.
       block: The traced step.
-      batches: Positions of what is said to be no state.
-      differentiates: Whether the step does.
+      batches: Positions that the user named as no state.
+      differentiates: Whether the step differentiates.
     """
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
@@ -268,7 +265,6 @@ def missed_states(
 
 
 def _told(name: str, missed: Sequence[Argument]) -> str:
-    """Returns the warning of missed states."""
     names = " and ".join(repr(argument.name) for argument in missed)
     places = tuple(argument.position for argument in missed if argument.position is not None)
     by_name = "" if len(places) == len(missed) else " and pass it by position"

@@ -1,5 +1,5 @@
-"""`ParallelStep`: the callable that `parallelize` returns, with its plans per shape of the arguments; how it is
-bound to an instance, pickled, and made late."""
+"""`ParallelStep`: the callable that `parallelize` returns, with a plan for each set of shapes. `MethodStep` binds it to
+an instance, `PickledByOptions` pickles it, and `LazyStep` makes it on first use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.launch.group import everyone
 from autopar.launch.notices import noticing
 from autopar.launch.progress import mark
 from autopar.run.arguments import Call, call_difference, read_call, static_key
-from autopar.run.buffers import check_not_donated, is_traced, naming_donated, noting_lost_state
+from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.larger_capacities import LargerCapacities
 from autopar.run.planned_step import PlannedStep
@@ -39,22 +39,22 @@ from autopar.run.slow_plans import warn_of_slow_plan
 from autopar.tables.kinds import is_table, layout_of, materialize
 from autopar.tables.leaf import TableLeaf
 
-#: A step is stopped here whose batches keep changing shapes: each of them costs a compilation.
+#: Sets of shapes for which a step is planned before it raises: each of them costs a compilation.
 MAX_PLANS = 16
 
 
 class PickledByOptions:
-    """A step that is pickled as its function and its options, or by its name, where a module has it by that.
+    """A step that is pickled as its function and options, or by its qualified name if a module has it.
 
-    Plans and compiled programs stay behind: the process that reads it plans by its own devices. A copy is the step
-    itself, as a copy of a function is.
+    Plans and compiled programs stay behind: the process that unpickles it plans for its own devices. Copies are the
+    step itself, as with functions.
     """
 
     __wrapped__: Any
     _made_by: tuple[Callable[..., Any], Mapping[str, Any]] | None = None
 
     def made_by(self, make: Callable[..., Pytree], options: Mapping[str, Any]) -> Self:
-        """Has the step, which is returned, know that `make(function, **options)` makes another one like it."""
+        """Records that `make(function, **options)` makes another such step; returns this one."""
         self._made_by = make, options
         return self
 
@@ -81,7 +81,7 @@ def _made(make: Callable[..., Pytree], fun: Pytree, given: Mapping[str, Pytree])
 
 
 def _found(module: Any, name: str) -> Any:
-    """Returns what a module has by a qualified name; None if nothing."""
+    """Returns the object of a qualified name in a module, if there is one."""
     try:
         return functools.reduce(getattr, name.split("."), sys.modules[module])
     except (AttributeError, KeyError):
@@ -90,7 +90,7 @@ def _found(module: Any, name: str) -> Any:
 
 @dataclass(frozen=True)
 class _Mesh:
-    """A mesh by the numbers of its devices, which can't be pickled themselves."""
+    """A mesh by its devices' numbers; devices can't be pickled."""
 
     ids: np.ndarray
     axis_names: tuple[str, ...]
@@ -118,8 +118,8 @@ class ParallelStep(PickledByOptions):
     """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
 
     Attributes:
-      latest: What is known of the step at the shapes of the latest call that was planned.
-      watch: Watches the rows that batches touch; None: nobody does.
+      latest: The planned entry of the latest call.
+      watch: Watches the rows that batches touch, if anything does.
     """
 
     planner: Planner
@@ -145,42 +145,42 @@ class ParallelStep(PickledByOptions):
 
     @property
     def options(self) -> Options:
-        """Returns what the user chose for the whole step."""
+        """The options of the whole step."""
         return self.planner.options
 
     @property
     def devices(self) -> Devices | None:
-        """The devices that run the step; None: one."""
+        """The devices that run the step, or None for one."""
         return self.planner.devices
 
     @property
     def clients(self) -> Clients | None:
-        """Returns those that train a replica each, by `sync=`; None: all processes train one state."""
+        """Clients that train a replica each (`sync=`), or None where all processes train one state."""
         return self.planner.clients
 
     @property
     def minibatch_clients(self) -> Clients | None:
-        """Returns those that have minibatches of their own (`shard`); None: all processes train by global batches."""
+        """Clients with minibatches of their own (`shard`), or None where all processes take global batches."""
         return self.clients
 
     @property
     def takes_turns(self) -> bool:
-        """Clients have minibatches in turn, as many each; else whoever is free has the next (`shard`)."""
+        """Says whether `shard` deals minibatches to clients in turn; otherwise the next free client takes one."""
         return not self.planner.way.is_asynchronous
 
     @property
     def static(self) -> NamedArguments:
-        """Arguments that are no arrays."""
+        """The static arguments."""
         return self.planner.static
 
     @property
     def state_argnums(self) -> tuple[int, ...] | None:
-        """Positions of the state, where the user gave them."""
+        """The state's positions, if the user gave them."""
         return self.planner.state_argnums
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in use, None before the first call."""
+        """The plan in use; None before the first call."""
         return self.latest.compiled.plan if self.latest else None
 
     @uninterrupted
@@ -199,7 +199,7 @@ class ParallelStep(PickledByOptions):
         if runner is None or jax_compat.is_tracing():
             return self._traced(ready.planned, runner, leaves)
         loads = runner.loads()
-        if loads is not None:  # of earlier calls; what this raises, a warning too, costs no state
+        if loads is not None:  # before anything is donated: an error, or a warning as one, costs no state
             grown, told = self._larger_capacities.after(ready.planned, loads)
             if grown is not ready.planned:
                 self._replace(ready.planned, grown)
@@ -222,7 +222,7 @@ class ParallelStep(PickledByOptions):
             raise
 
     def _read(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> tuple[list[Leaf], Leaf]:
-        """Returns a call's flat arguments, and the key of calls that are planned once; None if it can't be hashed."""
+        """Returns a call's flat arguments, and a key of calls that share a plan; None if it can't be hashed."""
         statics = None
         if self.static:
             statics = static_key(self.static.of_call(args, kwargs))
@@ -239,7 +239,7 @@ class ParallelStep(PickledByOptions):
     def _prepare(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], leaves: Sequence[Leaf], key: Any
     ) -> _Ready:
-        """Returns the plan for a call and who runs it, made if there is none yet."""
+        """Returns the plan and runner of a call, made if they are new."""
         known = self._ready.get(key)
         if known is not None:
             self._last, self.latest = known, known.planned
@@ -254,7 +254,7 @@ class ParallelStep(PickledByOptions):
         planned = self.planned_for(*args, **kwargs)
         if all(ready.planned is not planned for ready in self._ready.values()):
             warn_of_slow_plan(self.name, planned)
-        if any(map(is_traced, leaves)):
+        if any(map(jax_compat.is_tracer, leaves)):
             self._check_is_one_program(planned)
             ready = _Ready(key, planned, None)
         else:
@@ -265,13 +265,13 @@ class ParallelStep(PickledByOptions):
         return ready
 
     def _is_of_another_kind(self, leaf: Leaf) -> bool:
-        """Returns whether a leaf is of a state that steps with another `sync=` train."""
+        """Says whether a leaf belongs to a state of steps with another `sync=`."""
         of_clients = isinstance(leaf, TableLeaf) and leaf.of_clients
         return of_clients and not isinstance(leaf, self.planner.way.leaves)
 
     def _traced(self, planned: PlannedStep, runner: Any, leaves: Sequence[Leaf]) -> Pytree:
-        """Returns a call's results while JAX traces something around it: of the plain step, as a part of that. An
-        evaluation of arrays alone is none."""
+        """Returns a call's results while JAX traces around it, as part of that trace. An evaluation of concrete arrays
+        runs by itself."""
         if runner is None or planned.compiled.analysed.new_states:
             return planned.out_tree.unflatten(planned.run(*materialize(leaves, copy=False)))
         with jax_compat.outside_traces():
@@ -325,7 +325,7 @@ class ParallelStep(PickledByOptions):
         return list(map(explicit_meshes.on_auto_mesh, jax.tree.leaves(self.static.others(args, kwargs))))
 
     def __get__(self, instance: Pytree, owner: type | None = None) -> Any:
-        """Binds to an instance, as a function does: a step may be a method."""
+        """Binds to an instance, as a function does."""
         return self if instance is None else MethodStep(self, instance)
 
     # --- planning ---
@@ -335,7 +335,7 @@ class ParallelStep(PickledByOptions):
         return LargerCapacities(self.name, self.planner, self._another)
 
     def _look(self, watch: AlphaWatch, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> None:
-        """Warns where batches touch other numbers of rows than the one that the plan was made by."""
+        """Warns if batches touch other numbers of rows than the plan was made for."""
         leaves, key = self._read(args, kwargs)
         ready = self._ready.get(key)
         planned = self._planned_for(read_call(self.fun, args, kwargs, self.static)) if ready is None else ready.planned
@@ -347,7 +347,6 @@ class ParallelStep(PickledByOptions):
     def _another(
         self, planned: PlannedStep, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float
     ) -> PlannedStep:
-        """Returns a step that was planned once more, by an example and some headroom."""
         again = dataclasses.replace(planned, compiled=compiled, headroom=headroom, example=example)
         return self._settled(again)
 
@@ -360,7 +359,7 @@ class ParallelStep(PickledByOptions):
         self.latest = again
 
     def _announce(self, call: Call, planned: PlannedStep) -> None:
-        """Says that a call had new shapes; makes room for its plan, or stops where that doesn't end."""
+        """Warns of new shapes; makes room for another plan, or raises if shapes keep changing."""
         names = [a.name for a in call.arguments]
         same = [e.call for e in self._planned.values() if [a.name for a in e.call.arguments] == names]
         if not same:
@@ -384,14 +383,19 @@ class ParallelStep(PickledByOptions):
         warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
 
     def _forgotten(self, planned: PlannedStep) -> dict[Leaf, PlannedStep]:
-        """Takes a plan out of those that there are, which are in the order of their last use."""
+        """Removes and returns a plan; the caller adds it again, as the last used."""
         return {key: self._planned.pop(key) for key, known in list(self._planned.items()) if known is planned}
 
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """Holds what runs calls of one kind; `runner` is None where they are traced. Its first run compiles. `is_explicit`:
-    arguments are on meshes with Explicit axes."""
+    """A plan that is ready for calls of one key.
+
+    Attributes:
+      runner: Runs the calls; None: they are traced.
+      has_run: The first run compiles.
+      is_explicit: Arguments are on meshes with Explicit axes.
+    """
 
     key: Any
     planned: Any
@@ -409,12 +413,12 @@ def _table_key(leaf: Leaf) -> Any:
 
 
 class MethodStep:
-    """A bound method `trainer.step`, of a class whose method `step` was decorated: called without `self`.
+    """A bound method whose function was decorated: called without `self`.
 
     As under `jax.jit` the object is an argument like any other: a pytree of arrays, or static (`static_argnums=0`).
 
     Attributes:
-      step: The step as it was decorated, whose first argument is the object.
+      step: The decorated step, whose first argument is the object.
       instance: The object.
     """
 
@@ -424,18 +428,16 @@ class MethodStep:
         self.step, self.instance = step, instance
 
     def __call__(self, *args: Pytree, **kwargs: Pytree) -> Pytree:
-        """Runs one step."""
         return self.step(self.instance, *args, **kwargs)
 
     def lower(self, *args: Pytree, **kwargs: Pytree) -> Any:
-        """Lowers the planned step as `jax.jit(step).lower` does."""
         return self.step.lower(self.instance, *args, **kwargs)
 
     def calling(
         self, batch: Pytree, call: Callable[[Pytree], Sequence[Pytree]] | None
     ) -> Callable[[Pytree], Sequence[Pytree]]:
-        """Returns what makes all arguments of `step` from a state: as `call` says for those behind `self`, else state
-        and batch."""
+        """Returns a function that makes all arguments of `step` from a state: `self`, then the result of `call`, or
+        state and batch by default."""
         states = self.step.state_argnums or (1,)
 
         def all_of(made: Pytree) -> Sequence[Pytree]:
@@ -454,16 +456,16 @@ class MethodStep:
         return hash((id(self.step), id(self.instance)))
 
     def __getattr__(self, name: str) -> Any:
-        """Returns what else there is to see of the step: `name`, `plan`, `latest`."""
-        if name in ("step", "instance"):  # of one that is being copied
+        if name in ("step", "instance"):  # a copy is being made, which has none yet
             raise AttributeError(name)
         return getattr(self.step, name)
 
 
 class LazyStep(ParallelStep):
-    """A step at the top of a module, say: made when it is first used, so that the script may configure JAX before.
+    """A step that is made on first use, so that a script may configure JAX after decorating it at the top of a module.
 
-    Its fields are those of the step that `make` returns; those that nobody sets are set once one is read.
+    Its fields are those of the step that `make` returns. Fields that were never set are filled in when one of them is
+    read.
     """
 
     def __init__(self, fun: Callable[..., Pytree], make: Callable[[], ParallelStep]) -> None:
@@ -477,6 +479,6 @@ class LazyStep(ParallelStep):
     def __getattr__(self, name: str) -> Any:
         if name not in {field.name for field in dataclasses.fields(ParallelStep)}:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-        jax.devices()  # from now on they are known
+        jax.devices()  # initialises JAX, as a used step would
         self.__dict__.update({key: value for key, value in vars(self._make()).items() if key not in self.__dict__})
         return getattr(self, name)

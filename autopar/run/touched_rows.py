@@ -1,6 +1,6 @@
-"""`TouchedRows`: finds the rows of tables that clients have touched since their last mean. Only these differ.
+"""`TouchedRows`: finds the rows of tables that a client has touched since the last mean; other rows don't differ.
 
-That is so for tables whose rows a step leaves alone where it doesn't look them up (`SyncPlan.by_rows`).
+It serves tables whose other rows a step leaves unchanged (`SyncPlan.by_rows`).
 """
 
 from __future__ import annotations
@@ -19,17 +19,12 @@ from autopar.jax_types import Array, Leaf
 from autopar.measure.alpha import id_program, id_reader, is_exact
 from autopar.tables.replica import Rows, Touched
 
-#: Rows that are sent at least, where so many were touched or fewer: programs are compiled for powers of two.
+#: The smallest padded number of rows.
 _LEAST = 256
 
 
 class TouchedRows:
-    """The rows that steps of a client look up.
-
-    Args:
-      compiled: The step.
-      plan: What was decided of its replicas.
-    """
+    """Finds the rows that steps of a client look up."""
 
     def __init__(self, compiled: Compiled, plan: SyncPlan) -> None:
         program = compiled.analysed
@@ -44,20 +39,19 @@ class TouchedRows:
         return k in self._families
 
     def none(self, tables: Collection[int]) -> dict[int, Touched]:
-        """Says of some tables that no row is touched."""
         return {k: Touched(space.extent) for k, space in self._families.items() if k in tables}
 
     def after(self, touched: Mapping[int, Touched], leaves: Sequence[Leaf]) -> dict[int, Touched]:
-        """Returns table -> the rows touched so far, all where nobody kept count, and in one more call.
+        """Returns for each table the rows touched after one more call; all rows where nobody has counted them.
 
         Args:
-          touched: So far.
-          leaves: The call's flat arguments, which are still there.
+          touched: The rows touched before.
+          leaves: The call's flat arguments, not yet donated.
         """
         made = {}
         for k, space in self._families.items():
             so_far = touched.get(k)
-            if so_far is None or k not in self._readers:  # or the step updates all rows, or may round ids otherwise
+            if so_far is None or k not in self._readers:  # no reader: all rows move, or ids may round differently
                 made[k] = Touched(space.extent, (self.everything(k),))
                 continue
             ids = self._readers[k](leaves)
@@ -67,23 +61,22 @@ class TouchedRows:
         return made
 
     def of_bits(self, k: int, bits: np.ndarray) -> Touched:
-        """Returns the rows of a table that a checkpoint names."""
+        """Returns the rows that a checkpoint's bits name."""
         return Touched.of_bits(self._families[k].extent, bits)
 
     def rows(self, k: int, bits: np.ndarray) -> np.ndarray | None:
-        """Returns the rows that bits name, some several times; None if they are so many that all are sent."""
+        """Returns the rows that bits name, padded; None if there are so many that all are sent."""
         extent = self._families[k].extent
         (rows,) = np.nonzero(np.unpackbits(bits, count=extent))
         padded = self.padded(rows)
         return None if 2 * padded.size > extent else padded
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
-        """Returns rows, some of them several times, so that programs are compiled for few numbers of them."""
+        """Repeats rows up to a power of two, so that few programs are compiled."""
         count = max(_LEAST, 1 << max(0, rows.size - 1).bit_length())
         return np.resize(rows if rows.size else np.zeros(1, np.int64), count)
 
     def everything(self, k: int) -> np.ndarray:
-        """Returns the numbers of all rows of a table."""
         return np.arange(self._families[k].extent)
 
     def picked(self, k: int, array: Array, rows: np.ndarray) -> Array:
@@ -91,15 +84,13 @@ class TouchedRows:
         return _picked(array, rows.astype(np.int32), self.axis(k))
 
     def rows_of(self, k: int, rows: np.ndarray, values: Array) -> Rows:
-        """Returns some rows of a table with their numbers."""
         return Rows(self.axis(k), rows.astype(np.int32), values)
 
     def put(self, k: int, array: Array, rows: np.ndarray, values: Array, *, in_place: bool) -> Array:
-        """Returns the table with other rows."""
+        """Returns a table with `values` in place of `rows`."""
         return _putter(in_place)(array, rows.astype(np.int32), values, self.axis(k))
 
     def axis(self, k: int) -> int:
-        """Returns the axis of a table's rows."""
         space = self._families[k]
         return space.axes[space.leaves.index(k)]
 

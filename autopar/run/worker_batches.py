@@ -1,4 +1,4 @@
-"""Steps by data parallelism of which each process gives its own minibatch, as clients do (`autopar.sync.Async`)."""
+"""Steps by data parallelism to which each process gives its own minibatch, as clients do (`autopar.sync.Async`)."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from autopar.tables.kinds import is_table, materialize
 
 @dataclass(eq=False)
 class GlobalBatchStep(ParallelStep):
-    """A step by data parallelism whose batch is made of the minibatches of all processes: `Async(staleness=0)`.
+    """A step by data parallelism on the minibatches of all processes as one batch: `Async(staleness=0)`.
 
     Attributes:
-      all_devices: Those of all processes.
+      all_devices: The devices of all processes.
     """
 
     all_devices: Devices | None = None
@@ -47,7 +47,7 @@ class GlobalBatchStep(ParallelStep):
     def _joined(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
     ) -> tuple[Sequence[Pytree], Mapping[str, Pytree]]:
-        """Joins a call's arguments over all processes, but for its state."""
+        """Joins a call's arguments, except its state, over all processes."""
         devices = self.all_devices
         if devices is None or not devices.processes.several:
             return args, kwargs
@@ -65,7 +65,7 @@ class GlobalBatchStep(ParallelStep):
         return [next(rest) if is_batch[k] else a for k, a in enumerate(args)], {**kwargs, **named}
 
     def _find_states(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> frozenset[int]:
-        """Returns positions of the state, as the step on this process's minibatch alone has them."""
+        """Returns positions of the state, found by planning the step on this process's minibatch alone."""
         options = dataclasses.replace(self.options, devices=1)
         alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
         dynamic = [k for k in range(len(args)) if k not in self.static]
@@ -78,7 +78,7 @@ def _is_examples(leaf: Leaf) -> bool:
 
 
 def _join(leaf: Leaf, axis: int | None, devices: Devices) -> Leaf:
-    """Makes an array along whose axis the processes' examples lie one behind the other."""
+    """Returns the global array of the processes' examples, in the processes' order."""
     if axis is None or not _is_examples(leaf):
         return leaf
     return jax.make_array_from_process_local_data(devices.sharding(axis), np.asarray(leaf))
@@ -86,11 +86,11 @@ def _join(leaf: Leaf, axis: int | None, devices: Devices) -> Leaf:
 
 @dataclass(eq=False)
 class WarmupStep(ParallelStep):
-    """A step that does its first calls by another one: `Async(warmup=)`. Workers have minibatches in turn.
+    """A step whose first calls another step runs: `Async(warmup=)`.
 
     Attributes:
-      first: The other one.
-      warmup: How many calls it does.
+      first: The other step.
+      warmup: Number of its calls.
     """
 
     first: Callable[..., Leaf] | None = None

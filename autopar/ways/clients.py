@@ -1,4 +1,4 @@
-"""`WithClients`: what ways have in common in which clients train (`sync=`): who these are, and whom they ask."""
+"""`WithClients`: what the ways with clients (`sync=`) share: their number, their devices and their servers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from autopar.ways.way import Way
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WithClients(Way):
-    """Clients, each on minibatches of its own.
+    """Clients, each of which trains on minibatches of its own.
 
     Attributes:
-      sync: How they come together.
-      clients: How many there are.
-      servers: Servers that keep what they ask for, if any do.
-      server_ranks: Their ranks where they are processes of their own; (): they are threads of the clients.
+      sync: How clients exchange weights or gradients.
+      clients: Number of clients.
+      servers: Number of servers; unused where clients need none.
+      server_ranks: Ranks of servers that are processes of their own; (): servers are threads of the clients.
     """
 
     sync: Any
@@ -40,12 +40,12 @@ class WithClients(Way):
     may_follow = False
     is_made_at_once = True
     is_watched = False
-    #: What to do in place of tables on hosts.
+    #: Advice for those who ask for tables on hosts as well.
     not_on_hosts = 'Keep their rows on the devices, strategy="ps"'
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks that neither stages nor hosts are asked for, too."""
+        """Refuses `sync=` together with `pipeline=` or tables on hosts."""
         if not isinstance(asked.sync, Sync):
             raise ArgumentsError(
                 f"sync={asked.sync!r}: give autopar.sync.Average(every=...) or autopar.sync.Async(...)"
@@ -60,7 +60,7 @@ class WithClients(Way):
 
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
-        """Plans for the devices of a client."""
+        """Returns a planner for the devices of one client."""
         sync, processes = asked.sync, asked.devices.processes
         assert sync is not None, "clients are asked for"
         clients = Clients.of(asked.devices, sync.clients if sync.clients is not None else said_clients(processes))
@@ -72,42 +72,39 @@ class WithClients(Way):
         return way.planned(planner, clients)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:
-        """Returns the planner of a client's own step with clients."""
+        """Returns the planner of one client's step."""
         return dataclasses.replace(planner, options=self.options, clients=clients, way_of=self.by)
 
     def among(self, clients: int, servers: int | None = None) -> Self:
-        """Returns the way of other numbers of clients and servers."""
         return dataclasses.replace(self, clients=clients, servers=servers or self.servers)
 
     @property
     def has_timeline(self) -> bool:
-        """Says whether clients that wait for nobody are asked for; one alone may have nobody to wait for."""
+        """True even for one client, although `is_asynchronous` may be False for it."""
         return self.sync.is_asynchronous
 
     @property
     def keeps_shards(self) -> bool:
-        """Says that nobody else answers: what others send is whole."""
+        """Waiting clients keep shards; asynchronous ones exchange whole arrays."""
         return not self.is_asynchronous
 
     def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
-        """Messages to servers and neighbors do."""
         if not self.is_asynchronous:
             return None
         return "servers", "let clients average, sync=autopar.sync.Average(every=...)"
 
     @property
     def choices(self) -> Mapping[str, object]:
-        """All have an outer optimizer, or none."""
+        """Adds that there is an outer optimizer: all processes have one, or none."""
         return {**super().choices, "outer": getattr(self.sync, "outer", None) is not None}
 
 
 def said_clients(processes: StoreGroup) -> int | None:
-    """Returns how many clients the environment says that processes are (`launch --clients`); None: it doesn't.
-    Collective.
+    """Returns the number of clients that the environment asks for (`launch --clients`), or None. Collective.
 
     Raises:
-      LaunchError: it says something else.
-      ArgumentsError: "machines" that haven't as many adjacent processes each.
+      LaunchError: the variable is neither a positive number nor "machines".
+      ArgumentsError: it is "machines", and these have different numbers of processes, or ranks that aren't adjacent.
     """
     text = os.environ.get(CLIENTS_VARIABLE, "")
     if text != "machines":

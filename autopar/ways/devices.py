@@ -1,5 +1,5 @@
-"""The devices of one process, or of several, run the whole step together: each on its part of the batch. One device is
-a case of it."""
+"""Data parallelism over the devices of one or several processes, each on its part of the batch. One device is a case of
+it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_o
 
 
 class OnDevices(Way):
-    """Data parallelism, with products divided over a tensor axis, if there is one."""
+    """Data parallelism, with products divided over a tensor axis if the mesh has one."""
 
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
-        """Plans for all devices; in stages, if all is left to autopar, for a state that fits them in no other way."""
+        """Returns a planner for all devices. If the user left everything open, it may fall back to a pipeline for a
+        state that fits in no other way."""
         planner = asked.on(asked.devices)
         options = planner.options
         is_open = options.strategy == "auto" and options.plan is None and options.microbatches == 1
@@ -45,7 +46,6 @@ class OnDevices(Way):
         return dataclasses.replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Lifts tables, divides the batch into microbatches, and writes the program of each device."""
         made = list(lifting(bound))
         if bound.shards:
             made.append(("place", rewriting(place)))
@@ -58,7 +58,7 @@ class OnDevices(Way):
         return tuple(made)
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Runs the step on several devices, or on one; an update log's tables are run as on several."""
+        """Returns a runner for several devices, or for one. A plan with update logs takes the former even on one."""
         if planned.devices is not None:
             rest = planned.devices, planned.out_tree, planned.donate, planned.run_first
             return DevicesRunner(
@@ -70,11 +70,9 @@ class OnDevices(Way):
         return OneDeviceRunner(planned.run, planned.compiled.analysed, name, planned.out_tree, planned.donate)
 
     def table_runner(self, planned: PlannedStep) -> Runner:
-        """Runs tables on one device as on several."""
         return planned.runner if planned.devices is not None or planned.compiled.plan.defers else _runs_tables(planned)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
-        """Returns shards of several devices."""
         bound, devices, homes = planned.compiled.bound, planned.devices, dict[int, Home]()
         if devices is None:
             return homes
@@ -86,7 +84,7 @@ class OnDevices(Way):
 
 
 def _runs_tables(planned: PlannedStep) -> Runner:
-    """Returns what calls a step on one device where arguments or results are tables of autopar's own."""
+    """Returns a runner for tables of autopar's own on one device: a mesh of one."""
     one = Devices.of(jax.make_mesh((1,), ("data",), devices=jax.local_devices()[:1]), None)
     return DevicesRunner(planned.run_on_tables, planned.compiled, one, planned.out_tree, planned.donate)
 

@@ -1,5 +1,5 @@
-"""Tables are in the memory of the hosts, each rank with its shard, and a step runs as several compiled programs with
-exchanges of rows between them."""
+"""Tables in host memory, a shard a rank. A step runs as several compiled programs with exchanges of rows between
+them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,7 @@ class OnHosts(Way):
     """Tables on hosts.
 
     Attributes:
-      bucket_bytes: Of gradients that ranks begin to add up while later ones are computed; None: all are added up at
-        once.
+      bucket_bytes: Size of gradient buckets, each summed over ranks while later ones are computed; None: one bucket.
     """
 
     bucket_bytes: int | None = None
@@ -55,7 +54,7 @@ class OnHosts(Way):
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks that no product is divided."""
+        """Refuses a tensor axis."""
         super().check(asked)
         if asked.devices.tensor_axis is not None:
             raise ArgumentsError(
@@ -64,29 +63,25 @@ class OnHosts(Way):
 
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
-        """Plans for all ranks."""
         planner = asked.on(asked.devices, everyone().size)
         return dataclasses.replace(planner, options=dataclasses.replace(planner.options, hosts=True))
 
     @property
     def keeps_shards(self) -> bool:
-        """Tables are owned by ranks."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Ranks have the same number of examples each."""
         return True
 
     def classified(self, program: Program) -> tuple[Program, str]:
-        """Finds tables; dense leaves that the strategy has on hosts become such."""
+        """Finds tables, and marks dense leaves that the strategy puts on hosts."""
         program, note = classify(program, self.options.strategy)
         program, pulled = pull_whole(program, self.options.strategy)
         return program, f"{note}{pulled}"
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Lifts tables, and writes the programs of a rank; none if nothing can be on hosts: the step is planned again
-        then."""
+        """Returns no passes if nothing can be on hosts: the step is then planned for devices."""
         if not bound.on_hosts:
             return ()
         made = [*lifting(bound)]
@@ -112,11 +107,9 @@ class OnHosts(Way):
     exchanges = "tables on hosts"
 
     def needs_mpi(self, planner: Planner) -> tuple[str, str]:
-        """Exchanges of rows do."""
         return "tables on hosts", ON_DEVICES
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Runs a rank's programs."""
         from autopar.run.hosts import HostRunner
 
         def in_buckets(nbytes: int | None) -> Way:
@@ -125,19 +118,17 @@ class OnHosts(Way):
         return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
-        """Returns the shards of tables on hosts."""
         from autopar.state.init import hosted_inputs
 
         return {k: HostHome(*hosted, exchange().rank) for k, hosted in hosted_inputs(planned).items()}
 
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker:
-        """Makes each rank's shard."""
         from autopar.state.init import HostMaker
 
         return HostMaker.of_plan(jax_compat.jaxpr_as_fun(traced.jaxpr), planned, numbers)
 
     def sends(self, planned: PlannedStep, name: str) -> Check:
-        """Refuses."""
+        """Raises `ArgumentsError`: ranks send through MPI, and no compiled program shows it."""
         raise ArgumentsError(
             f"{name} has tables on hosts: what ranks send goes through MPI, and is in no compiled program. Check it "
             "with the tables on devices; autopar.explain tells what ranks send"
@@ -147,7 +138,7 @@ class OnHosts(Way):
 def _checked(
     run: Callable[..., tuple[Program, ProgramPlan, str]], program: Program, bound: ProgramPlan
 ) -> tuple[Program, ProgramPlan, str]:
-    """Runs a pass; what it can't do with tables on hosts is an error for users."""
+    """Runs a pass and turns `NotLocal` into the user's error."""
     try:
         return run(program, bound)
     except NotLocal as error:

@@ -1,5 +1,5 @@
-"""Clients train replicas of the state, which come together now and then (`sync=`); each runs its step in a way of its
-own."""
+"""Clients that train replicas of the state and average them (`sync=`). `inner` is the way that runs one client's
+step."""
 
 from __future__ import annotations
 
@@ -30,25 +30,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InReplicas(WithClients):
-    """Replicas, which meet all at once, in a ring, or at servers."""
+    """Replicas that average all at once, in a ring, or through servers."""
 
     sync: Replicated
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Warns where training may diverge."""
+        """Warns if training may diverge."""
         super().check(asked)
         if isinstance(asked.sync, Replicated) and asked.sync.slope is not None:
             asked.sync.check_stable(asked.sync.slope)
 
     def among(self, clients: int, servers: int | None = None) -> Self:
-        """Checks that clients make a ring, if they are to."""
+        """Checks that a ring has an even number of clients."""
         if self.sync.is_ring:
             check_even(clients, f"sync={self.sync.call}", "Give clients= an even number, or train on one process less")
         return super().among(clients, servers)
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Plans what is exchanged; then a client's own passes."""
         assert self.inner is not None, "a client runs its step in some way"
         return ("replicate", self._replicate), *self.inner.passes(bound, measured)
 
@@ -60,11 +59,10 @@ class InReplicas(WithClients):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Clients of a centre, and neighbors in a ring, never wait."""
         return self.sync.is_asynchronous and not (self.sync.is_ring and self.clients == 1)
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Runs a client's step by its own runner, and exchanges weights behind it."""
+        """Returns the inner runner, wrapped in the exchange of weights."""
         from autopar.run.exchanges import ElasticRunner, RingRunner
         from autopar.run.means import MeansRunner
         from autopar.run.touched_rows import TouchedRows
@@ -78,12 +76,12 @@ class InReplicas(WithClients):
         return ElasticRunner(*given) if sync.partners == "center" else RingRunner(*given)
 
     def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-        """Compares all clients with their steps and means, one after the other."""
+        """Compares with a sequential run of all clients' steps and means."""
         from autopar.planning.replay_clients import compare_replicas, compare_served
 
         if not self.is_asynchronous:
             return compare_replicas(planned, leaves, steps)
-        if isinstance(self.sync, Elastic):  # one exchange in each step, and two at least: at any interval it's the same
+        if isinstance(self.sync, Elastic):  # at interval 1, so that few steps have two exchanges: others do the same
             way = dataclasses.replace(self, sync=dataclasses.replace(self.sync, interval=1))
             planned, steps = dataclasses.replace(planned, way=way), max(steps, 3)
         return compare_served(planned, leaves, steps)
@@ -96,7 +94,6 @@ class InReplicas(WithClients):
         timeline: Timeline,
         clients: Clients | None,
     ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-        """Does what clients of a centre did, or those of a ring."""
         from autopar.planning.replay_clients import replay_center, replay_ring
 
         if isinstance(self.sync, Elastic):
@@ -104,8 +101,11 @@ class InReplicas(WithClients):
         return replay_ring(planned, start, calls, timeline)
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
-        """Sends tables by rows that the first call's plan sends so: other shapes come to each client at a time of its
-        own, are measured on its own minibatch, and so might be found otherwise."""
+        """Keeps the first plan's choice of tables that are sent by rows.
+
+        Clients meet another shape at different times and measure it on their own minibatches, so that a new choice
+        could differ between them.
+        """
         known, plan = first.compiled.plan.sync, planned.compiled.plan.sync
         assert known is not None and plan is not None, "clients have replicas"
         bound = planned.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))

@@ -1,4 +1,4 @@
-"""Servers keep the state (`sync=Async(...)`); workers pull what a minibatch reads, and push gradients."""
+"""Servers keep the state (`sync=Async(...)`). Workers pull the rows that a minibatch reads, and push gradients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class OnServers(WithClients):
     """Servers and workers.
 
     Attributes:
-      worker_devices: Over how many of its devices a worker divides its minibatch; 0: it has one device.
+      worker_devices: Devices that divide a worker's minibatch; 0: it has one device.
     """
 
     sync: Async
@@ -51,15 +51,15 @@ class OnServers(WithClients):
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks what a step has in which workers are asynchronous at once."""
+        """Leaves a joined step (`is_joined`) to the checks of the `parallelize` calls in `step`."""
         assert isinstance(asked.sync, Async), "servers are asked for"
         if not asked.sync.is_joined:
             super().check(asked)
 
     @classmethod
     def step(cls, asked: Asked) -> ParallelStep:
-        """Makes the step that a user calls: by data parallelism, of which each process gives its own minibatch, always
-        or at first, or by workers."""
+        """Returns the step that a user calls: workers; data parallelism over all minibatches (staleness 0); or the
+        latter as a warm-up of the former."""
         sync = asked.sync
         assert isinstance(sync, Async), "servers are asked for"
         if not sync.is_joined:
@@ -72,7 +72,8 @@ class OnServers(WithClients):
         return WarmupStep(later.planner, first=joined, warmup=sync.warmup)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:
-        """Plans one program of a worker's whole minibatch, which its devices divide."""
+        """Returns the planner of one program for a worker's whole minibatch. `_localize` divides it over the worker's
+        devices."""
         options = dataclasses.replace(self.options, devices=1, rows_travel=True)
         divided = 0 if planner.devices is None else planner.devices.count
         way = dataclasses.replace(self, options=options, inner=None, worker_devices=divided)
@@ -80,16 +81,14 @@ class OnServers(WithClients):
 
     @property
     def defers(self) -> bool:
-        """Servers know nothing of rows that wait."""
         return False
 
     @property
     def divides(self) -> bool:
-        """A worker's batch is followed, which is cut at its gradients."""
+        """Always follows the batch: the step is cut at its gradients."""
         return True
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Cuts the step into what workers and servers run."""
         made: list[Pass] = [
             *lifting(bound),
             ("split_update", rewriting(_split_update)),
@@ -121,11 +120,9 @@ class OnServers(WithClients):
 
     @property
     def is_asynchronous(self) -> bool:
-        """Workers never wait."""
         return True
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Runs a worker."""
         from autopar.run.served import ServedRunner
 
         assert planned.clients is not None, "servers keep the state"
@@ -139,7 +136,7 @@ class OnServers(WithClients):
         timeline: Timeline,
         clients: Clients | None,
     ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-        """Does what servers did by the programs of this process's worker, or those of a step that isn't run here."""
+        """Replays with the programs of this process's worker, or with those of a step that isn't run here."""
         from autopar.planning.replay_clients import programs_here, replay_served
         from autopar.run.served import ServedRunner
 
@@ -148,7 +145,7 @@ class OnServers(WithClients):
         return replay_served(planned, start, calls, timeline, programs)
 
     def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-        """Compares what one worker does by itself with the plain step; and all workers with what servers did."""
+        """Compares one worker alone with the plain step, then all workers with a replay of the servers' events."""
         from autopar.planning.replay_clients import compare_served
         from autopar.planning.verify import compare_runs
         from autopar.run.served import ServedRunner

@@ -1,4 +1,4 @@
-"""Stages of the step are on devices of their own, through which microbatches follow one another (`pipeline=`)."""
+"""Stages of the step on devices of their own, through which microbatches pass (`pipeline=`)."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InStages(Way):
-    """A pipeline, with a flush or without (asynchronous stages).
+    """A pipeline, with a flush after each step or without (asynchronous stages).
 
     Attributes:
-      pipeline: As it is asked for, or as it was chosen.
-      candidates: What it was chosen from, in words, and the seconds that each is predicted to take.
-      places: Where stages may be, if these devices are here.
-      count: How many there are.
-      group: Whose they are.
+      pipeline: The pipeline that the user asked for, or the chosen one.
+      candidates: What it was chosen from, as text, with predicted seconds a step.
+      places: Places of stages, used or not; (): these devices aren't here.
+      count: Number of places.
+      group: The processes of the places.
     """
 
     pipeline: Pipeline
@@ -70,7 +70,7 @@ class InStages(Way):
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks that there are devices for all stages, of which this process has some."""
+        """Checks that there are devices for all stages, and that this process has some of them."""
         super().check(asked)
         pipeline, options, tensor = asked.pipeline, asked.planner.options, asked.devices.tensor
         if not isinstance(pipeline, Pipeline):
@@ -107,7 +107,6 @@ class InStages(Way):
 
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
-        """Plans for the devices that stages have, or may have."""
         pipeline = asked.pipeline
         assert pipeline is not None, "a pipeline is asked for"
         places = _places(pipeline, asked.devices)
@@ -120,32 +119,28 @@ class InStages(Way):
         return dataclasses.replace(planner, options=options, machine=machine, devices=None, way_of=way.by)
 
     def on(self, planner: Planner, devices: int) -> Planner:
-        """Gives each device a stage, or lets it have one."""
+        """Returns a planner that gives each of `devices` a stage, or may give it one."""
         options = dataclasses.replace(planner.options, devices=1)
         way = dataclasses.replace(self, options=options, count=devices)
         return dataclasses.replace(planner, options=options, way_of=way.by)
 
     def processes(self, planner: Planner) -> StoreGroup | None:
-        """Returns those of all stages."""
         return self.group
 
     @property
     def choices(self) -> Mapping[str, object]:
-        """The processes follow from the places."""
+        """Leaves out `group`, which follows from `places`."""
         return {name: value for name, value in super().choices.items() if name != "group"}
 
     @property
     def defers(self) -> bool:
-        """Tables are dense."""
         return False
 
     @property
     def divides(self) -> bool:
-        """Microbatches divide the batch."""
         return True
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Cuts the step into the programs of stages."""
         made = [*self._updated_once(bound), ("split_pipeline", partial(self._split_pipeline, measured))]
         if self.options.tensor > 1:
             made.append(("localize_tensor", rewriting(self._localize)))
@@ -176,8 +171,8 @@ class InStages(Way):
     # --- what is measured and chosen ---
 
     def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
-        """Returns the devices' memory and rates; with `profile` the rates of this very step, as the first process has
-        them."""
+        """Returns memory and rates of the devices. With `profile` they are rates of this very step, measured by the
+        first process."""
         machine = planner.machine
         found = Measurements(memory=machine.memory_bytes, stages=None if machine.stages is None else machine.stages())
         if not self.pipeline.profile or found.stages is None:
@@ -191,10 +186,10 @@ class InStages(Way):
         return dataclasses.replace(found, stages=rates)
 
     def settled(self, planner: Planner, program: Program) -> Way:
-        """Returns the way with a pipeline that leaves nothing to choose.
+        """Returns a way whose pipeline leaves nothing open.
 
-        Slack is chosen where links join processes. Those within a process are as fast as its memory: what seems slow is
-        a busy machine, and slack would change what is trained for nothing.
+        Slack is searched only if stages are on several processes. Links within a process are as fast as its memory: one
+        that seems slow shows a busy machine, and slack would change the training for nothing.
         """
         if self.pipeline.is_asynchronous and self.pipeline.slack is None and planner.processes is None:
             at_once = dataclasses.replace(self.pipeline, slack=0)
@@ -204,11 +199,11 @@ class InStages(Way):
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))
 
     def chosen(self, program: Program, measure: Callable[[InStages, Analysed], Measurements]) -> InStages:
-        """Chooses stages, schedule and microbatches, by the step as one or two numbers of microbatches cut it.
+        """Chooses stages, schedule and microbatches from the step cut for one or two numbers of microbatches.
 
         Args:
           program: The traced step.
-          measure: Gives rates and memory of the devices, for one of these.
+          measure: Returns rates and memory of the devices for one such cut.
         """
         counts = microbatch_counts(analyze_program(program, self).program, self.pipeline)
         references: dict[int, Reference] = {}
@@ -230,7 +225,7 @@ class InStages(Way):
         )
 
     def _cut(self, analysed: Analysed, measured: Measurements) -> tuple[Program, ProgramPlan]:
-        """Returns the program as `split_update` cuts it, and the plan so far."""
+        """Returns the program after `split_update`, and its plan so far."""
         with paused_collection():
             bound, _ = decide(analysed, self, measured)
             program, bound, _ = run_passes(self._updated_once(bound), analysed.program, bound)
@@ -241,14 +236,13 @@ class InStages(Way):
     may_follow = False
 
     def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
-        """Messages between processes do."""
         if planner.processes is None:
             return None
         return "stages on several processes", "give the stages devices of one process, mesh="
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Runs tasks on the stages' devices. With stages on several processes new leaves are on those of their stage,
-        all other results everywhere."""
+        """Returns a runner of the stages' tasks. Over several processes a stage's devices get its new leaves, and every
+        process gets all other results."""
         from autopar.run.asynchronous import AsynchronousRunner
         from autopar.run.pipeline import PipelineRunner
 
@@ -268,11 +262,9 @@ class InStages(Way):
         return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
-        """Returns where leaves are, or their layers."""
         return {k: StageHome(p) if is_staged(p) else ArrayHome(p[0].sharding) for k, p in self._leaves(planned).items()}
 
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
-        """Makes each leaf on its stage's devices."""
         from autopar.state.init import StageMaker
 
         leaves = self._leaves(planned)
@@ -283,8 +275,8 @@ class InStages(Way):
         return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, places)
 
     def _leaves(self, planned: PlannedStep) -> dict[int, tuple[StagePlace, ...]]:
-        """Returns leaves of the state by number -> where they are, or their layers; scalars and random keys are
-        everywhere."""
+        """Returns the places of the state's leaves (or of their layers) by number. Scalars and random keys are
+        everywhere, and have none."""
         assert planned.compiled.plan.pipeline is not None, "stages are planned"
         staged = known(planned.compiled.program.staged)
         places = planned.compiled.plan.pipeline.places
@@ -300,21 +292,20 @@ class InStages(Way):
     # --- what it is compared with ---
 
     def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification | None:
-        """Compares a pipeline without a flush with its tasks, one after the other."""
+        """Compares asynchronous stages with their tasks, run one after the other."""
         from autopar.planning.replay import compare_replay
 
         is_asynchronous = known(planned.compiled.program.staged).asynchronous is not None
         return compare_replay(planned, leaves, steps) if is_asynchronous else None
 
     def sends(self, planned: PlannedStep, name: str) -> Check:
-        """Compares what devices send each other, and within stages."""
         from autopar.planning.check import compare_pipeline
 
         return compare_pipeline(planned, name)
 
 
 def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
-    """Returns where stages are, or may be: where products are divided, each is all devices of the tensor axis."""
+    """Returns a place for each stage: one device, or all devices of the tensor axis."""
     rows = devices.mesh.devices
     if devices.tensor_axis is not None:
         rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
@@ -323,7 +314,6 @@ def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
 
 
 def _divided(program: Program, bound: ProgramPlan) -> DividedLeaves:
-    """Returns the leaves that are divided over the devices of a tensor axis."""
     if bound.plan.tensor is None:
         return DividedLeaves()
     return DividedLeaves(bound.plan.tensor.devices, {program.block.inputs[k]: a for k, a in bound.tensors.items()})

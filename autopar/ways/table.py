@@ -1,4 +1,4 @@
-"""The ways to run a step. Who adds one adds a line here."""
+"""The table of ways to run a step. A new way is a line here."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autopar.ir.strategy import Strategy, asks_for_hosts
 from autopar.sync import Async, Sync
 from autopar.ways.way import Way
 
-#: Module and class of each way, loaded when it is asked for -> whether `sync`, `pipeline` and the strategy ask for it.
-#: The first that is asked for runs the step.
+#: Module and class of each way (loaded on demand) -> whether `sync`, `pipeline` and the strategy ask for it. The first
+#: that is asked for runs the step.
 WAYS: dict[str, Callable[[Sync | None, Pipeline | None, Strategy], bool]] = {
     "servers.OnServers": lambda sync, pipeline, strategy: isinstance(sync, Async),
     "replicas.InReplicas": lambda sync, pipeline, strategy: sync is not None,
@@ -23,12 +23,12 @@ WAYS: dict[str, Callable[[Sync | None, Pipeline | None, Strategy], bool]] = {
 
 
 def way_for(sync: Sync | None, pipeline: Pipeline | None, strategy: Strategy) -> type[Way]:
-    """Returns how a step is run for which a user asks so."""
+    """Returns the class of the first way that these options ask for."""
     return _loaded(next(name for name, is_asked in WAYS.items() if is_asked(sync, pipeline, strategy)))
 
 
 def way_of(options: Options) -> Way:
-    """Returns how a step is run whose tables are where the options say."""
+    """Returns the way without clients or stages that the options ask for."""
     return _loaded("hosts.OnHosts" if options.hosts else "devices.OnDevices")(options)
 
 

@@ -1,6 +1,6 @@
-"""`Way`: one way to run a step, and all that is particular about it. What all ways share asks it, and names none.
+"""`Way`: one way to run a step, and all that differs from other ways. Shared code asks it and names no way.
 
-A way is bound to the options that it takes. Ways compose: replicas wrap whatever runs a replica's own step (`inner`).
+A way is bound to its options. Ways compose: replicas wrap the way that runs one replica's step (`inner`).
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Way:
     """One way to run a step.
 
     Attributes:
-      options: What the user chose for the whole step; what only one way knows of are fields of its own.
-      inner: The way in which each client runs the step by itself, if this one is made of several such.
+      options: The options that all ways read; those of one way alone are fields of its class.
+      inner: The way that runs one client's step, if there are clients.
     """
 
     options: Options
@@ -67,7 +67,7 @@ class Way:
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks the options that are its own, and that others go with them.
+        """Checks the way's own options, and that the others go with them.
 
         Raises:
           ArgumentsError: they don't.
@@ -81,38 +81,38 @@ class Way:
 
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
-        """Makes what plans the step."""
+        """Returns the planner of the step."""
         raise NotImplementedError
 
     @classmethod
     def step(cls, asked: Asked) -> ParallelStep:
-        """Makes the step that a user calls."""
+        """Returns the step that a user calls."""
         return asked.made(cls.planner(asked), is_watched=cls.is_watched)
 
     def by(self, options: Options) -> Way:
-        """Returns the way by other options."""
+        """Returns this way with other options."""
         inner = None if self.inner is None else self.inner.by(options)
         return replace(self, options=options, inner=inner)
 
     def among(self, clients: int, servers: int | None = None) -> Way:
-        """Returns the way of other numbers of clients and servers, where there are some.
+        """Returns this way for other numbers of clients and servers.
 
         Raises:
-          ArgumentsError: there can't be so many clients.
+          ArgumentsError: the way can't have so many clients.
         """
         return self
 
     def on(self, planner: Planner, devices: int) -> Planner:
-        """Returns what plans the step on so many devices, of what plans it by data parallelism on them."""
+        """Turns a planner of data parallelism on `devices` devices into one of this way on as many."""
         return planner
 
     def processes(self, planner: Planner) -> StoreGroup | None:
-        """Returns those that run the step together, as far as it's known before it is planned."""
+        """Returns the processes that run the step together, as far as they are known before planning."""
         return None if planner.devices is None else planner.devices.processes
 
     @property
     def choices(self) -> Mapping[str, object]:
-        """Returns its own options, which all processes have the same, by name."""
+        """Returns the way's own options by name; all processes must have the same."""
         shared = {f.name for f in fields(Way)}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in shared}
 
@@ -125,12 +125,12 @@ class Way:
 
     @property
     def divides(self) -> bool:
-        """Says whether the batch is followed on one device, too; then devices divide it evenly or not at all."""
+        """Says whether the batch is analysed on one device, too, and must divide evenly over devices."""
         return False
 
     @property
     def analyses(self) -> tuple[Analysis, ...]:
-        """Returns the passes that find out about a traced program, in this order."""
+        """Returns the analysis passes of a traced program, in order."""
         options = self.options
         return (
             ("normalize", normalize),
@@ -153,20 +153,19 @@ class Way:
         )
 
     def classified(self, program: Program) -> tuple[Program, str]:
-        """Finds tables."""
         return classify(program, self.options.strategy)
 
     def settled(self, planner: Planner, program: Program) -> Way:
-        """Returns the way with all chosen that its options leave open, for a traced program."""
+        """Returns this way with everything chosen that its options leave open."""
         return self
 
     def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
-        """Returns what there is to know before a plan is made, and no more than that.
+        """Measures what the plan depends on, and no more.
 
         Args:
-          planner: Whose machine it is.
+          planner: The planner, which knows the machine.
           analysed: The step.
-          example: Arguments, of which ids are read.
+          example: Arguments whose ids are counted.
         """
         program, options, machine = analysed.program, self.options, planner.machine
         memory = machine.memory_bytes  # here, where all processes are
@@ -177,73 +176,75 @@ class Way:
         return Measurements(rates, memory, looked_up(program, example), stages)
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
-        """Returns what makes a program of a plan, in this order; only what does something."""
+        """Returns the passes that turn a planned program into compiled ones, in order; only those that do something."""
         raise NotImplementedError
 
     # --- what it is run by ---
 
-    #: What keeps a step from being traced into one program, in words; "": it is one.
+    #: Reason why the step can't be traced into one program; "": it can.
     exchanges: ClassVar[str] = ""
-    #: Leaves of the state that this way alone takes.
+    #: Classes of leaves that only this way takes.
     leaves: ClassVar[tuple[type, ...]] = ()
 
     @property
     def is_asynchronous(self) -> bool:
-        """No client or worker waits for another one."""
+        """Says that no client or worker waits for another."""
         return False
 
     @property
     def has_timeline(self) -> bool:
-        """Says whether what clients do depends on who comes when, and is replayed of a timeline."""
+        """Says whether results depend on the order in which clients come, so that a replay needs a recorded
+        timeline."""
         return False
 
-    #: Whether an earlier plan may take the place of what the user left open.
+    #: Whether an earlier plan may decide what the user left open.
     may_follow: ClassVar[bool] = True
 
     def needs_mpi(self, planner: Planner) -> tuple[str, str] | None:
-        """Returns what takes ranks of an MPI job, and what to do in place of it, in words; None: nothing does."""
+        """Returns what needs MPI ranks, and what to do instead, as texts for an error; None: nothing does."""
         return None
 
     def runner(self, planned: PlannedStep) -> Runner:
-        """Makes what calls the planned step."""
+        """Returns the runner of the planned step."""
         raise NotImplementedError
 
     def table_runner(self, planned: PlannedStep) -> Runner:
-        """Returns what calls it where an argument is a table of autopar's own."""
+        """Returns the runner for calls with tables of autopar's own."""
         return planned.runner
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
-        """Returns a plan for other shapes than the first call's, with what all clients must have as in its plan."""
+        """Returns `entry` for other shapes than the first call's, with the choices of `first` that all clients must
+        share."""
         return planned
 
     @property
     def keeps_shards(self) -> bool:
-        """Says whether leaves of the state that come in shards can stay so."""
+        """Says whether leaves that the user gives in shards may stay in shards."""
         return True
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
-        """Returns where leaves of the state are, by number, as far as the plan says."""
+        """Returns the homes of the state's leaves by number, as far as the plan decides them."""
         return {} if self.inner is None else self.inner.homes(planned)
 
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
-        """Returns what makes a state where the plan has it, as `init` does; None: on the devices (`Maker`).
+        """Returns the maker of a state where the plan has it; None: on the devices.
 
         Args:
-          planned: The step.
-          traced: What makes the state, as JAX traced it.
-          numbers: Of each leaf that is made the number of the step's input that it is.
+          entry: The step.
+          traced: The function that makes the state, traced.
+          numbers: For each leaf that it makes, the number of the step's input.
         """
         return None if self.inner is None else self.inner.maker(planned, traced, numbers)
 
     # --- what it is compared with ---
 
     def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification | None:
-        """Compares the step with a replay, where it is another function than the plain step by design; else None.
+        """Compares the step with a replay; None: it computes the plain step, and needs none.
 
         Args:
-          planned: The step.
+          entry: The step.
           leaves: Its flat arguments.
-          steps: How often it is run.
+          steps: Number of steps to run.
         """
         return None
 
@@ -255,29 +256,28 @@ class Way:
         timeline: Timeline,
         clients: Clients | None,
     ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-        """Does what a timeline says, if there can be one.
+        """Replays a recorded timeline.
 
         Args:
-          planned: The step.
-          start: Flat arguments of a call; of these the state.
-          calls: For each client its calls' flat arguments.
-          timeline: What was done when.
-          clients: Those of this process, whose devices may run it.
+          entry: The step.
+          start: Flat arguments of a call, with the initial state.
+          calls: For each client the flat arguments of its calls.
+          timeline: The recorded events.
+          clients: Clients of this process, whose devices may run the replay.
 
         Returns:
-          The flat arguments of the end, and for each client its calls' flat results, with None for what it doesn't
-          have.
+          The final flat arguments; and for each client the flat results of its calls, None where it has no such result.
 
         Raises:
-          TimelineError: the timeline can't be of this step.
+          TimelineError: the timeline can't be one of this step.
         """
         raise NotImplementedError
 
     def sends(self, planned: PlannedStep, name: str) -> Check | None:
-        """Compares what is sent with the plan, where no compiled program says it; else None. `name`: the step's.
+        """Compares what is sent with the plan; None: the compiled program shows it (`name` is the step's).
 
         Raises:
-          ArgumentsError: that can't be compared.
+          ArgumentsError: it can't be compared.
         """
         return None
 
@@ -285,7 +285,7 @@ class Way:
 def rewriting(
     run: Callable[[Program, ProgramPlan], tuple[Program, str]],
 ) -> Callable[..., tuple[Program, ProgramPlan, str]]:
-    """Returns a pass that leaves the plan as it is."""
+    """Makes a pass of one that leaves the plan as it is."""
 
     def rewrite(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         program, note = run(program, bound)
@@ -295,7 +295,7 @@ def rewriting(
 
 
 def lifting(bound: ProgramPlan) -> tuple[Pass, ...]:
-    """Returns what puts a step on the rows that it touches, if it has such tables."""
+    """Returns the passes that lift a step to the rows that it touches, if it has tables."""
     if not bound.families:
         return ()
     shared: tuple[Pass, ...] = (("share_logs", rewriting(share_logs)),) if bound.plan.defers else ()
@@ -319,5 +319,4 @@ def in_microbatches(
 
 
 def without_own_program(program: Program, error: NotLocal) -> StrategyError:
-    """Returns the user's error for a step of which a device can't run its part."""
     return StrategyError(f"{program.name} can't be written as the program of one device of several: {error}")
