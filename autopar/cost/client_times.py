@@ -1,10 +1,10 @@
-"""Clients in time: what each one's own steps take, how long it waits, and how many minibatches it does.
+"""Simulates clients in time: their own steps, their waiting, and their minibatches.
 
 Means over all replicas go in rounds. Pairs of a ring, workers and servers, and rings whose active clients ask passive
-ones are simulated event by event, with a clock and wires that all share: a message takes its sender's outgoing wire and
-its receiver's incoming one, each of which carries one message after the other, in the order in which they come; what
-waits for the second one doesn't keep the first one busy. A server takes one message after the other, too. Clients and
-servers follow `autopar.protocols`. Source: MXNET-MPI, section 2.3 (a server's link is shared by all workers).
+ones are simulated event by event on shared wires: a message takes its sender's outgoing wire, then its receiver's
+incoming one. A wire carries one message after the other in order of arrival; a message that waits for the second wire
+frees the first. A server handles one message after the other, too. Clients and servers follow `autopar.protocols`.
+Source: MXNET-MPI, section 2.3 (all workers share a server's link).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from autopar.ir.cluster import ClusterSpec, Level
 from autopar.ir.ring import Ring
 from autopar.protocols import Compute, Log, Send, Want, elastic_step, pulling_step, ring_step
 
-#: Of workers that are slow: so many times the steps are simulated at most, until all have done a few.
+#: For slow workers at most this many times the steps are simulated, until all have done a few.
 _MOST = 20
-#: What was measured of messages between ranks, if something was.
+#: The measured collective of messages between ranks.
 _MEASURED = "mpi_all_to_all"
 
 Action = Callable[[], None]
@@ -35,13 +35,13 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """Says what clients do between exchanges.
+    """The work of clients between exchanges.
 
     Attributes:
       count: C.
-      step_s: Seconds of a client's own step that nobody disturbs.
-      steps: Steps of a client that are simulated, on average.
-      slow: Client -> how many times as long its own steps take.
+      step_s: Seconds of a client's own undisturbed step.
+      steps: Simulated steps of a client, on average.
+      slow: Client -> factor of its own steps' seconds.
       variation: Standard deviation of a step's seconds over their mean.
     """
 
@@ -52,8 +52,8 @@ class ClientLoad:
     variation: float = 0.0
 
     def seconds(self, client: int) -> Iterator[float]:
-        """Yields what each of a client's own steps takes, the same in each mode. They vary as gamma's distribution,
-        which has no negative times."""
+        """Yields the seconds of a client's own steps, the same for each strategy. They follow a gamma distribution,
+        so none is negative."""
         mean, shape = self.step_s * self.slow.get(client, 1.0), self.variation**-2 if self.variation else 0.0
         if not shape:
             return itertools.repeat(mean)
@@ -63,15 +63,15 @@ class ClientLoad:
 
 @dataclass(slots=True)
 class ClientTime:
-    """Says what a client did.
+    """A client's times.
 
     Attributes:
-      ends: When each of its minibatches was done: applied by all servers, or merged.
-      own_steps: When each of its own steps begins, and its seconds.
+      ends: When each of its minibatches was done (applied by all servers, or merged).
+      own_steps: (begin, seconds) of each of its own steps.
       computing_s: Seconds of its own steps.
-      slowest_s: Seconds for which it waited for slower clients: a mean's, or those that a staleness bound holds it for.
-      exchange_s: Seconds for which it waited for wires, servers and copies.
-      hidden_s: Seconds for which exchanges that it waits for were on their way while it did something else.
+      slowest_s: Seconds that it waited for slower clients, for a mean or a staleness bound.
+      exchange_s: Seconds that it waited for wires, servers and copies.
+      hidden_s: Seconds of awaited exchanges that overlapped with its other work.
     """
 
     ends: list[float] = field(default_factory=list)
@@ -83,12 +83,11 @@ class ClientTime:
 
     @property
     def minibatches(self) -> int:
-        """Returns how many it did."""
         return len(self.ends)
 
     @property
     def waiting(self) -> float:
-        """Returns the share of its time in which it waited."""
+        """Fraction of its time in which it waited."""
         waited = self.slowest_s + self.exchange_s
         return waited / (waited + self.computing_s) if waited else 0.0
 
@@ -98,8 +97,10 @@ class ClientTime:
         self.computing_s += seconds
 
     def rate(self, until: float, period: int) -> float:
-        """Returns its minibatches a second, in the second half of what it did until a time, in whole periods of so many
-        steps; over all of its time where it did less than two periods."""
+        """Returns its minibatches a second in the second half of those before `until`, in whole periods of steps.
+
+        If it did less than two periods, over all of its time.
+        """
         count = bisect.bisect_right(self.ends, until)
         first, last = (n // period * period for n in (count // 2, count))
         if not 0 < first < last:
@@ -109,10 +110,9 @@ class ClientTime:
 
 @dataclass(frozen=True, slots=True)
 class ClientRun:
-    """Says what all clients did.
+    """The times of all clients.
 
     Attributes:
-      clients: Each of them.
       until: When the simulation stopped to begin steps.
       period: Steps from an exchange to the next.
       events: For each server its pushes, or exchanges, in order, int64[n, 3]: worker, step, version it was made of.
@@ -125,7 +125,7 @@ class ClientRun:
 
     @property
     def rates(self) -> tuple[float, ...]:
-        """Returns the minibatches a second of each client."""
+        """Minibatches a second of each client."""
         return tuple(client.rate(self.until, self.period) for client in self.clients)
 
 
@@ -137,18 +137,17 @@ def simulate_averages(
     every: int = 1,
     delay: int = 0,
 ) -> ClientRun:
-    """Simulates clients whose weights become their mean now and then.
+    """Simulates clients whose weights are averaged now and then.
 
     Args:
-      load: What they do.
-      means_s: Seconds of each fragment's mean, once all clients have sent it. One after the other is on its way.
-      due: Step, counted from 1 -> the fragments whose mean is taken behind it.
+      means_s: Seconds of each fragment's mean, once all clients have sent it. One is on its way at a time.
+      due: Step, counted from 1 -> the fragments that are averaged after it.
       every: k, steps from one mean of a fragment to its next.
-      delay: d, steps after which a mean is merged; clients wait for it then, if it isn't there.
+      delay: d, steps after which clients merge a mean, for which they wait if need be.
     """
     clients, own = [ClientTime() for _ in range(load.count)], [load.seconds(w) for w in range(load.count)]
     now, wires_free = [0.0] * load.count, 0.0
-    on_their_way: list[tuple[int, float, float, float]] = []  # the step that merges it; when it was sent, begun, there
+    on_their_way: list[tuple[int, float, float, float]] = []  # (step that merges it, when sent, when begun, when there)
     steps = -(-load.steps // (2 * every)) * 2 * every
     for step in range(1, steps + 1):
         for w, client in enumerate(clients):
@@ -174,30 +173,27 @@ def simulate_averages(
 
 
 class Clock:
-    """Does what is to be done, in its order in time."""
+    """Runs actions in the order of their times."""
 
     def __init__(self) -> None:
         self.now, self._numbers = 0.0, itertools.count()
         self._due: list[tuple[float, int, Action]] = []
 
     def at(self, time: float, action: Action) -> None:
-        """Does something at a time, behind all else that is to be done then."""
+        """Schedules an action at a time, after all others of that time."""
         heapq.heappush(self._due, (time, next(self._numbers), action))
 
     def after(self, seconds: float, action: Action) -> None:
-        """Does something in so many seconds."""
         self.at(self.now + seconds, action)
 
     def run(self) -> None:
-        """Does everything."""
         while self._due:
             self.now, _, action = heapq.heappop(self._due)
             action()
 
 
 class Wires:
-    """Carries messages between devices: inside of a machine each device has a link of its own, between machines all
-    devices of one share it."""
+    """Carries messages: inside a machine each device has its own link; its devices share one between machines."""
 
     def __init__(self, clock: Clock, cluster: ClusterSpec) -> None:
         self._clock, self._each = clock, cluster.devices
@@ -206,7 +202,7 @@ class Wires:
         self._free: dict[tuple[str, str, int], float] = {}
 
     def send(self, source: int, target: int, size: float, arrive: Action) -> None:
-        """Sends a message from a device to another. To itself it takes no time."""
+        """Sends a message from a device to another; to itself it takes no time."""
         if source == target:
             self._clock.after(0.0, arrive)
             return
@@ -224,9 +220,9 @@ class Wires:
         self._clock.at(self._occupied(("out", level, ends[0]), seconds), enter)
 
     def _occupied(self, wire: tuple[str, str, int], seconds: float) -> float:
-        """Occupies a wire, behind what it carries already; returns when it begins.
+        """Occupies a wire after its earlier messages; returns when it begins.
 
-        Times of a wire never decrease, not by rounding either: messages don't overtake each other.
+        Times of a wire never decrease, even by rounding, so messages don't overtake each other.
         """
         start = max(self._clock.now, self._free.get(wire, 0.0))
         self._free[wire] = start + seconds
@@ -234,11 +230,9 @@ class Wires:
 
 
 class Training(abc.ABC):
-    """Lets clients train until there is enough of it.
+    """Simulates clients until they have trained enough.
 
     Args:
-      load: What they do.
-      cluster: What connects them.
       period: Steps from an exchange of a client to its next one of the same kind.
     """
 
@@ -250,7 +244,7 @@ class Training(abc.ABC):
         self._done, self._until = 0, float("inf")
 
     def run(self) -> ClientRun:
-        """Returns what everyone did: `load.steps` minibatches on average, and the slowest client a few."""
+        """Returns all clients' times after `load.steps` minibatches on average and a few of the slowest client."""
         for w in range(self._load.count):
             self._begin(w)
         self._clock.run()
@@ -258,7 +252,7 @@ class Training(abc.ABC):
 
     @abc.abstractmethod
     def _begin(self, worker: int) -> None:
-        """Lets a client begin its next step."""
+        """Begins a client's next step."""
 
     def _events(self) -> Sequence[np.ndarray]:
         return ()
@@ -284,13 +278,12 @@ class Training(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Says how clients average with their neighbours.
+    """Clients that average with their neighbours.
 
     Attributes:
-      ring: Who does with whom.
-      cluster: What connects them.
-      devices: How many a client has, with adjacent numbers. Each sends the weights to its counterpart.
-      sent_bytes: Step, counted from 1 -> what each of them sends behind it.
+      ring: Who averages with whom.
+      devices: Devices of a client, with adjacent numbers. Each sends the weights to its counterpart.
+      sent_bytes: Step, counted from 1 -> bytes that each of them sends after it.
     """
 
     ring: Ring
@@ -300,22 +293,17 @@ class Pairs:
 
 
 def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
-    """Simulates clients each of which averages with one neighbour behind each step, left and right in turn.
-
-    Args:
-      load: What they do.
-      pairs: How they average.
-    """
+    """Simulates clients each of which averages with one neighbour after each step, left and right in turn."""
     return _Pairs(load, pairs).run()
 
 
 class _Pairs(Training):
-    """Lets clients train, each of which waits for its partner in every step."""
+    """Clients that wait for their partner in every step."""
 
     def __init__(self, load: ClientLoad, pairs: Pairs) -> None:
         super().__init__(load, pairs.cluster, period=2)
         self._pairs, self._computed_at = pairs, [0.0] * load.count
-        #: Client and step -> when the weights were sent that are there: its own, and its partner's of each device.
+        #: (client, step) -> when the weights that arrived were sent, its own and its partner's of each device.
         self._there: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
 
     def _begin(self, worker: int) -> None:
@@ -332,7 +320,7 @@ class _Pairs(Training):
         self._arrived(worker, step, sent)
 
     def _arrived(self, worker: int, step: int, sent: float) -> None:
-        """Ends a client's step once its own weights and its partner's are there."""
+        """Ends a client's step once its own weights and its partner's have arrived."""
         there = self._there[worker, step]
         there.append(sent)
         if len(there) <= self._pairs.devices:
@@ -347,12 +335,12 @@ class _Pairs(Training):
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """Says what a server does.
+    """The load of a server.
 
     Attributes:
       device: The device whose process it is in.
-      pull_bytes, push_bytes: Of what a worker pulls of it, and pushes to it.
-      read_s, update_s: Seconds that it takes to answer a pull, and to apply a push.
+      pull_bytes, push_bytes: Bytes that a worker pulls from it, and pushes to it.
+      read_s, update_s: Seconds to answer a pull, and to apply a push.
     """
 
     device: int
@@ -364,17 +352,13 @@ class ServerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Says how workers train with servers.
+    """Workers that train with servers.
 
     Attributes:
-      servers: Each of them.
-      cluster: What connects them.
       devices: The device of each worker that speaks to servers.
       bound: s, the staleness bound; None: there is none.
-      every: Of workers that train replicas, steps from an exchange with a centre to the next; 0: they have none, and
-        pull and push in each step.
-      ring: The ring whose passive clients are the servers; an active one asks one of them in a step. None: there is
-        none.
+      every: For replicas, steps from an exchange with a centre to the next; 0: workers pull and push in each step.
+      ring: The ring whose passive clients are the servers, of which an active one asks one in a step.
       receive_s, send_s: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
     """
 
@@ -389,34 +373,29 @@ class Served:
 
     @property
     def pulls(self) -> bool:
-        """Says whether workers pull and push, and train no replicas."""
+        """Workers pull and push, and have no replicas."""
         return self.ring is None and not self.every
 
     @property
     def period(self) -> int:
-        """Returns the steps from an exchange of a worker to its next one of the same kind."""
+        """Steps from an exchange of a worker to its next one of the same kind."""
         return 2 if self.ring is not None else self.every or 1
 
     def step(self, worker: int, number: int) -> Iterator[Want]:
-        """Yields a step of a worker; they are counted from 0."""
+        """Yields the wants of a worker's step; steps are counted from 0."""
         if self.ring is not None:
             return ring_step(self.ring, worker, number, number)
         return elastic_step(self.every, number, number // self.every - 1) if self.every else pulling_step(number)
 
 
 def simulate_served(load: ClientLoad, served: Served) -> ClientRun:
-    """Simulates workers until they have done `load.steps` minibatches on average, and the slowest one a few.
-
-    Args:
-      load: What they do.
-      served: How they train.
-    """
+    """Simulates workers until they have done `load.steps` minibatches on average, and the slowest one a few."""
     return _Served(load, served).run()
 
 
 @dataclass(slots=True)
 class _Message:
-    """Is what a worker sends. `held`: since when it waits for the bound."""
+    """A worker's message. `held`: since when it waits for the bound."""
 
     worker: int
     sent: Send
@@ -424,7 +403,7 @@ class _Message:
 
 
 class _Server:
-    """Takes one message after the other; keeps pulls that come too early."""
+    """Handles one message after the other; keeps pulls that come too early."""
 
     def __init__(self, clock: Clock, load: ServerLoad, log: Log, training: _Served) -> None:
         self.load, self.log, self._clock, self._training = load, log, clock, training
@@ -432,7 +411,6 @@ class _Server:
         self._waiting: list[_Message] = []
 
     def take(self, message: _Message) -> None:
-        """Puts a message at the end of the queue."""
         self._queue.append(message)
         self._next()
 
@@ -468,15 +446,15 @@ class _Server:
 
 @dataclass(slots=True)
 class _Worker:
-    """Is where a worker is in its protocol.
+    """A worker's place in its protocol.
 
     Attributes:
-      wants: What it does next in its step.
-      begun: Steps that it has begun.
-      open: Replies that are still to come.
-      held_s: How long the bound held the last one.
-      asked_at, there_at: When it asked, and when all replies were there.
-      waits_from: Since when it waits for them; None: it does something else.
+      wants: The rest of its step.
+      begun: Number of steps that it has begun.
+      open: Number of outstanding replies.
+      held_s: Seconds for which the bound held the last one.
+      asked_at, there_at: When it asked, and when all replies had arrived.
+      waits_from: Since when it waits for them; None: it doesn't.
     """
 
     wants: Iterator[Want] = field(default_factory=lambda: iter(()))
@@ -489,7 +467,7 @@ class _Worker:
 
 
 class _Served(Training):
-    """Has workers do what their protocols say, and servers answer."""
+    """Drives workers and servers by their protocols."""
 
     def __init__(self, load: ClientLoad, served: Served) -> None:
         super().__init__(load, served.cluster, served.period)
@@ -498,12 +476,12 @@ class _Served(Training):
         self.servers = [_Server(self._clock, each, log, self) for each, log in zip(served.servers, logs, strict=True)]
 
     def applied(self, number: int) -> None:
-        """Counts a worker's minibatch, once all servers have applied its push."""
+        """Counts a worker's minibatch once all servers have applied its push."""
         if min(server.log.standing.applied[number] for server in self.servers) > self.clients[number].minibatches:
             self._end(number)
 
     def answer(self, server: _Server, number: int, held_s: float) -> None:
-        """Sends a worker what it asked for. `held_s`: how long the bound kept its pull."""
+        """Answers a worker's request. `held_s`: seconds for which the bound kept its pull."""
         arrive = functools.partial(self._answered, number, held_s)
         self._wires.send(server.load.device, self._served.devices[number], server.load.pull_bytes, arrive)
 
@@ -551,7 +529,7 @@ class _Served(Training):
         self._receive(number)
 
     def _receive(self, number: int) -> None:
-        """Lets a worker that waits go on, once it has all replies."""
+        """Resumes a waiting worker once it has all replies."""
         worker, client = self._workers[number], self.clients[number]
         if worker.waits_from is None or worker.open:
             return

@@ -1,9 +1,9 @@
-"""Predicts the time of exchanges in a cluster: latency and bandwidth, on two levels of links (docs/planning.md).
+"""Predicts the time of exchanges in a cluster from latency and bandwidth on two levels of links (docs/planning.md).
 
-Each function gives the seconds until all devices have their results. Inside a machine devices exchange with each other,
-between machines each with those of its own number in the others, so that a machine's interfaces are shared by all of
-its devices. N = m machines of d devices. Where a collective was measured (`ClusterSpec.measured`), its own latency and
-bandwidth are taken; `fit_collective` finds them from measured times.
+Each function returns seconds until all devices have their results. Devices exchange inside a machine, then each between
+machines with those of its own number in the others, so that a machine's interfaces are shared by all of its devices. N
+= m machines of d devices. A measured collective (`ClusterSpec.measured`) has its own latency and bandwidth, which
+`fit_collective` fits to measured times.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec, Link
 from autopar.ir.figures import wire_bytes
 
-#: AllReduce between ranks: by MPI, and in rings (`autopar.mpi.exchange`).
+#: Measured AllReduces between ranks: by MPI, and in rings (`autopar.mpi.exchange`).
 _OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")
-#: What a sum takes longer than a program that it is made beside.
+#: Measured time that a sum beside a program adds to the program's.
 _BESIDE = "beside_all_reduce"
-#: Seconds that a program takes longer in two parts, between which a sum is begun.
+#: Seconds that cutting a program in two, to begin a sum in between, costs.
 _CUT_S = 2e-3
 #: Sizes that are compared, as powers of two.
 _EXPONENTS = range(12, 31)
-#: How often a byte that is added passes through memory: two are read, one is written.
+#: Memory passes of an addition: two operands are read, one result is written.
 _ADDED_PASSES = 3
 
 
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
-    """Returns bytes that each of some participants sends over its link, and in how many messages one after the other.
+    """Returns bytes that each participant sends over its link, and the number of messages one after the other.
 
     Args:
       collective: "all_reduce", "all_gather" or "all_to_all".
@@ -45,9 +45,11 @@ def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
 
 
 def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copies: int = 1) -> float:
-    """Predicts a sum of `size` bytes that every device gets: scattered sums inside, sums of the parts between machines,
-    gathered inside. `by`: what was measured of it, "mpi_all_reduce" between ranks. `copies`: how many such sums there
-    are at once, of other devices of the same machines, whose interfaces they share."""
+    """Predicts a sum of `size` bytes for every device: scattered inside, summed between machines, gathered inside.
+
+    `by`: the measured collective, "mpi_all_reduce" between ranks. `copies`: number of such sums at once, of other
+    devices of the same machines, whose interfaces they share.
+    """
     m, d = cluster.machines, cluster.devices
     inside, messages = traffic("all_reduce", d, size)
     part, rounds = traffic("all_reduce", m, size / d)
@@ -56,10 +58,10 @@ def all_reduce_s(cluster: ClusterSpec, size: float, by: str = "all_reduce", copi
 
 
 def host_all_reduce_s(cluster: ClusterSpec, size: float) -> float:
-    """Predicts a sum of `size` bytes that every rank gets, by MPI or in rings, whichever was measured to be faster.
+    """Predicts a sum of `size` bytes for every rank, by MPI or in rings, whichever was measured to be faster.
 
     With N ranks 2 (N - 1) alpha + 2 (N - 1) / N size beta + (N - 1) / N size gamma (MXNET-MPI, section 6.2): latency,
-    seconds of a byte that is sent, and of one that is added. What was measured has gamma in its beta.
+    seconds of a sent byte, and of an added one. A measured beta includes gamma.
     """
     measured = [by for by in _OF_RANKS if by in cluster.measured]
     if measured:
@@ -69,23 +71,22 @@ def host_all_reduce_s(cluster: ClusterSpec, size: float) -> float:
 
 
 def rings_from(cluster: ClusterSpec) -> int | None:
-    """Returns from how many bytes on ranks add up faster in rings than by MPI's AllReduce, by what was measured; None:
-    never, or unknown."""
+    """Returns the bytes from which on ranks were measured to add up faster in rings than by MPI; None: never, or
+    unknown."""
     if not all(by in cluster.measured for by in _OF_RANKS):
         return None
     return _least(lambda size: _are_rings_faster(cluster, size))
 
 
 def bucket_bytes(cluster: ClusterSpec) -> int | None:
-    """Returns from how many bytes on a sum is worth being made beside a program that computes other gradients, by what
-    was measured; None: never, or unknown."""
+    """Returns the bytes from which on a sum was measured to pay beside a program; None: never, or unknown."""
     if _BESIDE not in cluster.measured:
         return None
     return _least(lambda size: host_all_reduce_s(cluster, size) - all_reduce_s(cluster, size, _BESIDE) > _CUT_S)
 
 
 class Reductions(NamedTuple):
-    """Says how ranks add up.
+    """The ways in which ranks add up.
 
     Attributes:
       rings_from: Bytes from which on they do so in rings; None: never.
@@ -97,7 +98,6 @@ class Reductions(NamedTuple):
 
 
 def reductions(cluster: ClusterSpec) -> Reductions:
-    """Returns how ranks add up, by what was measured."""
     return Reductions(rings_from(cluster), bucket_bytes(cluster))
 
 
@@ -112,8 +112,8 @@ def _are_rings_faster(cluster: ClusterSpec, size: int) -> bool:
 
 
 def all_gather_s(cluster: ClusterSpec, size: float) -> float:
-    """Predicts an exchange of `size` bytes of each device that every device gets: Parallax's AllGatherv, (N - 1) * size
-    received by each."""
+    """Predicts an exchange of `size` bytes of each device for every device, Parallax's AllGatherv of (N - 1) * size
+    received."""
     m, d = cluster.machines, cluster.devices
     part, rounds = traffic("all_gather", m, size)
     inside, messages = traffic("all_gather", d, m * size)
@@ -131,17 +131,17 @@ def all_to_all_s(cluster: ClusterSpec, size: float, by: str = "all_to_all") -> f
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A link, and how well it explains what was measured: the root mean square of the relative errors."""
+    """A fitted link, and the root mean square of its relative errors."""
 
     link: Link
     error: float
 
 
 def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
-    """Fits the link that explains some times best; its bandwidth is infinite where larger sizes don't take longer.
+    """Fits the best link through (bytes, seconds); its bandwidth is infinite if larger sizes don't take longer.
 
     Args:
-      points: (bytes, seconds); of two different sizes at least, and positive times.
+      points: At least two different sizes, with positive times.
       messages: Messages one after the other in each of them.
     """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
@@ -162,12 +162,12 @@ def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
 
 
 def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int = 1) -> Link:
-    """Fits the link that a collective has, by the traffic that it makes (`traffic`); `source` has the error.
+    """Fits a collective's link by its `traffic`; `source` has the error.
 
     Args:
       count: Participants, at least 2.
       points: (size as in `traffic`, measured seconds).
-      sharing: How many such collectives share a link.
+      sharing: Number of such collectives that share a link.
     """
     sent = [(sharing * traffic(collective, count, size)[0], seconds) for size, seconds in points]
     fit = fit_link(sent, traffic(collective, count, 1)[1])

@@ -1,10 +1,11 @@
 """Predicts the bytes that each device sends in a step, and its time, by table and method, and by part.
 
-Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). Time is made of
-measured parts: collectives, routing, rows moved and updated (`Rates`). `step_terms` leaves out what all methods have in
-common; `step_parts` adds it: the model's products, lookups, dense parameters, the call itself.
-`table_3` is Parallax's own formula, which counts otherwise: one direction for AllReduce, both for the others, without a
-co-located server's own bytes, so that AllGather never wins for N > 2. It is shown beside ours.
+Bytes: docs/design.md (ring AllReduce, AllGather, a parameter server on each device; padding included). Seconds add up
+measured parts (`Rates`): collectives, routing, rows moved and updated. `step_terms` leaves out what all methods share;
+`step_parts` adds it: the model's products, lookups, dense parameters, the call itself.
+
+`table_3` is Parallax's own formula: it counts one direction for AllReduce and both for the others, without a co-located
+server's own bytes, so that AllGather never wins for N > 2.
 """
 
 from __future__ import annotations
@@ -19,12 +20,11 @@ from autopar.ir.figures import Term, wire_bytes
 from autopar.ir.sizes import Sizes
 from autopar.ir.strategy import HOSTED
 
-#: Bytes of a row's number.
 ID_BYTES = 4
-#: The term of rows that wait, and how many times a step goes through memory to bring one up to date. Measured on 2
-#: cores, 4 devices, with AdamW: 30 ns a number, which is read and written in 0.4 ns.
+#: The term of deferred rows, and how many memory passes bringing one up to date takes. Measured on 2 cores, 4 devices,
+#: with AdamW: 30 ns a number, which is read and written in 0.4 ns.
 REPLAY, REPLAY_WALKS = "bring rows up to date", 64
-#: Terms that send ids alone: families of the same ids may have them in common.
+#: Terms that send ids alone, which families of the same ids may share.
 ID_TERMS = ("send ids", "gather ids")
 
 
@@ -34,10 +34,10 @@ def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
 
 
 def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
-    """Lists what a rank does for a table on hosts, for itself and as an owner of a shard.
+    """Lists a rank's work for a table on hosts, its own and that of an owner of a shard.
 
-    Messages are as long as they must be. Where ranks share machines, what crosses machines is less, as far as they want
-    the same rows.
+    Messages are only as long as they must be. Where ranks share machines and want the same rows, fewer bytes cross
+    machines.
     """
     s, row, host = sizes, sizes.row_bytes, rates.host
 
@@ -59,8 +59,7 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
 
 
 def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """Maps methods to the bytes that each rank sends, of a table on hosts. The other methods are those the devices
-    would use."""
+    """Maps methods to the bytes that each rank sends for a table on hosts, and would send for it on devices."""
     others = sent_bytes(sizes)
     hosts = sum(t.sent for t in host_terms(sizes))
     methods = ("allreduce",) if sizes.constant else ("allgather", "allreduce")
@@ -73,7 +72,7 @@ def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
 
 
 def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
-    """Maps methods to all that each does in a step, in the order in which it is done."""
+    """Maps methods to their terms in a step, in order."""
     s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
@@ -102,7 +101,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             routed("send rows", row),
             Term("pick rows", rates.gather(s.requested, row)),
             Term("pack gradients", rates.scatter(s.requested, gradient)),
-            # Devices that all have the whole batch have its gradients, too.
+            # Devices that all have the whole batch also have its gradients.
             routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0),
             Term("add gradients at owners", rates.scatter(sent, gradient)),
             *_update(rates, s, s.owned),
@@ -153,14 +152,14 @@ def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DenseLoad:
-    """Says what a step does with all that isn't looked up by rows, on each device.
+    """The load on each device of everything that isn't looked up by rows.
 
     Attributes:
-      flops: Floating-point operations of its matrix products and convolutions.
+      flops: Floating-point operations of matrix products and convolutions.
+      sums: (bytes, number) of sums over examples, mostly of gradients.
+      leaves: Bytes of each parameter and slot, which the optimizer reads and writes once, beside gradients.
       moved_bytes: Bytes of the batch's values that the model reads and writes.
-      sums: Of the sums over examples, gradients mostly: bytes, and how many there are of so many.
-      leaves: Bytes of each parameter and slot: read and written once by the optimizer, with gradients beside them.
-      by_mpi: Whether gradients are summed by MPI, in the memory of the hosts.
+      by_mpi: Gradients are summed by MPI, in host memory.
     """
 
     flops: float
@@ -171,12 +170,12 @@ class DenseLoad:
 
     @property
     def state_bytes(self) -> int:
-        """Returns the bytes of all parameters and slots."""
+        """Bytes of all parameters and slots."""
         return sum(self.leaves)
 
     @property
     def gradient_bytes(self) -> int:
-        """Returns the bytes of all sums over examples."""
+        """Bytes of all sums over examples."""
         return sum(size * count for size, count in self.sums)
 
 
@@ -187,11 +186,10 @@ def step_parts(
     devices: int,
     hosts: HostRates = NO_HOST_TIME,
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Maps parts to their terms, in the order of a step on so many devices. `tables`: method (or `HOSTED`) and sizes of
-    each family."""
+    """Maps parts of a step to their terms, in order. `tables`: method (or `HOSTED`) and sizes of each family."""
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     updates = rates.update_s(3 * dense.state_bytes)
-    if rates.dense is not None:  # of a parameter and its slot, the sum of its gradient included
+    if rates.dense is not None:  # it has a parameter, its slot, and the sum of its gradient
         updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
     return {
         "call": (Term("call", rates.call_s + fixed),),
@@ -207,7 +205,7 @@ def step_parts(
 
 
 def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
-    """Sums over examples, together; where times are measured in whole steps, one by one, as XLA has them there."""
+    """Adds up sums over examples; rates measured in whole steps hold for each sum by itself, as XLA runs them."""
     size = dense.gradient_bytes
     sent = int(wire_bytes("all-reduce", devices, size))
     if not size:
@@ -226,7 +224,7 @@ def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> t
 
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
-    """Lists what all methods have in common: a device reads its ids' rows, and adds up their gradients."""
+    """Lists the work that all methods share: a device reads its ids' rows, and adds up their gradients."""
     return (
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
         Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),
@@ -236,8 +234,10 @@ def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
 def with_bounds(
     terms: Mapping[str, Sequence[Term]], bounds: Mapping[str, Sequence[Term]]
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Returns terms by method, or by part, with their bounds: the same terms by rates that are bandwidths alone
-    (`Rates.bound`), which have none for what is fixed."""
+    """Returns terms by method, or by part, with lower bounds, which are the same terms at rates of bandwidths alone.
+
+    Fixed terms have no counterpart there, and bound 0.
+    """
     return {
         name: tuple(
             dataclasses.replace(term, bound_s=0.0 if bound is None else bound.seconds)
@@ -248,7 +248,7 @@ def with_bounds(
 
 
 def total(parts: Mapping[str, Sequence[Term]]) -> float:
-    """Adds up the seconds of all parts, one after the other."""
+    """Adds up the seconds of all parts."""
     return sum(term.seconds for terms in parts.values() for term in terms)
 
 
@@ -260,10 +260,10 @@ def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1
       kind: "dense" or "sparse".
       b: Bytes of the parameter.
       n: Number of workers N.
-      alpha: Share of the rows that a step touches.
+      alpha: Fraction of the rows that a step touches.
 
     Raises:
-      ValueError: a pair that the table doesn't define, or numbers out of range.
+      ValueError: the table doesn't define the pair, or a number is out of range.
     """
     if b < 0 or n < 1 or not 0 <= alpha <= 1:
         raise ValueError(f"b={b}, n={n}, alpha={alpha}: bytes are not negative, n is at least 1, alpha is in [0, 1]")
@@ -280,7 +280,7 @@ def transfer_bytes(method: str, kind: str, *, b: float, n: int, alpha: float = 1
 
 
 def table_3(*, b: float, n: int, alpha: float) -> Mapping[str, float]:
-    """Maps methods to the table's bytes of one parameter: as a sparse one, and as a dense one by "allreduce"."""
+    """Maps methods to the table's bytes of one parameter: a sparse one, or a dense one for "allreduce"."""
     return {
         "ps": transfer_bytes("ps", "sparse", b=b, n=n, alpha=alpha),
         "allgather": transfer_bytes("allgather", "sparse", b=b, n=n, alpha=alpha),

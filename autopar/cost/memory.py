@@ -15,11 +15,11 @@ from autopar.ir.strategy import Strategy, asked_of
 
 @dataclass(frozen=True, slots=True)
 class Shardable:
-    """A family of which every device holds all, though its rows could be sharded.
+    """A family that every device holds whole, though its rows could be sharded.
 
     Attributes:
-      saved: Bytes that each device has less of it if they are.
-      dearer: What a step costs more then (seconds, or bytes where these aren't known); negative if less.
+      saved: Bytes that sharding saves on each device.
+      dearer: Seconds (bytes, if these aren't known) that it adds to a step; negative if it saves some.
     """
 
     saved: int
@@ -27,11 +27,10 @@ class Shardable:
 
 
 def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]:
-    """Chooses which families to shard, so that each device has `excess` bytes less: those that cost least for each byte
-    first.
+    """Chooses families to shard so that each device has `excess` bytes less, cheapest for each byte first.
 
-    Only bytes that are still too many count. What turns out not to be needed once others are taken is given back, the
-    dearest first. Equal ones go by their order. If sharding all isn't enough, all of them.
+    Only bytes in excess count. Families that later ones make needless are given back, the dearest first. Ties go by
+    order. If sharding all isn't enough, all are chosen.
     """
     waiting = [k for k, family in enumerate(families) if family.saved > 0]
     taken: list[int] = []
@@ -51,8 +50,8 @@ def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
     """Returns the least number of devices with which a state fits; None if no number is enough.
 
     Args:
-      whole: Bytes that every device has, however many there are.
-      spread: Bytes of each leaf that is shared out among them.
+      whole: Bytes that every device has, whatever their number.
+      spread: Bytes of each leaf that is divided among them.
       budget: Bytes that the state may take on each.
     """
 
@@ -69,7 +68,6 @@ def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
 
 
 def _whole_bytes(program: Program, leaf: int) -> int:
-    """Returns the bytes of a leaf of the state; none of what is no array."""
     return int(getattr(program.block.inputs[leaf].type, "nbytes", 0))
 
 
@@ -81,12 +79,11 @@ def leaf_bytes(program: Program, bound: ProgramPlan, leaf: int) -> int:
 
 
 def state_bytes(program: Program, bound: ProgramPlan) -> int:
-    """Returns bytes of the state on each device, without what is on hosts."""
+    """Returns bytes of the state on each device, without tables on hosts."""
     return sum(leaf_bytes(program, bound, k) for k in _on_devices(program, bound))
 
 
 def hosted_bytes(program: Program, bound: ProgramPlan) -> int:
-    """Returns bytes of what is on hosts, all of them together."""
     return sum(_whole_bytes(program, k) for k in _on_hosts(program, bound))
 
 
@@ -105,20 +102,20 @@ class Shortage:
     """A state that doesn't fit the devices.
 
     Attributes:
-      missing: Bytes that each device would need more for it.
-      devices: The least number of devices with which it fits, all sharded that can be; None if no number is enough.
+      missing: Bytes by which it exceeds each device's budget.
+      devices: The least number of devices with which it fits, everything sharded; None if no number is enough.
     """
 
     missing: int
     devices: int | None
 
     def machines(self, devices: int) -> int | None:
-        """Returns the least number of machines of so many devices."""
+        """Returns the least number of machines of `devices` devices each."""
         return None if self.devices is None else math.ceil(self.devices / devices)
 
 
 def find_shortage(program: Program, bound: ProgramPlan, strategy: Strategy, memory: float) -> Shortage | None:
-    """Says by how much a plan's state doesn't fit devices of so many bytes of memory; None if it does."""
+    """Returns by how much a plan's state exceeds devices of `memory` bytes; None if it fits."""
     missing = state_bytes(program, bound) - state_budget(memory)
     if missing <= 0:
         return None
@@ -133,5 +130,5 @@ def find_shortage(program: Program, bound: ProgramPlan, strategy: Strategy, memo
 
 
 def is_open(program: Program, space: RowSpace, strategy: Strategy) -> bool:
-    """Says whether the strategy leaves all tables of a family to autopar."""
+    """Returns whether the strategy leaves all tables of a family to autopar."""
     return all(asked_of(strategy, program.inputs[k].path).method == "auto" for k in space.tables)

@@ -1,4 +1,4 @@
-"""Cut a chain of layers into stages on devices, so that the slowest stage is as fast as can be: a dynamic program.
+"""Cuts a chain of layers into stages on devices by dynamic programming, so that the slowest stage is fastest.
 
 Source: PipeDream (Narayanan et al., 2019), section 3.1: A(j, m), the time of the slowest stage of the best pipeline of
 layers 0 to j on m devices. Here with every send, the memory of states and activations, and the AllReduce of replicas'
@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: Of two times that are the same but for rounding.
+#: Times are equal up to this factor, for rounding.
 _SAME = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Describes what lies between two places at which a step can be cut.
+    """The part of a step between two possible cuts.
 
     Attributes:
       seconds: Of a microbatch's forward and backward.
       sent: Bytes of a microbatch that cross the border ahead of it, both ways.
-      state, gradient, activation: Bytes of weights with their slots; of the weights' gradients; and of what a
-        microbatch's forward leaves for its backward.
+      state: Bytes of weights with their slots.
+      gradient: Bytes of the weights' gradients.
+      activation: Bytes that a microbatch's forward leaves for its backward.
     """
 
     seconds: float
@@ -39,9 +40,9 @@ class Partition:
     """Stages of a chain.
 
     Attributes:
-      ends: Of each stage the first layer that isn't its own any more.
+      ends: Each stage's end, the first layer of the next one.
       replicas: Devices of each stage.
-      seconds: For each microbatch, of the slowest stage or send.
+      seconds: Of the slowest stage or send, for each microbatch.
     """
 
     ends: tuple[int, ...]
@@ -51,11 +52,9 @@ class Partition:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Layers, and what they run on.
+    """Layers in the order of the forward pass, and the devices (all are used) that run them.
 
     Attributes:
-      layers: In the order of the forward pass.
-      devices: How many there are. All are used.
       microbatches: M.
       byte_s: Seconds for each byte that is sent from a device to another.
       memory: Bytes of each device; None: no limit.
@@ -68,23 +67,22 @@ class Chain:
     memory: float | None = None
 
     def stage_seconds(self, start: int, end: int, replicas: int) -> float:
-        """Returns the seconds of a stage, for each microbatch."""
+        """Returns the seconds of a stage for each microbatch."""
         own = self.layers[start:end]
         reduced = 2 * (replicas - 1) / replicas * sum(x.gradient for x in own) * self.byte_s / self.microbatches
         return sum(x.seconds for x in own) / replicas + reduced
 
     def stage_bytes(self, start: int, end: int, replicas: int, before: int) -> float:
-        """Returns memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
+        """Returns the memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
         own = self.layers[start:end]
         held = -(-min(self.microbatches, self.devices - before) // replicas)
         return sum(x.state + x.gradient + held * x.activation for x in own)
 
 
 def partition(chain: Chain, stages: int | None = None, replicas: Sequence[int] | None = None) -> Partition | None:
-    """Finds the best stages, of so many if `stages` says so, each of so many devices if `replicas` does; None: none
-    fit.
+    """Finds the best partition into `stages` stages (default: any number), with given `replicas` (default: any).
 
-    Of stages that are equally good, those with the least seconds in all.
+    Among equally good ones it has the least seconds in all; None if no stages fit the memory.
     """
     count, devices = len(chain.layers), chain.devices
     prefix = {

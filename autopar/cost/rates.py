@@ -1,7 +1,7 @@
-"""Rates of some devices for the parts of a step: measured curves, or those that follow from a cluster's figures.
+"""Rates of devices for the parts of a step: measured curves, or those that follow from a cluster's figures.
 
-Measured figures are of all devices at work at once (`measure.calibrate` takes them so): what they share, memory, cores
-or a link, is in them.
+Measured figures are of all devices at work at once (`measure.calibrate`), so they include the cost of sharing memory,
+cores or a link.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autopar.cost.collectives import all_gather_s, all_reduce_s, all_to_all_s, h
 from autopar.ir.cluster import ClusterSpec
 
 _LARGE = float(1 << 30)
-#: Sizes of what is quickest in one way or another.
+#: Sizes of a curve whose fastest algorithm depends on the size.
 _SIZES = tuple(1 << k for k in range(0, 31, 2))
-#: Passes over its ids that a device makes to sort and find them: a radix sort's, assumed.
+#: Passes over its ids in which a device sorts and finds them (a radix sort, assumed).
 _SORT_PASSES = 16
-#: Of a device's flop rate that a model's products reach, assumed: half (training of large models reaches 0.3 to 0.6).
+#: Fraction of the peak flops that a model's products reach, assumed (training of large models reaches 0.3 to 0.6).
 _EFFICIENCY = 0.5
 #: Bytes that a gather or scatter of a row moves beyond the row itself: parts of cache lines, and the row's number.
 _ROW_OVERHEAD = 64
@@ -28,7 +28,7 @@ _ROW_OVERHEAD = 64
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Seconds by size, through measured points: linear between them, and beyond the last one."""
+    """Seconds by size, linear between measured points and beyond the last one."""
 
     points: tuple[tuple[float, float], ...]
 
@@ -38,7 +38,7 @@ class Curve:
             raise ValueError(f"a curve goes through points of growing sizes, not {sizes}")
 
     def __call__(self, size: float) -> float:
-        """Returns the seconds for a size; the first point's for what is smaller."""
+        """Returns the seconds for a size; the first point's for smaller ones."""
         points = self.points
         if size <= points[0][0] or len(points) == 1:
             return points[0][1]
@@ -51,7 +51,7 @@ class Curve:
 
     @property
     def bound(self) -> Curve:
-        """Returns what bandwidth alone takes, the best that the curve has: it begins at 0, and is nowhere above it."""
+        """The time by bandwidth alone, the best that the curve has; it begins at 0 and is nowhere above the curve."""
         last, seconds = self.points[-1]
         if not last:
             return self
@@ -60,7 +60,7 @@ class Curve:
         return Curve(((0.0, 0.0), (last, best * last), (2 * last, (best + beyond) * last)))
 
 
-#: What needs no exchange.
+#: Takes no time at any size.
 FREE = Curve(((0.0, 0.0),))
 
 
@@ -77,23 +77,23 @@ class RowRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Holds what calibration finds.
+    """The findings of calibration.
 
     Attributes:
       all_to_all, all_gather, all_reduce: Seconds by bytes of the result on one device.
       route: Seconds by number of ids, to make them unique and to find each among the unique ones.
       walk: Seconds by bytes read and written by an elementwise pass.
       gather, scatter: Of rows; a scatter adds.
-      update: Seconds by bytes read and written by an optimizer's update; None: no more than any elementwise pass.
-      fixed: Method -> seconds of a step that it takes longer than the quickest method, however little there is to do.
-      call_s: Seconds of the quickest method's step where there is next to nothing to do.
-      dense: Seconds that one more dense parameter costs a step, by its bytes: the sum of its gradient, clipping, the
-        update of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: what follows
-        from `all_reduce` and `update`.
+      update: Seconds by bytes read and written by an optimizer's update; None: as `walk`.
+      fixed: Method -> seconds by which its step exceeds the quickest method's, however little there is to do.
+      call_s: Seconds of the quickest method's step with next to nothing to do.
+      dense: Seconds that one more dense parameter adds to a step, by its bytes: the sum of its gradient, clipping, the
+        update of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: it follows from
+        `all_reduce` and `update`.
       flop_s: Seconds of a floating-point operation in large matrix products.
       moved_byte_s: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole
         steps; 0: as in `walk`.
-      assumed: Names of those above that there was no time to measure, and that are assumed.
+      assumed: Names of the figures above that are assumed, since there was no time to measure them.
     """
 
     all_to_all: Curve
@@ -112,21 +112,21 @@ class Rates:
     assumed: tuple[str, ...] = ()
 
     def update_s(self, size: float) -> float:
-        """Returns seconds of an optimizer's update that reads and writes so many bytes."""
+        """Returns seconds of an optimizer's update that reads and writes `size` bytes."""
         return (self.walk if self.update is None else self.update)(size)
 
     def moved_s(self, size: float) -> float:
-        """Returns seconds of a model's values of the batch, so many bytes of them."""
+        """Returns seconds for `size` bytes of a model's values of the batch."""
         return size * self.moved_byte_s or self.walk(size)
 
     @property
     def shares_cores(self) -> bool:
-        """Returns whether the devices may share cores: those that were measured, unlike a described cluster's."""
+        """The devices may share cores; only measured ones do, not a described cluster's."""
         return bool(self.fixed)
 
     @property
     def bound(self) -> Rates:
-        """Returns what bandwidths alone take, and the rate of large products: no latency, no call, no row by itself."""
+        """Rates by bandwidths and the flop rate alone, without latencies or costs of calls and single rows."""
         return Rates(
             all_to_all=self.all_to_all.bound,
             all_gather=self.all_gather.bound,
@@ -142,12 +142,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """Says what the programs of a pipeline's stages take, each on a device of its own.
+    """Rates of the programs of a pipeline's stages, each on a device of its own.
 
     Attributes:
       flop_s: Seconds of a floating-point operation in large matrix products.
       byte_s: Seconds of a byte that a program reads or writes beside its products.
-      call_s: Seconds of a program that has next to nothing to do, and of putting on its device what it was sent.
+      call_s: Seconds of a program with next to nothing to do, and of putting its inputs on its device.
       send_byte_s: Seconds of a byte from a device to another.
     """
 
@@ -157,24 +157,23 @@ class StageRates:
     send_byte_s: float
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
-        """Returns the seconds of a program."""
         return self.call_s + flops * self.flop_s + moved_bytes * self.byte_s
 
     def scaled(self, factor: float) -> StageRates:
-        """Returns the rates of devices that take so many times as long for the same work."""
+        """Returns the rates of devices that take `factor` times as long for the same work."""
         return replace(self, flop_s=factor * self.flop_s, byte_s=factor * self.byte_s)
 
 
-#: Where nothing is measured: in floating-point operations.
+#: Relative rates, in floating-point operations, where nothing is measured.
 NOMINAL = StageRates(flop_s=1.0, byte_s=2.0, call_s=0.0, send_byte_s=8.0)
 
-#: Of devices that take no time for anything.
+#: Rates of devices that take no time.
 NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.0), {})
 
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """Says what a step with tables on hosts takes there, of all ranks at work at once.
+    """Rates of a step with tables on hosts, of all ranks at work at once.
 
     Attributes:
       host: Of a rank's share of its host, and of MPI between ranks.
@@ -186,16 +185,15 @@ class HostRates:
 
     @property
     def bound(self) -> HostRates:
-        """Returns what bandwidths alone take."""
+        """Rates by bandwidths alone."""
         return HostRates(self.host.bound, self.copy.bound)
 
 
-#: Of hosts that take no time for anything.
+#: Rates of hosts that take no time.
 NO_HOST_TIME = HostRates(NO_TIME, FREE)
 
 
 def planned_rates(cluster: ClusterSpec) -> Rates:
-    """Returns rates of the devices, by the bytes of the result on one of them, as `Rates` has them."""
     n = cluster.count
     return Rates(
         all_to_all=_line(lambda size: all_to_all_s(cluster, size / n)),
@@ -207,14 +205,13 @@ def planned_rates(cluster: ClusterSpec) -> Rates:
 
 
 def bound_rates(cluster: ClusterSpec) -> Rates:
-    """Returns the least that anything can take on the devices: bandwidths, and their full rate of operations; ids are
-    read and written once."""
+    """Returns the fastest possible rates, by bandwidths and the devices' peak flops; ids are read and written once."""
     route = _line(lambda ids: 2 * 4 * ids / cluster.device.memory_bytes_s)
     return replace(planned_rates(cluster).bound, flop_s=1 / cluster.device.flops_s, route=route.bound)
 
 
 def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
-    """Returns rates of the programs of stages, or of divided products; sends are between machines, if there are
+    """Returns rates of the programs of stages, or of divided products; sends go between machines if there are
     several."""
     link = cluster.between if cluster.machines > 1 else cluster.inside
     return StageRates(
@@ -226,9 +223,9 @@ def planned_stage_rates(cluster: ClusterSpec) -> StageRates:
 
 
 def planned_host_rates(cluster: ClusterSpec) -> HostRates:
-    """Returns rates of the ranks' hosts, a rank for each device: the ranks of a machine share its memory.
+    """Returns rates of the ranks' hosts, a rank for each device; the ranks of a machine share its memory.
 
-    What they send each other inside of a machine goes through it, written and read once.
+    Messages inside a machine go through its memory, written and read once.
     """
     n, each = cluster.count, cluster.host_bytes_s / cluster.devices
     link = cluster.inside
@@ -258,14 +255,14 @@ def _in_memory(bytes_s: float) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurements:
-    """Holds what is known of the devices and of an example batch.
+    """Measurements of the devices and of an example batch.
 
     Attributes:
-      rates: What exchanges and updates take on the devices; None: the fewest bytes are chosen.
-      memory: Bytes of memory of each device; None where that limits nothing.
+      rates: Rates of exchanges and updates; None: the method that sends the fewest bytes is chosen.
+      memory: Bytes of memory of each device; None: no limit.
       ids: Family -> the flat ids that the example batch looks up, int32, the number of rows for "no row"; without an
-        entry where they aren't known.
-      stages: Of a pipeline, or of products that are divided, what programs and sends take; None: not measured.
+        entry if they are unknown.
+      stages: Rates of programs and sends for a pipeline, or for divided products; None: not measured.
     """
 
     rates: Rates | None = None
@@ -274,5 +271,4 @@ class Measurements:
     stages: StageRates | None = None
 
 
-#: Where nothing is known.
 UNMEASURED = Measurements()

@@ -1,7 +1,7 @@
 """Predicts a step on 1 to 10,000 devices of a kind: compute, exchanges, busy owners, stragglers, overlap.
 
-Weak scaling: every device has as many examples as it has now. The arrays that are sent are as long as they would be in
-the compiled step, whose shapes are static (`passes.choosing.capacity`), so padding is counted.
+Weak scaling: every device keeps its number of examples. Sent arrays have the static shapes of the compiled step
+(`passes.choosing.capacity`), so padding is counted.
 """
 
 from __future__ import annotations
@@ -18,24 +18,22 @@ from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.strategy import ROW_METHODS
 
-#: Of a step's products, those of the backward pass: two of three.
+#: The backward pass has two of three products.
 BACKWARD = 2 / 3
-#: Methods that may be chosen.
 SIMULATED = ("allreduce", *ROW_METHODS)
 
 
 @dataclass(frozen=True, slots=True)
 class TableLoad:
-    """Says what a device asks of one table, however many devices there are.
+    """The load that a device puts on one table, for any number of devices.
 
     Attributes:
-      path: Of the table.
       extent: V, rows of the table.
-      row_bytes, family_bytes: Bytes of a row of what is looked up, and with its slots.
+      row_bytes, family_bytes: Bytes of a looked-up row, without and with slots.
       ids: Ids that a device looks up in a step, duplicates included.
-      rows: n -> distinct rows that n devices together look up in a step, expected.
-      hosted: Whether its rows are in the memory of the hosts, unless another method is asked for.
-      gradient_bytes, reduced: Of gradients (`Sizes`).
+      rows: n -> expected distinct rows that n devices look up together in a step.
+      hosted: Its rows are in host memory, unless another method is asked for.
+      gradient_bytes, reduced: As in `Sizes`.
     """
 
     path: str
@@ -51,7 +49,7 @@ class TableLoad:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A step, of one device: its dense part, and its tables."""
+    """The dense part and the tables of a step on one device."""
 
     dense: DenseLoad
     tables: tuple[TableLoad, ...] = ()
@@ -63,11 +61,11 @@ class StepTime:
 
     Attributes:
       devices: N.
-      parts: Part -> its terms; those of a table by its path.
-      methods: Table -> the method that it was simulated with.
-      waiting_s: What the slowest of N devices needs longer for its own work than the average one.
-      hidden_s: Exchanges of dense gradients that go on while the backward pass does.
-      fits: Whether parameters and slots leave enough of the devices' memory to the model; and of the hosts' memory.
+      parts: Part -> its terms; a table's part is its path.
+      methods: Table -> its method.
+      waiting_s: Seconds that the slowest of N devices needs longer for its own work than the average one.
+      hidden_s: Seconds of dense gradients' exchanges during the backward pass.
+      fits: The state fits the devices' and the hosts' memory, with room for the model.
     """
 
     devices: int
@@ -79,24 +77,23 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """Adds up the whole step."""
         return sum(self.by_part().values())
 
     def by_part(self) -> Mapping[str, float]:
-        """Maps parts to seconds; what is hidden is taken off the dense gradients."""
+        """Maps parts to seconds; hidden exchanges are taken off the dense gradients."""
         seconds = {part: sum(t.seconds for t in terms) for part, terms in self.parts.items()}
         seconds["dense gradients"] -= self.hidden_s
         return {**seconds, "stragglers": self.waiting_s}
 
     @property
     def bound_s(self) -> float:
-        """Returns what it takes at least, by bandwidths and operations alone, less what may be hidden; 0: unknown."""
+        """Lower bound of the seconds, by bandwidths and operations alone, less hidden exchanges; 0 if unknown."""
         least = {part: sum(t.bound_s or 0.0 for t in terms) for part, terms in self.parts.items()}
         return sum(least.values()) - min(self.hidden_s, least["dense gradients"])
 
     @property
     def limit(self) -> str:
-        """Returns the part that takes longest."""
+        """The part that takes longest."""
         parts = self.by_part()
         return max(parts, key=lambda part: parts[part])
 
@@ -112,10 +109,10 @@ def simulate_step(
     """Simulates a step on all devices of a cluster.
 
     Args:
-      methods: Of each table, or of all; "auto": the fastest for which there is memory; what is on hosts stays there.
-        Where tables are put on hosts that weren't there, dense gradients go by MPI.
-      overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
-      variation: Standard deviation of a device's own work over its mean: stragglers.
+      methods: Of each table, or of all; "auto": the fastest that fits the memory, and the hosts for tables there. If
+        tables move to hosts, dense gradients go by MPI.
+      overlap: Fraction of the dense gradients' exchange that may go on during the backward pass, 0 to 1.
+      variation: Standard deviation of a device's own work over its mean (stragglers).
     """
     n, rates, hosts = cluster.count, planned_rates(cluster), planned_host_rates(cluster)
     chosen: dict[str, str] = {}
@@ -151,13 +148,13 @@ def simulate_step(
 
 
 def scaling(work: Workload, cluster: ClusterSpec, counts: Iterable[int], **options: object) -> list[StepTime]:
-    """Simulates a step on several numbers of the cluster's devices: machines are filled one after the other."""
+    """Simulates a step on several numbers of the cluster's devices; machines are filled one after the other."""
     shapes = ((math.ceil(n / cluster.devices), min(n, cluster.devices)) for n in counts)
     return [simulate_step(work, cluster.of(*shape), **options) for shape in shapes]  # type: ignore[arg-type]
 
 
 def crossovers(times: Sequence[StepTime]) -> list[str]:
-    """Says where the methods or what limits a step changes: a line each."""
+    """Describes in a line each where a table's method, or the slowest part, changes."""
     lines = []
     for old, new in itertools.pairwise(times):
         for path, method in new.methods.items():
@@ -169,7 +166,7 @@ def crossovers(times: Sequence[StepTime]) -> list[str]:
 
 
 def sizes_at(table: TableLoad, devices: int) -> Sizes:
-    """Returns what a step of N devices does with a table: the arrays of the compiled step, whose shapes are static."""
+    """Returns the sizes of a table in a step of N devices, with the static shapes of the compiled step."""
     requested = min(table.extent, table.ids)
     shard_rows = -(-table.extent // devices)
     capacity = min(requested, shard_rows, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
@@ -190,25 +187,25 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
 
 
 def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
-    """Returns what a step of N devices does with a table on hosts, where messages are as long as they must be: a
-    device's distinct rows; and the rows that the busiest of N owners is asked for, if they are distributed cyclically
-    (its load is Poisson's)."""
+    """Returns the sizes of a table on hosts in a step of N devices.
+
+    Messages have a device's distinct rows, and the busiest of N owners of cyclic rows has a Poisson load.
+    """
     rows = math.ceil(min(table.rows(1), table.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
     return replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
 
 
 def busiest(rows: float, devices: int) -> int:
-    """Returns rows in the longest of N^2 messages, if each device asks N owners for so many rows that are distributed
-    cyclically.
+    """Returns rows in the longest of N^2 messages, if each device asks N owners for `rows` cyclically distributed rows.
 
-    Loads are Poisson's; the longest message is the least length that fewer than half a message exceeds on average
-    (Raab and Steger, "Balls into bins", 1998).
+    Loads are Poisson's; the longest message is the least length that fewer than half a message exceeds on average (Raab
+    and Steger, "Balls into bins", 1998).
     """
     mean, messages = rows / devices, devices * devices
     if devices == 1:
         return math.ceil(rows)
-    length = max(0, math.floor(mean - 10 * math.sqrt(mean)))  # that almost no message is shorter than
+    length = max(0, math.floor(mean - 10 * math.sqrt(mean)))  # almost no message is shorter
     log_term = length * math.log(mean) - mean - math.lgamma(length + 1)
     above = -math.expm1(log_term)
     while messages * above > 0.5 and length < rows:
@@ -219,5 +216,5 @@ def busiest(rows: float, devices: int) -> int:
 
 
 def expected_maximum(count: int) -> float:
-    """Returns the expected maximum of so many standard normal numbers (Blom, 1958)."""
+    """Returns the expected maximum of `count` standard normal numbers (Blom, 1958)."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0

@@ -1,8 +1,8 @@
-"""A pipeline in time: its schedule simulated task by task; from that a step's seconds, memory, and stale versions.
+"""Simulates a pipeline's schedule task by task, and predicts a step's seconds, memory and stale versions from it.
 
-Without a flush a task misses updates: which version it sees, and how many updates come until its minibatch ends, is
-counted in the simulated schedule, whatever its times, stages and replicas are. SpecTrain's equations 5 and 6 say the
-latter where forwards and backwards take equally long, for as many stages as devices.
+Without a flush a task misses updates. The version that it sees, and the updates until its minibatch ends, are counted
+in the simulated schedule, whatever its times, stages and replicas. SpecTrain's equations 5 and 6 give the latter where
+forwards and backwards take equally long, for as many stages as devices.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from autopar.ir.asynchronous import Calls
 from autopar.ir.schedule import Kind, Places, Schedule, Task
 from autopar.ir.stage_plan import PipelinePlan
 
-#: Of two times that are the same but for rounding, as a share of a minibatch's.
+#: Times are equal up to this fraction of a minibatch's, for rounding.
 _SAME = 1e-6
-#: Of slack, and the period that it may have beside the shortest one.
+#: Most slack, and how much longer than the shortest a period may be.
 _MOST_SLACK, _NEAR = 3, 1.1
 
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Says how long the tasks of each stage take.
+    """Durations of the tasks of each stage.
 
     Attributes:
       seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
-      ahead, back: Seconds of what each stage sends to the next one, and to the one before.
-      activations: What each stage holds of a microbatch from F to B or W, in any unit: 1 each by default.
+      ahead, back: Seconds of the sends of each stage to the next one, and to the one before.
+      activations: What each stage holds of a microbatch from F to B or W, in any unit; 1 each by default.
     """
 
     seconds: Mapping[str, Sequence[float]]
@@ -38,7 +38,6 @@ class StageTimes:
     activations: Sequence[float] = ()
 
     def of(self, task: Task, splits_backward: bool) -> float:
-        """Returns the seconds of a task."""
         seconds = self.seconds[task.kind][task.stage]
         whole = task.kind == "B" and not splits_backward and "W" in self.seconds
         return seconds + self.seconds["W"][task.stage] if whole else seconds
@@ -46,13 +45,12 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A schedule in time.
+    """A simulated schedule.
 
     Attributes:
       seconds: From the first task's start to the last one's end.
       busy: Seconds that each device computes.
-      held: Activations that each device holds at most, from the start of F to the end of B or W.
-      starts, ends: When each task starts, and ends.
+      held: Peak activations of each device, which holds them from the start of F to the end of B or W.
     """
 
     seconds: float
@@ -63,20 +61,19 @@ class Simulated:
 
     @property
     def bubble(self) -> float:
-        """Returns the share of the devices' time in which they wait."""
+        """Fraction of the devices' time in which they wait."""
         return 1 - sum(self.busy) / (len(self.busy) * self.seconds) if self.seconds else 0.0
 
     @property
     def period(self) -> float:
-        """Returns the seconds from one minibatch's end to the next one's, where they follow one another without a
-        flush."""
+        """Seconds between the ends of two minibatches that follow one another without a flush."""
         ends = sorted(end for task, end in self.ends.items() if task.kind == "B" and task.stage == 0)
         half = len(ends) // 2
         return (ends[-1] - ends[half]) / max(1, len(ends) - 1 - half)
 
 
 def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
-    """Simulates the schedule in time. Sends overlap with tasks; those from one device to another follow one another."""
+    """Simulates the schedule. Sends overlap with tasks; those between the same two devices follow one another."""
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
     links: dict[tuple[int, int], float] = {}
@@ -103,7 +100,7 @@ def simulate_schedule(schedule: Schedule, times: StageTimes) -> Simulated:
 
 
 def stage_times(plan: PipelinePlan) -> StageTimes:
-    """Returns the times of tasks and sends of a microbatch; where rates aren't known, in floating-point operations."""
+    """Returns the durations for a microbatch, in floating-point operations if rates aren't known."""
     stages = plan.stages
     ahead = [plan.send_byte_s * stage.ahead_bytes for stage in stages]
     back = [plan.send_byte_s * stage.back_bytes for stage in stages]
@@ -118,13 +115,15 @@ def stage_times(plan: PipelinePlan) -> StageTimes:
 
 
 def simulate_pipeline(plan: PipelinePlan) -> Simulated:
-    """Simulates the microbatches of a plan."""
     return simulate_schedule(plan.scheduled, stage_times(plan))
 
 
 def pipeline_seconds(plan: PipelinePlan) -> float:
-    """Predicts the seconds of the microbatches, of the slowest update with the sums of its replicas, and of weights of
-    several stages; or without a flush from a minibatch to the next one; 0 where rates aren't known."""
+    """Predicts the seconds of a step, or without a flush of a minibatch; 0 where rates aren't known.
+
+    A step has the microbatches, the slowest update with the sums of its replicas, and exchanges of weights that several
+    stages use.
+    """
     if not plan.is_timed:
         return 0.0
     if plan.updates:
@@ -147,12 +146,11 @@ def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """Says what tasks see in time.
+    """The versions that tasks see.
 
     Attributes:
       seen: Task -> updates of its stage that are done when it starts.
-      ahead: Task -> s, updates of its stage from its start to strictly before the start of stage 0's backward of its
-        minibatch.
+      ahead: Task -> s, updates of its stage from its start until stage 0's backward of its minibatch starts.
     """
 
     seen: Mapping[Task, int]
@@ -160,13 +158,8 @@ class Versions:
 
 
 def simulate_versions(calls: Calls, times: StageTimes, minibatches: int | None = None) -> Versions:
-    """Counts versions in a simulated run.
-
-    Args:
-      calls: When each task is issued.
-      times: How long each takes. An update takes no time of its own: it is part of the backward's.
-      minibatches: How many; by default enough for a steady state.
-    """
+    """Simulates the versions that tasks see; an update's time is part of its backward's. `minibatches`: a steady
+    state's by default."""
     count = minibatches or calls.enough
     schedule = calls.schedule(count)
     simulated = simulate_schedule(schedule, times)
@@ -186,12 +179,12 @@ def simulate_versions(calls: Calls, times: StageTimes, minibatches: int | None =
 
 
 def by_the_equations(stage: int, stages: int) -> tuple[int, int]:
-    """Returns s by SpecTrain's equations 5 and 6, of forwards and of backwards."""
+    """Returns s of forwards and of backwards by SpecTrain's equations 5 and 6."""
     return stage // 2 + stages - stage - 1, stage // 2
 
 
 def steps_ahead(calls: Calls, times: StageTimes) -> tuple[tuple[int, int], ...]:
-    """Returns s of each stage in the steady state, of its forwards and of its backwards: that of most minibatches."""
+    """Returns s of each stage's forwards and backwards in the steady state, the most frequent one."""
     count = calls.enough
     found, steady = simulate_versions(calls, times, count).ahead, range(count // 3, count - calls.last - 1)
 
@@ -202,14 +195,10 @@ def steps_ahead(calls: Calls, times: StageTimes) -> tuple[tuple[int, int], ...]:
 
 
 def choose_slack(places: Places, times: StageTimes) -> int:
-    """Returns how many minibatches more, for each border between stages, hide the links: as few as come near the best.
+    """Returns the least slack whose period is near the best one.
 
-    Without them there is one minibatch in flight for each device, and a stage waits where what comes back over links
-    takes longer than the other stages compute.
-
-    Args:
-      places: The devices of each stage.
-      times: Of tasks and sends.
+    Without slack there is one minibatch in flight for each device, and a stage waits where values take longer to come
+    back over links than the other stages compute.
     """
     calls = [Calls.soonest(places, slack=slack) for slack in range(_MOST_SLACK + 1)]
     periods = [simulate_schedule(each.schedule(each.enough), times).period for each in calls]
@@ -217,8 +206,7 @@ def choose_slack(places: Places, times: StageTimes) -> int:
 
 
 def _updated(calls: Calls, stage: int, device: int, schedule: Schedule, simulated: Simulated) -> Iterator[float]:
-    """Yields when a device has done each update of its stage: behind the backward that it follows, and behind what the
-    device has been issued until then."""
+    """Yields when a device has done each update of its stage, after the backward and all that was issued before it."""
     ends = simulated.ends
     issued = {"F": calls.forward(stage), "B": calls.backward(stage)}
     own = [(task.microbatch + issued[task.kind], ends[task]) for task in schedule.orders[device]]

@@ -48,7 +48,7 @@ class Operation:
       since: The pass that writes it first.
       groups: Name of a group of operands -> their number; `REST` for the last one. "route" is a route.
       takes_padding: It takes the padding row for all untouched rows. Its parameter `of` has the values that its rows
-        are made of, before lifting: one that is constant off the touched rows, or the factors of a product, one of
+        are made of, before lifting: one that is constant on untouched rows, or the factors of a product, one of
         which is zero there.
     """
 

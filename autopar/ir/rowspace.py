@@ -1,8 +1,8 @@
 """Describes row space: the facts that let a step run on the touched rows only (docs/design.md).
 
 A *family* is a set of state leaves with the same number of rows V (a table, its optimizer slots) that row-parallel
-equations tie together. A value is *in row space* if each of its rows depends on that row of the family alone. Its `off`
-is its value on the rows that the step doesn't touch.
+equations tie together. A value is *in row space* if each of its rows depends on that row of the family alone;
+`untouched` is its value on the rows that the step doesn't touch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""alpha: the share of a table's rows that a batch touches, measured on an example batch.
+"""Measures alpha, the share of a table's rows that a batch touches, on an example batch.
 
-Only the equations that the ids depend on are run (no forward pass, no gradient). Where the ids depend on arguments of
-which only the shapes are known, the number of ids is an upper bound. Parallax (5.3.1) calls alpha the sparsity.
+Only the equations that the ids depend on are run (no forward pass, no gradient). If the ids depend on arguments of
+unknown value, the number of ids is an upper bound. Parallax (5.3.1) calls alpha the sparsity.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from autopar.jax_types import Leaf
 from autopar.passes.choosing.capacity import device_ids
 from autopar.tables.kinds import materialize
 
-#: What hands on elements as they are.
+#: Operations that only move elements.
 _MOVES = those_that(lambda p: p.moves) | {"select_n"}
 
 
 def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int = 1) -> Alpha:
-    """Measures alpha of one family: of all devices together (the union), and of one. `leaves`: as in `example_ids`."""
+    """Measures alpha of one family, for all devices together (the union) and for one. `leaves`: as in `example_ids`."""
     ids: RowIds = program.ids[space.family]
     ids_of_examples = example_ids(program, ids, leaves)
     extent = space.extent
@@ -39,21 +39,21 @@ def batch_alpha(program: Program, space: RowSpace, leaves: Sequence[Leaf] | None
 
 
 def most(ids: RowIds, extent: int, devices: int) -> Alpha:
-    """Returns the upper bound of alpha: all ids are different rows."""
+    """Returns the upper bound of alpha, with all ids different."""
     return Alpha(min(extent, ids.count), extent, ids.count, False, min(extent, ids.count_on(devices)))
 
 
 def alpha_of(requested: Sequence[np.ndarray], extent: int, ids: int) -> Alpha:
-    """Returns alpha of the distinct rows that each device asks for, of so many ids."""
+    """Returns alpha of the distinct rows that each device asks for, from `ids` ids."""
     union = np.unique(np.concatenate(requested))
     return Alpha(union.size, extent, ids, True, float(np.mean([rows.size for rows in requested])))
 
 
 def growth_of(requested: Sequence[np.ndarray], extent: int, ids: float) -> RowGrowth | None:
-    """Fits how rows grow with the workers, from the distinct rows that each of several asks for; None for one worker.
+    """Fits the growth of rows through the distinct rows that each of several workers asks for; None for one worker.
 
-    For 1, 2, 4, ... workers and for all of them, the average over groups of so many that have no worker in common.
-    `ids`: of a worker, duplicates included.
+    A point for 1, 2, 4, ... and all workers averages over disjoint groups of that many. `ids`: of a worker, duplicates
+    included.
     """
     if len(requested) < 2:
         return None
@@ -68,10 +68,9 @@ def rows_together(requested: Sequence[np.ndarray], n: int) -> float:
 
 
 def example_ids(program: Program, ids: RowIds, leaves: Sequence[Leaf] | None) -> list[np.ndarray] | None:
-    """Returns the flat ids of a family in an example, int32; None where they aren't known. Collective for global
-    leaves.
+    """Returns the flat ids of a family in an example, int32; None if unknown. Collective for global leaves.
 
-    `leaves`: flat arguments; None (or a ShapeDtypeStruct, or a tracer) for those whose values aren't known.
+    `leaves`: flat arguments; None (or a ShapeDtypeStruct, or a tracer) for unknown values.
     """
     return None if leaves is None else id_reader(program, ids)(leaves)
 
@@ -101,10 +100,8 @@ def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
 
 
 def is_exact(block: Block) -> bool:
-    """Returns whether a program of ids makes the same ones however it is compiled.
-
-    It does unless it computes with floating-point numbers, which may be rounded otherwise.
-    """
+    """Returns whether a program of ids returns the same ones however it is compiled; float rounding could change
+    them."""
     return all(_moves(e) or not any(jax_compat.is_float(v.dtype) for v in e.outputs) for e in block.walk())
 
 

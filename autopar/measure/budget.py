@@ -1,4 +1,4 @@
-"""`Budget`: how long measurements may take together."""
+"""Limits the time of measurements."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from autopar.launch.group import Group
 
 T = TypeVar("T")
 
-#: How much longer than the others before it a measurement may take: a busy machine isn't always equally busy.
+#: Factor by which a measurement may take longer than earlier ones, as the load of the machine varies.
 _MARGIN = 1.3
-#: Seconds that measuring for a purpose may take where it was asked for by nobody.
+#: Seconds for measurements of one purpose that the user didn't ask for.
 AT_FIRST_S = 5.0
 
 
 class Budget:
-    """Time for measurements. Most of one is a compilation, which nobody can cut short, so one begins only if it should
-    end in time: by its weight, and by how long those before it took on this machine, as busy as it is.
+    """Time for measurements.
+
+    Most of a measurement is a compilation, which can't be interrupted. So one begins only if it should end in time, by
+    its weight and the time that earlier ones took on this machine, as busy as it is.
 
     Args:
       seconds: From now on.
-      processes: Those that measure together. The first one's clock counts.
-      clock: Gives seconds.
+      processes: Those that measure together, by the first one's clock.
     """
 
     def __init__(self, seconds: float, processes: Group, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -31,12 +32,11 @@ class Budget:
         self._begin, self._weight = clock(), 0.0
 
     def run(self, weight: float, measure: Callable[[], T], among: Group | None = None) -> T | None:
-        """Returns what `measure()` returns; None if there is no time for it. Collective.
+        """Returns the result of `measure()`, or None if there is no time for it. Collective.
 
         Args:
-          weight: How long it takes, about, in measurements of small arrays.
-          measure: What measures.
-          among: The processes that do; all if left out.
+          weight: Its expected duration, in measurements of small arrays.
+          among: The processes that measure; all if left out.
         """
         elapsed = self._clock() - self._begin
         expected = _MARGIN * weight * elapsed / self._weight if self._weight else 0.0

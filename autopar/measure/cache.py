@@ -1,4 +1,4 @@
-"""Keeps what was measured in the user's cache folder; whoever measures says so."""
+"""Keeps measured figures in the user's cache folder, and reports what is being measured."""
 
 from __future__ import annotations
 
@@ -18,22 +18,18 @@ from autopar.backends.devices import Devices
 from autopar.launch.notices import noticing
 from autopar.mpi.limits import cores
 
-#: Says what is measured next.
+#: Reports the next measurement.
 Advance = Callable[[str], None]
 
-#: What is measured, and how: files of other versions aren't read.
+#: Version of the measurements; files of other versions aren't read.
 _VERSION = 11
 
 
 def cache_file(devices: Devices, name: str) -> Path:
-    """Returns the file that keeps measured figures of these devices.
+    """Returns the file that keeps measured figures of these devices, whatever the mesh calls its axes.
 
     Its name depends on the machine, the cores that this process may use, kind and number of devices, mesh, processes
-    and JAX version.
-
-    Args:
-      devices: The devices, whatever the mesh calls its axes.
-      name: The file's name, with {} where those facts go.
+    and JAX version, whose hash replaces {} in `name`.
     """
     first = devices.mesh.devices.flat[0]
     about = (
@@ -52,12 +48,11 @@ def cache_file(devices: Devices, name: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of autopar's cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
 def write_cache(file: Path, text: str) -> None:
-    """Writes all of a file or nothing; where nothing can be written, the next process measures again."""
+    """Writes a file atomically; if it can't be written, the next process measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
@@ -68,17 +63,16 @@ def write_cache(file: Path, text: str) -> None:
 
 
 def shown_path(file: Path) -> str:
-    """Returns a path as it is told: from the user's home folder on, if it is there."""
+    """Returns a path for people, with "~" for the user's home folder."""
     home = re.escape(os.path.expanduser("~") + os.sep)
     return re.sub(f"^{home}", "~/", str(file))
 
 
 @contextlib.contextmanager
 def measuring(what: str, why: str, parts: int, kept: Path, *, shown: bool = True) -> Iterator[Advance]:
-    """Shows a line that says what is being measured, why, and where it is kept; with a bar on a terminal.
+    """Shows a line that says what is measured, why, and where it is kept; with a bar on a terminal.
 
-    The block calls what it is given `parts` times. `kept`: where the figures are kept. `shown`: whether this process is
-    the one that says so.
+    The block calls the yielded function `parts` times. `kept`: the file of the figures. `shown`: this process shows it.
     """
     line = f"measuring {what}, {why}; kept in {shown_path(kept)}"
     with noticing(f"measuring {what}", parts=parts, at_once=line, shown=shown) as notice:

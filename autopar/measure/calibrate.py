@@ -1,6 +1,7 @@
-"""Measures how long exchanges take on some devices: for a few seconds at first need, then read from a file.
+"""Measures how long exchanges take on some devices, for a few seconds at first need, and keeps the figures in a file.
 
-What there was no time for is assumed of devices like these, and measured by the next process, or by `calibrate`.
+Figures for which there was no time are assumed as of similar devices, and measured by the next process, or by
+`calibrate`.
 """
 
 from __future__ import annotations
@@ -33,32 +34,31 @@ from autopar.measure.figures import BASE, DENSE, ROWS, SIDE, Figures, rates_of_f
 from autopar.measure.loops import agreed_turns, loop_seconds
 from autopar.mpi.limits import machine_name
 
-#: What figures are for: to compare methods, or to predict a whole step as well.
+#: The purpose of figures: "methods" are compared, or whole "steps" predicted as well.
 Purpose = Literal["methods", "steps"]
 _WHY: dict[Purpose, str] = {"methods": "to choose each table's method", "steps": "to predict whole steps"}
 
-#: Of the result of a collective on one device, in bytes: of little and of much, and of what is between.
+#: Bytes of a collective's result on one device.
 _LITTLE, _BETWEEN, _MUCH = 1 << 10, 1 << 17, 1 << 22
-#: Of a dense gradient, which no cache holds.
+#: Bytes of a dense gradient, which no cache holds.
 _GRADIENT = 1 << 24
 _FEW_IDS, _IDS = 1 << 8, 1 << 13
-#: Of a pass over memory: what is measured first, then the rest.
+#: Bytes of a pass over memory, measured first, and later.
 _WALKED, _ALSO_WALKED = 1 << 23, (1 << 15, 1 << 19, 1 << 25)
-#: Of rows.
+#: Bytes of rows.
 _NARROW, _WIDE = 64, 1024
 
-#: What was found in this process, by which all of its plans are made. Unavoidably global, as the devices are.
+#: This process's figures, which all of its plans use. Unavoidably global, as the devices are.
 _known: dict[tuple[Devices, Purpose], Figures] = {}
 
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """One measurement.
+    """A measurement of a point of a figure.
 
     Attributes:
-      figure: Which figure it is a point of.
-      at: Where: bytes, ids, a method.
-      weight: How long it takes, in measurements of small arrays.
+      at: The point: bytes, ids, a method.
+      weight: Its duration, in measurements of small arrays.
       run: Returns seconds.
     """
 
@@ -71,26 +71,23 @@ class Probe:
 def rates_of(
     devices: Devices, plan: StepPlanner, *, steps: bool = False, budget: Budget | None = None, again: bool = False
 ) -> Rates:
-    """Returns the rates of these devices: of this process, of earlier ones (a file in the user's cache), or measured
-    now.
+    """Returns the rates of these devices: kept in this process or in a file of the user's cache, or measured now.
 
-    Where the devices are of several processes, these measure together, and take the first one's figures. Collective at
-    the first call for each purpose.
+    Processes of the devices measure together, and take the first one's figures. Collective at the first call for each
+    purpose.
 
     Args:
-      devices: The devices.
-      plan: Gives the planned form of a step by a method.
-      steps: Whether whole steps are to be predicted, or only methods compared.
-      budget: What measuring may take, also if this process has measured before; `AT_FIRST_S` for each purpose if left
-        out.
-      again: Whether to measure what is known as well.
+      plan: Returns the planned form of a step by a method.
+      steps: Whole steps are to be predicted, rather than only methods compared.
+      budget: Time for measurements, also if this process has measured before; by default `AT_FIRST_S` for each purpose.
+      again: Known figures are measured again.
     """
     purposes: tuple[Purpose, ...] = ("methods", "steps") if steps else ("methods",)
     for purpose in purposes:
         if budget is not None or (devices, purpose) not in _known:
             _known[devices, purpose] = _figures_for(purpose, devices, plan, budget, again=again)
     figures: Figures = {}
-    for purpose in reversed(purposes):  # methods are compared by what they were compared by before
+    for purpose in reversed(purposes):  # figures by which methods were compared before prevail
         figures |= _known[devices, purpose]
     return rates_of_figures(figures, _assumed(devices))
 
@@ -107,7 +104,7 @@ def _assumed(devices: Devices) -> Rates:
 def _figures_for(
     purpose: Purpose, devices: Devices, plan: StepPlanner, budget: Budget | None, *, again: bool
 ) -> Figures:
-    """Returns the first process's figures, and measures what it lacks for a purpose as far as there is time."""
+    """Returns the first process's figures; measures those that a purpose lacks as far as there is time."""
     processes = devices.processes
     machines = len(set(processes.values(machine_name(), "machines of the devices")))
     file = cache_file(devices, f"rates-{machines}-{{}}.json")
@@ -115,10 +112,10 @@ def _figures_for(
     probes = [p for p in probes_for(purpose, devices, plan) if again or str(p.at) not in kept.get(p.figure, {})]
     if not probes:
         return kept
-    # First of all, known or not, what is soon done: it says how busy the machine is.
+    # A quick one first, even if it is known: it shows how busy the machine is.
     probes.insert(0, Probe("product", SIDE, 2, lambda: loops.product_seconds(devices, SIDE)))
     what = f"what exchanges cost on {devices.count} devices"
-    # In a thread of its own, for the step may be called while JAX traces another one, and would be part of it.
+    # In a thread of its own: the step may be called while JAX traces another one, and would become part of it.
     with (
         measuring(what, _WHY[purpose], len(probes), file, shown=processes.rank == 0) as advance,
         ThreadPoolExecutor(1) as thread,
@@ -133,7 +130,7 @@ def _figures_for(
 
 
 def read_figures(file: Path) -> Figures:
-    """Returns what an earlier process has kept; nothing if the file isn't there, or isn't such a file."""
+    """Returns the figures that an earlier process has kept; none if the file is missing or damaged."""
     try:
         read = json.loads(file.read_text())
         return {name: {str(at): float(s) for at, s in points.items()} for name, points in read.items()}
@@ -142,7 +139,7 @@ def read_figures(file: Path) -> Figures:
 
 
 def measure_probes(probes: Sequence[Probe], budget: Budget, advance: Advance = lambda part: None) -> Figures:
-    """Measures what there is time for. `advance` is told what is measured next, for each probe."""
+    """Runs probes as long as there is time. `advance` is told the name of each."""
     figures: Figures = {}
     for probe in probes:
         advance(probe.figure.replace("_", " "))
@@ -153,7 +150,7 @@ def measure_probes(probes: Sequence[Probe], budget: Budget, advance: Advance = l
 
 
 def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Probe]:
-    """Returns what is measured for a purpose; first what says most."""
+    """Returns the probes of a purpose, the most informative ones first."""
     whole = WholeSteps(plan, devices)
     if purpose == "steps":
 
@@ -201,33 +198,32 @@ def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Pr
 
 # --- whole steps ---
 #
-# Times the methods against each other on a table so small that only what they always cost is left; and what dense
-# parameters and a model's values add to such a step. Two at a time, so that each pair can be timed by itself. In a
-# whole step nothing waits in a cache, and threads wait for each other: what a loop of one operation takes says little
-# of it.
+# Times the methods against each other on a table so small that only their fixed cost is left, and what dense
+# parameters and a model's values add to such a step. Two at a time, so that each pair can be timed by itself. A loop
+# of one operation would say little: in a whole step nothing waits in a cache, and threads wait for each other.
 
 Step = Callable[[Any, Any], tuple[Any, Array]]
-#: Gives the planned form of a step by a method.
+#: Returns the planned form of a step by a method.
 StepPlanner = Callable[[Step, str], Any]
-#: A planned step, what makes its state, and its batch.
+#: A planned step, a function that makes its state, and its batch.
 Timed = tuple[Any, Callable[[], Any], Any]
 
-#: Rows, width and ids a device of the table.
+#: Rows and width of the table, ids of a device.
 _ROWS, _WIDTH, _PROBED_IDS = 1024, 8, 4
-#: Rounds, and the most turns in each; about the time that the turns of a round may take.
+#: Rounds; most turns in each, and about how many seconds they may take.
 _ROUNDS, _TURN, _TURN_S = 12, 16, 0.02
-#: Dense parameters that a step gets.
+#: Number of dense parameters that are added to a step.
 _COUNT = 2
-#: Examples a device, few and many, width and hidden units of a perceptron.
+#: Few and many examples of a device; width and hidden units of a perceptron.
 _EXAMPLES, _IN, _HIDDEN = (32, 512), 64, 512
 
 
 class WholeSteps:
-    """Steps that are compiled when they are first timed, each in turns with the base, the plain step by AllReduce.
+    """Times steps, compiled at first use, in turns with the base, the plain step by AllReduce.
 
     Args:
-      plan: Gives the planned form of a step by a method.
-      devices: Those that run them.
+      plan: Returns the planned form of a step by a method.
+      devices: The devices that run them.
     """
 
     def __init__(self, plan: StepPlanner, devices: Devices) -> None:
@@ -247,7 +243,7 @@ class WholeSteps:
         return self._more((self._plan(_step, method), _table, self._ids))
 
     def dense_s(self, size: int) -> float:
-        """Measures the seconds that one more dense parameter of so many bytes costs a step."""
+        """Measures the seconds that one more dense parameter of `size` bytes adds to a step."""
         side = math.isqrt(size // 4)
         state = functools.partial(_with_dense, [(side, side)] * _COUNT)
         return max(0.0, self._more((self._plan(_dense_step, BASE), state, self._ids)) / _COUNT)
@@ -255,8 +251,7 @@ class WholeSteps:
     def moved_byte_s(self, flop_s: float) -> float:
         """Measures the seconds of a byte of the batch's values that a model reads or writes.
 
-        That is what more examples add to a perceptron's step, beside products. `flop_s`: seconds of an operation of
-        those.
+        More examples add these to a perceptron's step, beside products, of which an operation takes `flop_s` seconds.
         """
         n = self._devices.count
         state = functools.partial(_with_dense, [(_IN, _HIDDEN), (_HIDDEN, _IN)])
@@ -295,7 +290,7 @@ def _perceptron(state: Pytree, batch: Pytree) -> tuple[Pytree, Array]:
 
 
 def _trained(state: Pytree, ids: Array, grads: Pytree) -> tuple[Pytree, Array]:
-    """Updates the table by `_step`, dense parameters by Adagrad on their gradients, clipped by their norm."""
+    """Updates the table by `_step`, and dense parameters by Adagrad on gradients clipped by their norm."""
     new_state, loss = _step({k: state[k] for k in ("table", "slot")}, ids)
     scale = jnp.minimum(1.0, jax.lax.rsqrt(sum(jnp.sum(g * g) for g in grads)))
     grads = [g * scale for g in grads]
@@ -310,7 +305,7 @@ def _with_dense(shapes: list[tuple[int, int]]) -> Pytree:
 
 
 def _times(steps: Mapping[str, Timed], devices: Devices) -> dict[str, float]:
-    """Measures the seconds of each step, all of them in turns."""
+    # In turns, so that other load on the machine meets all steps alike.
     states = {name: make() for name, (_, make, _) in steps.items()}
     timed: dict[str, list[float]] = {name: [] for name in steps}
 
@@ -329,7 +324,7 @@ def _times(steps: Mapping[str, Timed], devices: Devices) -> dict[str, float]:
         for name, count in turns.items():
             if count == _TURN or round % 4 == 0:
                 timed[name].append(statistics.median([turn(name) for _ in range(count)][count // 2 :]))
-    # The best round of each: others at work on the machine slow down most what waits for others.
+    # The best round of each, since other load slows down most the steps that wait for others.
     return {name: min(seconds) for name, seconds in timed.items()}
 
 
@@ -347,28 +342,28 @@ def _step(state: Pytree, ids: Array) -> tuple[Pytree, Array]:
 
 # --- rows of tables: routing ids, looking rows up, adding to them ---
 
-#: The table that is gathered from, in bytes on one device: larger than a cache.
+#: Bytes on one device of the table that is gathered from, more than a cache holds.
 _TABLE = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
 class RowLoops:
-    """The loops that are timed, on these devices."""
+    """Timed loops over rows on these devices."""
 
     devices: Devices
 
     def route_s(self, ids: int) -> float:
-        """Measures the seconds in which a device makes so many ids unique, and finds each among the unique ones."""
+        """Measures the seconds to make `ids` ids of a device unique, and to find each among the unique ones."""
         return loop_seconds(self.devices, _route, self._ids(ids, 1 << 20))
 
     def gather_s(self, width: int) -> float:
-        """Measures the seconds in which it looks up `ROWS` rows of so many bytes."""
+        """Measures the seconds to look up `ROWS` rows of `width` bytes on a device."""
         rows = _TABLE // width
         table = jnp.ones((self.devices.count * rows, width // 4), jnp.float32)
         return loop_seconds(self.devices, _gather, self._ids(ROWS, rows), table)
 
     def scatter_s(self, width: int) -> float:
-        """Measures the seconds in which it adds to `ROWS` rows of so many bytes."""
+        """Measures the seconds to add to `ROWS` rows of `width` bytes on a device."""
         values = jnp.ones((self.devices.count * ROWS, width // 4), jnp.float32)
         return loop_seconds(self.devices, _scatter, values, self._ids(ROWS, ROWS))
 

@@ -1,6 +1,6 @@
-"""`Cluster`: machines and devices, what they can do, and what exchanges between them take.
+"""Describes a cluster: machines, devices, their speed, and the links between them.
 
-As found here, known by name, or kept in a file in the sections that `launch/cluster_file.py` describes.
+It is found here, known by name, or kept in a file in the sections that `launch/cluster_file.py` describes.
 """
 
 from __future__ import annotations
@@ -32,19 +32,17 @@ from autopar.measure.machine import memory_of
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import cores, machine_name, total_bytes
 
-#: Length of matrices, and bytes that are walked over on each device, or by all CPU devices together: more than caches
-#: hold.
+#: Side of matrices, and bytes (more than caches hold) of a memory pass on each device, or on all CPU devices together.
 _CPU_LENGTH, _CPU_WALKED = 384, 1 << 26
 _LENGTH, _WALKED = 4096, 1 << 28
 _RUNS = 3
 _GIB = 1 << 30
-#: What was found is kept in.
 _FILE = "cluster-{}.toml"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cluster(ClusterSpec):
-    """Machines that are alike, each with some devices: those that are here, known by name, or described in a file.
+    """A number of equal machines with some devices each: those here, known by name, or described in a file.
 
     Attributes: see `ClusterSpec`.
     """
@@ -62,15 +60,14 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def detect(mesh: Any = None) -> Cluster:
-        """Describes the machines and devices that are here, all processes' together. Takes about two seconds.
-        Collective.
+        """Describes the machines and devices here, of all processes, in about two seconds. Collective.
 
-        Memories are asked for, floating-point operations and memory bandwidth are measured, links are those that
-        `autopar.calibrate` has found on these devices, else assumed; each part's `source` says which. Of the hosts of
-        GPUs nothing but the memory's size is measured.
+        Memory sizes are asked for, floating-point operations and memory bandwidth are measured. Links are those that
+        `autopar.calibrate` has found on these devices, else assumed; each `source` says which. Of hosts of GPUs only
+        the memory's size is found.
 
         Args:
-          mesh: A `jax.sharding.Mesh`, of whose devices it is made; all devices if left out.
+          mesh: A `jax.sharding.Mesh`, whose devices are described; all devices if left out.
 
         Raises:
           ArgumentsError: the machines have different numbers of devices.
@@ -81,7 +78,7 @@ class Cluster(ClusterSpec):
 
     @staticmethod
     def load(path: str | Path, like: Cluster | None = None) -> Cluster:
-        """Loads the cluster in a file (`cluster.toml`, or Parallax's resource file, which has no figures).
+        """Loads a cluster from a file (`cluster.toml`, or Parallax's resource file, which has no figures).
 
         Args:
           path: The file. Its machines are its [[host]] tables, or their number is given.
@@ -107,8 +104,8 @@ class Cluster(ClusterSpec):
 
         Args:
           values: Nested mappings, as the sections of a `cluster.toml`.
-          like: Has what is missing.
-          where: Whose error it is.
+          like: Has missing sections.
+          where: The source of `values` in errors.
 
         Raises:
           ArgumentsError: something is missing, and there is no `like`.
@@ -124,7 +121,7 @@ class Cluster(ClusterSpec):
         old = {} if like is None else like.as_dict()
         merged = {**old, **values, "link": {**old.get("link", {}), **links}}
         if {"inside", "between"} & set(links) and "measured" not in values:
-            merged["measured"] = {}  # of other links
+            merged["measured"] = {}  # it was measured on other links
         keys = ("name", "machines", "devices", "host_bytes", "host_bytes_s", "host_source")
         fields: dict[str, Any] = {key: merged[key] for key in keys if key in merged}
         for name, level in (("inside", "inside"), ("between", "between"), ("to_host", "host")):
@@ -137,7 +134,7 @@ class Cluster(ClusterSpec):
         return Cluster(**fields, device=Device(**merged["device"]), measured=measured)
 
     def save(self, path: str | Path) -> None:
-        """Writes a `cluster.toml` from which `load` makes this cluster again. What is there is overwritten.
+        """Writes a `cluster.toml`, which `load` reads. An existing file is overwritten.
 
         Raises:
           ArgumentsError: its name doesn't end in .toml, by which `load` knows it, or it can't be written.
@@ -151,12 +148,12 @@ class Cluster(ClusterSpec):
 
 
 def measure_cluster(mesh: Mesh | None, budget: Budget, *, again: bool) -> Cluster:
-    """Describes the cluster that is here, with links that were kept, or else are measured now, and kept. Collective.
+    """Describes the cluster here, with kept links, or links that are measured now and kept. Collective.
 
     Args:
       mesh: The devices; all if left out.
-      budget: What measuring the links may take.
-      again: Whether to measure what is kept as well.
+      budget: Time for measuring the links.
+      again: Kept links are measured again.
 
     Raises:
       ArgumentsError: the machines have different numbers of devices.
@@ -180,7 +177,7 @@ def measure_cluster(mesh: Mesh | None, budget: Budget, *, again: bool) -> Cluste
 
 
 def missing_links(cluster: ClusterSpec) -> list[str]:
-    """Names the collectives of the devices, and of MPI's ranks, of which nothing was measured. Collective."""
+    """Names the collectives of the devices, and of MPI's ranks, that weren't measured. Collective."""
     ranks = everyone()
     names = DEVICE_COLLECTIVES if cluster.count > 1 else ()
     names += RANK_COLLECTIVES if ranks.several and isinstance(ranks, MpiGroup) else ()
@@ -189,7 +186,7 @@ def missing_links(cluster: ClusterSpec) -> list[str]:
 
 @functools.cache
 def reductions_here() -> Reductions:
-    """Returns how the ranks of this job add up, as the first one's calibration says, if it has one. Collective."""
+    """Returns how the ranks of this job add up, by the first one's calibration, if it has one. Collective."""
     try:
         kept = _kept(*_devices_here(None))
     except ArgumentsError:  # machines that differ aren't calibrated
@@ -208,9 +205,11 @@ def require_cluster(cluster: Any) -> ClusterSpec:
 
 
 def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
-    """Groups devices, by their numbers, by machine, in the order of the machines' first devices.
+    """Groups device numbers by machine, in the order of the machines' first devices. `machines`: the machine of each
+    device.
 
-    Raises an ArgumentsError if machines have different numbers of devices. `machines`: by device.
+    Raises:
+      ArgumentsError: the machines have different numbers of devices.
     """
     groups: dict[str, list[int]] = {}
     for k, machine in enumerate(machines):
@@ -225,7 +224,7 @@ def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
 
 
 def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
-    """Returns all devices of a mesh along one axis, machine by machine; and the number of their machines."""
+    """Returns a mesh's devices along one axis, machine by machine, and the number of machines."""
     if mesh is not None and not isinstance(mesh, Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     devices = Devices.of(mesh)
@@ -238,7 +237,7 @@ def _devices_here(mesh: Mesh | None) -> tuple[Devices, int]:
 
 
 def _without_links(devices: Devices, machines: int) -> Cluster:
-    """Describes the cluster, with links that are assumed."""
+    """Describes the cluster, with assumed links."""
     each = devices.count // machines
     first = devices.mesh.devices.flat[0]
     is_cpu = first.platform == "cpu"
@@ -264,10 +263,9 @@ def _without_links(devices: Devices, machines: int) -> Cluster:
 
 
 def assumed_links(platform: str, kind: str) -> tuple[Link, Link]:
-    """Returns the links inside and between machines that are assumed where nothing was measured.
+    """Returns the assumed links inside and between machines for devices of a `platform` and `kind`, as JAX calls them.
 
-    Those of known devices, else a copy in memory or PCIe; Ethernet. `platform` and `kind`: of the devices, as JAX calls
-    them.
+    Inside: that of known devices, else a copy in memory or PCIe. Between: Ethernet.
     """
     return _assumed(are_alike(platform, kind).inside), _assumed(NAMED["hosts-10gbe"].between)
 
@@ -283,12 +281,12 @@ def _assumed(link: Link) -> Link:
 
 
 def _with_links(cluster: Cluster, measured: Mapping[str, Mapping[str, Link]]) -> Cluster:
-    """Returns the cluster with measured links; those of all_reduce for what isn't measured by itself."""
+    # The links of all_reduce hold for collectives that weren't measured.
     return replace(cluster, measured=measured, **measured.get("all_reduce", {}))
 
 
 def _kept(devices: Devices, machines: int) -> Cluster | None:
-    """Returns the cluster that `calibrate` has kept of these devices; None if it hasn't."""
+    """Returns the cluster that `calibrate` has kept of these devices, if it has."""
     try:
         kept = Cluster.load(cache_file(devices, _FILE))
     except AutoparError:
@@ -346,27 +344,27 @@ NAMED: Mapping[str, Cluster] = {
 #
 # Inside of all machines at once; then between machines, by all their devices (or ranks) at once, each with those of its
 # own number in the others.
-
-#: Of the result of a collective on one device, in bytes; how many of them weigh as much as a compilation.
+#: Bytes of a collective's result on one device; number of bytes that takes as long as a compilation.
 _CPU_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 22)
 _BYTES = (*_CPU_BYTES, 1 << 25)
 _WEIGHED = 1 << 22
-#: Of what ranks reduce, or of what one sends another one, in bytes; elements of a row; seconds of a round.
+#: Bytes that ranks reduce, or that one sends to another.
 _RANK_BYTES = (1 << 10, 1 << 13, 1 << 16, 1 << 19, 1 << 21)
 _REDUCED_BYTES = (*_RANK_BYTES, 1 << 24)
-#: Of what they reduce while their devices compute; length of the matrices that are multiplied meanwhile.
+#: Bytes that they reduce while their devices compute; side of the matrices that are multiplied meanwhile.
 _BESIDE_BYTES = (1 << 16, 1 << 19, 1 << 21)
 _BESIDE_LENGTH = 384
+#: Elements of a row; seconds of a round.
 _WIDTH = 64
 _TARGET_S = 0.02
-#: How much longer a program is than the sum beside it; what is too short to be told from nothing.
+#: Factor by which a program takes longer than the sum beside it; least measurable seconds.
 _LONGER, _LEAST_S = 2, 1e-6
 
 
 def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]]:
-    """Measures links, by collective and level: none with one participant, or without time for two sizes.
+    """Measures links by collective and level; `grid`: devices, `[machines, devices]`.
 
-    `grid`: `[machines, devices]`.
+    There are none with one participant, or without time for two sizes.
     """
     mesh = Mesh(grid, ("machine", "device"), axis_types=(AxisType.Auto,) * 2)
     sizes = _CPU_BYTES if grid.flat[0].platform == "cpu" else _BYTES
@@ -381,24 +379,22 @@ def measure_links(grid: np.ndarray, budget: Budget) -> dict[str, dict[str, Link]
     for (collective, level), points in timed.items():
         if len(points) > 1:
             devices, sharing = levels[level]
-            parts = 1 if collective == "all_reduce" else devices.count  # of the result
+            parts = 1 if collective == "all_reduce" else devices.count
             sent = [(size / parts, s) for size, s in undisturbed(sorted(points))]
             links.setdefault(collective, {})[level] = fit_collective(collective, devices.count, sent, sharing)
     return links
 
 
 def _ends_first(sizes: Sequence[int]) -> list[int]:
-    """Orders sizes for measuring: the least and the largest say most."""
+    # The least and the largest size say most.
     return [sizes[0], sizes[-1], *sizes[1:-1]]
 
 
 def measure_ranks(group: Group, budget: Budget) -> dict[str, dict[str, Link]]:
-    """Measures links between ranks, by collective and level: none with one rank, without MPI, or without time for two
-    sizes.
+    """Measures links between ranks by collective and level. Collective.
 
-    Collective.
-
-    Where machines have different numbers of ranks, links between them aren't measured.
+    There are none with one rank, without MPI, or without time for two sizes; none between machines with different
+    numbers of ranks.
     """
     links: dict[str, dict[str, Link]] = {}
     if not group.several or not isinstance(group, MpiGroup):
@@ -423,8 +419,8 @@ def measure_ranks(group: Group, budget: Budget) -> dict[str, dict[str, Link]]:
 def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, list[tuple[float, float]]]:
     """Measures (bytes, seconds) of exchanges between ranks.
 
-    These are sums, by MPI and in rings; the time that they add to a program beside which they run; and rows from each
-    rank to each other one.
+    These are sums, by MPI and in rings; the time that sums add to a program beside them; and rows from each rank to
+    each other one.
     """
     points: dict[str, list[tuple[float, float]]] = {}
     reduced = functools.partial(_reduced_s, exchange, part.comm, jax.jit(_products))
@@ -438,7 +434,7 @@ def _points(exchange: Exchange, part: MpiGroup, budget: Budget) -> dict[str, lis
 
 
 def _reduced_s(exchange: Exchange, comm: Comm, compute: Callable[..., jax.Array], size: int) -> dict[str, float]:
-    """Measures the seconds of sums of so many bytes; `compute`: multiplies matrices, so often."""
+    """Measures the seconds of sums of `size` bytes. `compute`: multiplies a matrix a number of times."""
     array = np.ones(size // 4, np.float32)
     memory = np.empty(exchange.packed_bytes([array]), np.uint8)
 
@@ -459,7 +455,7 @@ def _reduced_s(exchange: Exchange, comm: Comm, compute: Callable[..., jax.Array]
 
 
 def _sent_s(exchange: Exchange, comm: Comm, size: int) -> dict[str, float]:
-    """Measures the seconds of so many bytes of rows from each rank to each other one."""
+    """Measures the seconds of `size` bytes of rows from each rank to each other one."""
     count = size // 4 // _WIDTH
     requested = exchange.ask(np.arange(exchange.size * count), count)  # all rows of all
     rows, out = np.ones((count, _WIDTH), np.float32), np.empty((exchange.size * count, _WIDTH), np.float32)
@@ -471,7 +467,7 @@ def _products(x: jax.Array, count: jax.Array) -> jax.Array:
 
 
 def _added_seconds(comm: Comm, program: Callable[[], jax.Array], run: Callable[[bool], None]) -> float:
-    """Measures how many seconds longer a program takes with one run beside it than alone."""
+    """Measures the seconds that a run beside a program adds to the program's."""
 
     def both() -> None:
         result = program()
@@ -482,7 +478,7 @@ def _added_seconds(comm: Comm, program: Callable[[], jax.Array], run: Callable[[
 
 
 def _seconds(comm: Comm, run: Callable[[], Pytree]) -> float:
-    """Measures the seconds of one run, on the slowest rank; the fastest of some rounds."""
+    """Measures the seconds of one run on the slowest rank, in the fastest of some rounds."""
 
     def turns(count: int) -> float:
         comm.Barrier()

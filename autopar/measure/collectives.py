@@ -1,4 +1,4 @@
-"""Reads the collectives of a compiled program, as XLA prints it (`compiled.as_text()`): which, how large, how often."""
+"""Reads the collectives of a compiled program as XLA prints it (`compiled.as_text()`): kinds, sizes, repetitions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _TURNS = re.compile(r'known_trip_count"?:\{"n":"(?P<count>\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective.
+    """A collective of a compiled program.
 
     Attributes:
       op: "all-reduce", "all-gather", "all-to-all", "reduce-scatter" or "collective-permute".
       arrays: (dtype, shape) of its results on one device.
-      groups: Which devices take part together, by their number in the mesh; empty where XLA says that all do.
-      times: How often a step runs it. Loops whose number of iterations isn't known at compile time count as none: a
-        planned step has one for batches that exceed a capacity, and one for scalars that are not finite.
+      groups: Devices that take part together, by their number in the mesh; empty: all.
+      times: Runs in a step. Loops whose number of iterations isn't known at compile time count as none: a planned step
+        has one for batches that exceed a capacity, and one for scalars that are not finite.
     """
 
     op: str
@@ -50,7 +50,6 @@ class Collective:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them."""
         return sum(self.sizes)
 
     def sent(self, devices: int) -> int:
@@ -64,7 +63,7 @@ def _bits(dtype: str) -> int:
 
 
 def read_collectives(text: str) -> list[Collective]:
-    """Lists the collectives of a compiled program; their results may be tuples of any length."""
+    """Lists the collectives of a compiled program."""
     collectives: dict[str, list[Collective]] = collections.defaultdict(list)
     called: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
     entry = name = ""
@@ -92,7 +91,7 @@ def read_collectives(text: str) -> list[Collective]:
 
 
 def _groups(line: str) -> tuple[tuple[int, ...], ...]:
-    """Reads the devices of each group: listed, as an array of all that is transposed, or along named axes of a mesh."""
+    """Reads the devices of each group, as a list, a transposed array of all devices, or along named axes of a mesh."""
     listed, array, mesh = _LISTED.search(line), _ARRANGED.search(line), _NAMED.search(line)
     if listed:
         return tuple(tuple(map(int, each.split(","))) for each in re.findall(r"\d[\d,]*", listed["groups"]))

@@ -1,4 +1,4 @@
-"""`slope_of`: how fast a step's own update bends, by power iteration: eta h of SGD."""
+"""Measures the curvature of a step's update, eta h of SGD, by power iteration."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import jax.numpy as jnp
 
 from autopar.jax_types import Array
 
-#: Products with the Jacobian at most, and the relative change of the eigenvalue that ends them.
+#: Most products with the Jacobian, and the relative change of the eigenvalue that ends them.
 _PRODUCTS, _TOLERANCE = 64, 1e-3
 
 
 def slope_of(
     step: Callable[..., Sequence[Array]], leaves: Sequence[Array], weights: Mapping[int, int], *, seed: int = 0
 ) -> float:
-    """Returns the largest eigenvalue of I - dx'/dx, x' being what the step makes of the weights x.
+    """Returns the largest eigenvalue of I - dx'/dx, where the step maps weights x to x'.
 
-    With SGD x' = x - eta g(x), and so it is eta h, h being the largest eigenvalue of the loss's Hessian on this batch;
-    with momentum, too, and with any other optimizer what a step does about the weights' distance from a minimum. It
-    takes 64 Jacobian-vector products at most, 128 if the eigenvalue that is largest in size is negative.
+    With SGD x' = x - eta g(x), so it is eta h with h the largest eigenvalue of the loss's Hessian on this batch; with
+    momentum, too. With other optimizers it is the rate at which a step shrinks a distance from a minimum. It takes at
+    most 64 Jacobian-vector products, or 128 if the eigenvalue of largest magnitude is negative.
 
     Args:
       step: The plain step, on flat arrays.
@@ -45,14 +45,14 @@ def slope_of(
     largest = _dominant(lambda along: product(x, along, leaves), start)
     if largest >= 0:
         return largest
-    # The one that is largest in size is negative: what lies above it, shifted by it, is the largest one.
+    # The eigenvalue of largest magnitude is negative: shifted by it, the largest one dominates.
     return largest + _dominant(
         lambda along: [a - largest * b for a, b in zip(product(x, along, leaves), along, strict=True)], start
     )
 
 
 def _dominant(product: Callable[[list[Array]], list[Array]], along: list[Array]) -> float:
-    """Computes the eigenvalue that is largest in size, of a matrix that is about symmetric."""
+    """Returns the eigenvalue of largest magnitude of a roughly symmetric matrix."""
     value = 0.0
     for _ in range(_PRODUCTS):
         norm = jnp.sqrt(sum(jnp.vdot(a, a).real for a in along))

@@ -1,5 +1,4 @@
-"""`rates_of_figures`: rates of devices, from what was measured of them as far as there was time, and what is assumed
-of devices like them."""
+"""Turns measured figures into rates of devices; figures that weren't measured are assumed of similar devices."""
 
 from __future__ import annotations
 
@@ -11,17 +10,17 @@ from autopar.ir.strategy import METHODS
 from autopar.jax_types import Leaf
 from autopar.measure.loops import undisturbed
 
-#: Figure -> where it was measured (bytes, ids, a method) -> seconds. What a file holds.
+#: Figure -> where it was measured (bytes, ids, a method) -> seconds; the content of a file.
 Figures = dict[str, dict[str, float]]
 
-#: Rows that are gathered or scattered; rows and columns of the matrices that are multiplied.
+#: Number of gathered or scattered rows; side of the multiplied matrices.
 ROWS, SIDE = 1024, 512
-#: Bytes of the dense parameters that a whole step gets.
+#: Bytes of the dense parameters that are added to a whole step.
 DENSE = tuple(4 * side**2 for side in (1, 64, 256, 1024))
 #: The method of the step that others are compared with.
 BASE = "allreduce"
 
-#: What figures are called by which methods are compared.
+#: Names, for people, of the figures by which methods are compared.
 NAMES = {
     "all_to_all": "AllToAll",
     "all_gather": "AllGather",
@@ -38,10 +37,10 @@ _ROW_RATES = ("gather", "scatter")
 
 
 def rates_of_figures(figures: Figures, assumed: Rates) -> Rates:
-    """Returns rates by what was measured; `assumed` has the rest.
+    """Returns rates by measured figures, and by `assumed` ones for the rest.
 
-    What was measured at one size takes as many times longer than assumed at the others. `Rates.assumed` names what was
-    measured at fewer than two sizes, or not of all methods.
+    A figure measured at one size scales the assumed curve. `Rates.assumed` names figures measured at fewer than two
+    sizes, or not of all methods.
     """
     points = {name: _by_size(figures, name) for name in (*_CURVES, *_ROW_RATES, "update")}
     found: dict[str, Leaf] = {name: _curve(points[name], getattr(assumed, name)) for name in _CURVES}
@@ -71,7 +70,7 @@ def rates_of_figures(figures: Figures, assumed: Rates) -> Rates:
 
 
 def assumed_note(rates: Rates) -> str:
-    """Says which of the figures that methods are compared by weren't measured; nothing if all were."""
+    """Names the assumed figures by which methods are compared; "" if all were measured."""
     names = [NAMES[name] for name in rates.assumed if name in NAMES]
     if not names:
         return ""
@@ -95,7 +94,7 @@ def _curve(measured: Mapping[float, float], assumed: Curve) -> Curve:
 
 
 def _row_rate(measured: Mapping[float, float], assumed: RowRate) -> RowRate:
-    """Fits the rate of rows to the times of `ROWS` of them of two widths in bytes."""
+    """Fits the rate of rows to the times of `ROWS` rows of two widths in bytes."""
     if not measured:
         return assumed
     (narrow, first), *others = sorted((width, s / ROWS) for width, s in measured.items())

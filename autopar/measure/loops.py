@@ -1,5 +1,7 @@
-"""Times what devices do in a loop of one compiled program, less the same program with one turn: what a call costs isn't
-in it. All devices work at once."""
+"""Times operations in a loop of one compiled program, less the same program with one turn, which cancels a call's cost.
+
+All devices work at once.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,10 @@ def collective_points(
 ) -> list[tuple[float, float]]:
     """Measures (bytes of the result on one device, seconds) of a collective over the axis of 2 devices or more.
 
-    `collective`: "all_reduce", "all_gather" or "all_to_all". `sizes`: about these bytes of the result.
-    `timed`: Times a step on its start, as `loop_seconds` does.
+    Args:
+      collective: "all_reduce", "all_gather" or "all_to_all".
+      sizes: Approximate bytes of the result.
+      timed: Times a step on its start, as `loop_seconds` does.
     """
     count, axis = devices.count, devices.axis
 
@@ -39,7 +43,7 @@ def collective_points(
         return jax.lax.psum(x, axis) * (1 / count)
 
     step = {"all_reduce": reduce, "all_gather": gather, "all_to_all": to_all}[collective]
-    parts = count if collective == "all_gather" else 1  # of the result that a device gives
+    parts = count if collective == "all_gather" else 1  # a device contributes 1 / parts of the result
     points = []
     for size in sizes:
         length = max(1, size // 4 // count) * count
@@ -81,7 +85,7 @@ def loop_seconds(
     Args:
       step: Takes the carry and the constants, and returns a carry of the same shape.
       start, *constant: The first carry and the constants, spread.
-      runs: How often it is timed; fewer where a step takes long.
+      runs: Number of timed runs; fewer for long steps.
     """
 
     def looped(turns: Array, x: Array, *constant: Array) -> Array:
@@ -99,18 +103,18 @@ def loop_seconds(
     seconds(1)
     turns = agreed_turns(devices, np.clip(_TARGET_S / max(seconds(3) / 3, 1e-7), 2, 1000))
     runs = min(runs, 3) if turns == 2 else runs
-    # The fastest runs: what disturbs a run makes it longer.
+    # The fastest runs: disturbances only make a run longer.
     many, one = min(seconds(turns + 1) for _ in range(runs)), min(seconds(1) for _ in range(runs))
-    # Where all others are so much at work that one turn took as long as many: at most so long.
+    # An upper bound if the machine was so busy that one turn took as long as many.
     return (many - one) / turns if many > one else many / (turns + 1)
 
 
 def agreed_turns(devices: Devices, turns: float) -> int:
-    """Returns the number of turns that all processes take: the first one's. Each turn may wait for all of them."""
+    """Returns the first process's number of turns, as each turn may wait for all processes."""
     return devices.processes.first(int(turns), "measuring rates")
 
 
 def undisturbed(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Lowers (size, seconds) of growing sizes to what larger ones take: a smaller one that took longer was
+    """Lowers (size, seconds) of growing sizes to the seconds of larger sizes: a smaller one that took longer was
     disturbed."""
     return [(size, min(s for _, s in points[k:])) for k, (size, _) in enumerate(points)]

@@ -1,4 +1,4 @@
-"""`Machine`: whose figures a step is planned by: those of the devices here, or of a cluster that is elsewhere."""
+"""The machine whose figures a step is planned by: the devices here, or a cluster elsewhere."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from autopar.measure.alpha import example_ids
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Functions that ask the devices. Collective at the first call where they are of several processes.
+    """Functions that return measured figures, None if nobody measures. Across processes the first call is collective.
 
     Attributes:
-      rates: What exchanges and updates take, measured if need be; None: nobody is to measure.
-      step_rates: The same with what whole steps take.
-      memory: Bytes of memory of each device, None where that limits nothing; None: that isn't known.
-      stages: What the programs of a pipeline's stages take; None: there is no pipeline.
+      rates: Rates of exchanges and updates.
+      step_rates: The same with those of whole steps.
+      memory: Bytes of memory of each device; returns None if there is no limit.
+      stages: Rates of the programs of a pipeline's stages.
     """
 
     rates: Callable[[], Rates] | None = None
@@ -34,15 +34,15 @@ class Machine:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The bytes of each device's memory; None where that limits nothing, or isn't known."""
+        """Bytes of each device's memory; None if there is no limit, or it is unknown."""
         return None if self.memory is None else self.memory()
 
 
 @functools.cache
 def memory_of(devices: Devices) -> int | None:
-    """Returns the bytes of the smallest of all devices' memories; None where a device has no memory of its own (a CPU).
+    """Returns the bytes of the smallest memory of all devices; None for devices without a memory of their own (CPUs).
 
-    Collective at its first call: all processes must plan by the same.
+    Collective at its first call, since all processes must plan by the same figure.
     """
     own = [d for d in devices.mesh.devices.flat if d.process_index == jax.process_index() and d.platform != "cpu"]
     stats = [device.memory_stats() or {} for device in own]
@@ -51,15 +51,12 @@ def memory_of(devices: Devices) -> int | None:
     return min((x for x in all_ if x is not None), default=None)
 
 
-#: Of which nothing is known.
 NOWHERE = Machine()
 
 
 def looked_up(program: Program, example: Sequence[Leaf] | None) -> dict[int, Sequence[np.ndarray]]:
-    """Maps families to the flat ids that an example batch looks up, where they are known.
-
-    `example`: flat arguments; None (or a shape, or a tracer) for those whose values aren't known.
-    """
+    """Maps families to the flat ids that an example batch looks up, if they are known. `example`: as in
+    `example_ids`."""
     families = [space.family for space in program.facts.spaces if space.refusal is None]
     ids = {family: example_ids(program, program.ids[family], example) for family in families}
     return {family: flat for family, flat in ids.items() if flat is not None}

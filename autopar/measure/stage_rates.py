@@ -1,4 +1,4 @@
-"""Measures what the programs of a pipeline's stages take: in a second as a rule, once in a process."""
+"""Measures rates of the programs of a pipeline's stages, in about a second, once in a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.measure.loops import product_seconds, walk_seconds
 from autopar.mpi.point_to_point import point_to_point
 
 _SIDE = 512
-#: Of a pass over memory, beyond caches; and of a send.
+#: Bytes of a pass over memory, beyond caches, and of a send.
 _WALKED, _BYTES = 1 << 26, 1 << 24
 _RUNS = 5
 
@@ -36,10 +36,10 @@ _known: dict[tuple[Leaf, ...], StageRates] = {}
 
 
 def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
-    """Returns the rates of these devices, each at work by itself; measured at first need, in this process.
+    """Returns the rates of these devices, each at work by itself; measured at first need in this process.
 
-    Devices of one kind are taken to be equal: the first one is measured, and sends from it to the second. Collective
-    where they are of several processes, which take the first one's figures.
+    Devices of one kind count as equal: the first one is measured, and sends to the second. Collective for devices of
+    several processes, which take the first one's figures.
     """
     key = tuple(devices)
     if key not in _known:
@@ -48,15 +48,15 @@ def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
 
 
 def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
-    """Returns the first process's rates: all plan by the same figures."""
+    """Returns the first process's rates, so that all processes plan by the same figures."""
     return StageRates(**processes.first(dataclasses.asdict(rates), "rates of stages"))
 
 
 def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
-    """Scales the rates so that the gradient program of a microbatch takes as long as it was measured to take.
+    """Scales the rates so that they predict the measured time of a microbatch's gradient program.
 
     Args:
-      rates: As they were measured of large products and passes over memory.
+      rates: As measured of large products and passes over memory.
       block: The program, which is timed on the first of `devices` that this process has.
       microbatches: M.
     """
@@ -80,7 +80,7 @@ def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
     own = _own(devices)
     one = Devices.of(jax.sharding.Mesh(own[:1], ("data",)))
     small, add = np.ones((8,), np.float32), jax.jit(lambda x: x + 1)
-    probes: dict[str, tuple[float, int, Callable[[], float]]] = {  # weight, how much is done, seconds
+    probes: dict[str, tuple[float, int, Callable[[], float]]] = {  # (weight, amount of work, returns seconds)
         "flop_s": (2, 2 * _SIDE**3, lambda: product_seconds(one, _SIDE)),
         "call_s": (1, 1, lambda: _seconds(lambda: add(jax.device_put(small, own[0])))),
         "byte_s": (3, 2 * _WALKED, lambda: walk_seconds(one, _WALKED)),
@@ -107,7 +107,7 @@ def _sent_seconds(devices: Sequence[Any]) -> float:
 
 
 def _message_seconds(ranks: Sequence[int]) -> float:
-    """Measures one way of a message there and back, from and to arrays of JAX. On other ranks nothing happens."""
+    """Measures one way of a message there and back, from and to JAX arrays; ranks beyond two do nothing."""
     messages, other = point_to_point(), {ranks[0]: ranks[1], ranks[1]: ranks[0]}.get(jax.process_index())
     if other is None:
         return 0.0
@@ -123,7 +123,7 @@ def _message_seconds(ranks: Sequence[int]) -> float:
 
 
 def _seconds(run: Callable[[], Pytree]) -> float:
-    """Measures the median of some runs: a step meets what disturbs them, too."""
+    # The median: a step is disturbed by the same things as these runs.
     jax.block_until_ready(run())
     seconds = []
     for _ in range(_RUNS):
