@@ -35,21 +35,13 @@ Action = Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class ClientLoad:
-    """The work of clients between exchanges.
+    """The work of clients between exchanges."""
 
-    Attributes:
-      count: C.
-      step_s: Seconds of a client's own undisturbed step.
-      steps: Simulated steps of a client, on average.
-      slow: Client -> factor of its own steps' seconds.
-      variation: Standard deviation of a step's seconds over their mean.
-    """
-
-    count: int
-    step_s: float
-    steps: int
-    slow: Mapping[int, float] = field(default_factory=dict)
-    variation: float = 0.0
+    count: int  #: C.
+    step_s: float  #: Seconds of a client's own undisturbed step.
+    steps: int  #: Simulated steps of a client, on average.
+    slow: Mapping[int, float] = field(default_factory=dict)  #: Client -> factor of its own steps' seconds.
+    variation: float = 0.0  #: Standard deviation of a step's seconds over their mean.
 
     def seconds(self, client: int) -> Iterator[float]:
         """Yields the seconds of a client's own steps, the same for each strategy. They follow a gamma distribution,
@@ -63,23 +55,15 @@ class ClientLoad:
 
 @dataclass(slots=True)
 class ClientTime:
-    """A client's times.
+    """A client's times."""
 
-    Attributes:
-      ends: When each of its minibatches was done (applied by all servers, or merged).
-      own_steps: (begin, seconds) of each of its own steps.
-      computing_s: Seconds of its own steps.
-      slowest_s: Seconds that it waited for slower clients, for a mean or a staleness bound.
-      exchange_s: Seconds that it waited for wires, servers and copies.
-      hidden_s: Seconds of awaited exchanges that overlapped with its other work.
-    """
-
+    #: When each of its minibatches was done (applied by all servers, or merged).
     ends: list[float] = field(default_factory=list)
-    own_steps: list[tuple[float, float]] = field(default_factory=list)
-    computing_s: float = 0.0
-    slowest_s: float = 0.0
-    exchange_s: float = 0.0
-    hidden_s: float = 0.0
+    own_steps: list[tuple[float, float]] = field(default_factory=list)  #: (begin, seconds) of each of its own steps.
+    computing_s: float = 0.0  #: Seconds of its own steps.
+    slowest_s: float = 0.0  #: Seconds that it waited for slower clients, for a mean or a staleness bound.
+    exchange_s: float = 0.0  #: Seconds that it waited for wires, servers and copies.
+    hidden_s: float = 0.0  #: Seconds of awaited exchanges that overlapped with its other work.
 
     @property
     def minibatches(self) -> int:
@@ -110,17 +94,12 @@ class ClientTime:
 
 @dataclass(frozen=True, slots=True)
 class ClientRun:
-    """The times of all clients.
-
-    Attributes:
-      until: When the simulation stopped to begin steps.
-      period: Steps from an exchange to the next.
-      events: For each server its pushes, or exchanges, in order, int64[n, 3]: worker, step, version it was made of.
-    """
+    """The times of all clients."""
 
     clients: Sequence[ClientTime]
-    until: float
-    period: int = 1
+    until: float  #: When the simulation stopped to begin steps.
+    period: int = 1  #: Steps from an exchange to the next.
+    #: For each server its pushes, or exchanges, in order, int64[n, 3]: worker, step, version it was made of.
     events: Sequence[np.ndarray] = ()
 
     @property
@@ -278,18 +257,12 @@ class Training(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Clients that average with their neighbours.
+    """Clients that average with their neighbours."""
 
-    Attributes:
-      ring: Who averages with whom.
-      devices: Devices of a client, with adjacent numbers. Each sends the weights to its counterpart.
-      sent_bytes: Step, counted from 1 -> bytes that each of them sends after it.
-    """
-
-    ring: Ring
+    ring: Ring  #: Who averages with whom.
     cluster: ClusterSpec
-    devices: int
-    sent_bytes: Callable[[int], float]
+    devices: int  #: Devices of a client, with adjacent numbers. Each sends the weights to its counterpart.
+    sent_bytes: Callable[[int], float]  #: Step, counted from 1 -> bytes that each of them sends after it.
 
 
 def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
@@ -335,39 +308,30 @@ class _Pairs(Training):
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """The load of a server.
+    """The load of a server."""
 
-    Attributes:
-      device: The device whose process it is in.
-      pull_bytes, push_bytes: Bytes that a worker pulls from it, and pushes to it.
-      read_s, update_s: Seconds to answer a pull, and to apply a push.
-    """
-
-    device: int
+    device: int  #: The device whose process it is in.
+    #: Bytes that a worker pulls from it, and pushes to it.
     pull_bytes: float
     push_bytes: float
+    #: Seconds to answer a pull, and to apply a push.
     read_s: float = 0.0
     update_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Workers that train with servers.
-
-    Attributes:
-      devices: The device of each worker that speaks to servers.
-      bound: s, the staleness bound; None: there is none.
-      every: For replicas, steps from an exchange with a centre to the next; 0: workers pull and push in each step.
-      ring: The ring whose passive clients are the servers, of which an active one asks one in a step.
-      receive_s, send_s: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
-    """
+    """Workers that train with servers."""
 
     servers: Sequence[ServerLoad]
     cluster: ClusterSpec
-    devices: Sequence[int]
-    bound: int | None = None
+    devices: Sequence[int]  #: The device of each worker that speaks to servers.
+    bound: int | None = None  #: s, the staleness bound; None: there is none.
+    #: For replicas, steps from an exchange with a centre to the next; 0: workers pull and push in each step.
     every: int = 0
+    #: The ring whose passive clients are the servers, of which an active one asks one in a step.
     ring: Ring | None = None
+    #: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
     receive_s: float = 0.0
     send_s: float = 0.0
 
@@ -446,24 +410,16 @@ class _Server:
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker's place in its protocol.
+    """A worker's place in its protocol."""
 
-    Attributes:
-      wants: The rest of its step.
-      begun: Number of steps that it has begun.
-      open: Number of outstanding replies.
-      held_s: Seconds for which the bound held the last one.
-      asked_at, there_at: When it asked, and when all replies had arrived.
-      waits_from: Since when it waits for them; None: it doesn't.
-    """
-
-    wants: Iterator[Want] = field(default_factory=lambda: iter(()))
-    begun: int = 0
-    open: int = 0
-    held_s: float = 0.0
+    wants: Iterator[Want] = field(default_factory=lambda: iter(()))  #: The rest of its step.
+    begun: int = 0  #: Number of steps that it has begun.
+    open: int = 0  #: Number of outstanding replies.
+    held_s: float = 0.0  #: Seconds for which the bound held the last one.
+    #: When it asked, and when all replies had arrived.
     asked_at: float = 0.0
     there_at: float = 0.0
-    waits_from: float | None = None
+    waits_from: float | None = None  #: Since when it waits for them; None: it doesn't.
 
 
 class _Served(Training):

@@ -86,14 +86,10 @@ def bucket_bytes(cluster: ClusterSpec) -> int | None:
 
 
 class Reductions(NamedTuple):
-    """The ways in which ranks add up.
+    """The ways in which ranks add up."""
 
-    Attributes:
-      rings_from: Bytes from which on they do so in rings; None: never.
-      bucket_bytes: Bytes from which on gradients are added up while others are computed; None: never.
-    """
-
-    rings_from: int | None = None
+    rings_from: int | None = None  #: Bytes from which on they do so in rings; None: never.
+    #: Bytes from which on gradients are added up while others are computed; None: never.
     bucket_bytes: int | None = None
 
 

@@ -152,21 +152,14 @@ def _update(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
 
 @dataclass(frozen=True, slots=True)
 class DenseLoad:
-    """The load on each device of everything that isn't looked up by rows.
+    """The load on each device of everything that isn't looked up by rows."""
 
-    Attributes:
-      flops: Floating-point operations of matrix products and convolutions.
-      sums: (bytes, number) of sums over examples, mostly of gradients.
-      leaves: Bytes of each parameter and slot, which the optimizer reads and writes once, beside gradients.
-      moved_bytes: Bytes of the batch's values that the model reads and writes.
-      by_mpi: Gradients are summed by MPI, in host memory.
-    """
-
-    flops: float
-    sums: tuple[tuple[int, int], ...]
+    flops: float  #: Floating-point operations of matrix products and convolutions.
+    sums: tuple[tuple[int, int], ...]  #: (bytes, number) of sums over examples, mostly of gradients.
+    #: Bytes of each parameter and slot, which the optimizer reads and writes once, beside gradients.
     leaves: tuple[int, ...]
-    moved_bytes: float = 0.0
-    by_mpi: bool = False
+    moved_bytes: float = 0.0  #: Bytes of the batch's values that the model reads and writes.
+    by_mpi: bool = False  #: Gradients are summed by MPI, in host memory.
 
     @property
     def state_bytes(self) -> int:

@@ -15,15 +15,10 @@ from autopar.ir.strategy import Strategy, asked_of
 
 @dataclass(frozen=True, slots=True)
 class Shardable:
-    """A family that every device holds whole, though its rows could be sharded.
+    """A family that every device holds whole, though its rows could be sharded."""
 
-    Attributes:
-      saved: Bytes that sharding saves on each device.
-      dearer: Seconds (bytes, if these aren't known) that it adds to a step; negative if it saves some.
-    """
-
-    saved: int
-    dearer: float
+    saved: int  #: Bytes that sharding saves on each device.
+    dearer: float  #: Seconds (bytes, if these aren't known) that it adds to a step; negative if it saves some.
 
 
 def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]:
@@ -99,14 +94,10 @@ def _on_devices(program: Program, bound: ProgramPlan) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """A state that doesn't fit the devices.
+    """A state that doesn't fit the devices."""
 
-    Attributes:
-      missing: Bytes by which it exceeds each device's budget.
-      devices: The least number of devices with which it fits, everything sharded; None if no number is enough.
-    """
-
-    missing: int
+    missing: int  #: Bytes by which it exceeds each device's budget.
+    #: The least number of devices with which it fits, everything sharded; None if no number is enough.
     devices: int | None
 
     def machines(self, devices: int) -> int | None:

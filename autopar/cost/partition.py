@@ -18,53 +18,33 @@ _SAME = 1 + 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The part of a step between two possible cuts.
+    """The part of a step between two possible cuts."""
 
-    Attributes:
-      seconds: Of a microbatch's forward and backward.
-      sent: Bytes of a microbatch that cross the border ahead of it, both ways.
-      state: Bytes of weights with their slots.
-      gradient: Bytes of the weights' gradients.
-      activation: Bytes that a microbatch's forward leaves for its backward.
-    """
-
-    seconds: float
-    sent: float = 0.0
-    state: float = 0.0
-    gradient: float = 0.0
-    activation: float = 0.0
+    seconds: float  #: Of a microbatch's forward and backward.
+    sent: float = 0.0  #: Bytes of a microbatch that cross the border ahead of it, both ways.
+    state: float = 0.0  #: Bytes of weights with their slots.
+    gradient: float = 0.0  #: Bytes of the weights' gradients.
+    activation: float = 0.0  #: Bytes that a microbatch's forward leaves for its backward.
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """Stages of a chain.
+    """Stages of a chain."""
 
-    Attributes:
-      ends: Each stage's end, the first layer of the next one.
-      replicas: Devices of each stage.
-      seconds: Of the slowest stage or send, for each microbatch.
-    """
-
-    ends: tuple[int, ...]
-    replicas: tuple[int, ...]
-    seconds: float
+    ends: tuple[int, ...]  #: Each stage's end, the first layer of the next one.
+    replicas: tuple[int, ...]  #: Devices of each stage.
+    seconds: float  #: Of the slowest stage or send, for each microbatch.
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Layers in the order of the forward pass, and the devices (all are used) that run them.
-
-    Attributes:
-      microbatches: M.
-      byte_s: Seconds for each byte that is sent from a device to another.
-      memory: Bytes of each device; None: no limit.
-    """
+    """Layers in the order of the forward pass, and the devices (all are used) that run them."""
 
     layers: Sequence[Layer]
     devices: int
-    microbatches: int
-    byte_s: float = 0.0
-    memory: float | None = None
+    microbatches: int  #: M.
+    byte_s: float = 0.0  #: Seconds for each byte that is sent from a device to another.
+    memory: float | None = None  #: Bytes of each device; None: no limit.
 
     def stage_seconds(self, start: int, end: int, replicas: int) -> float:
         """Returns the seconds of a stage for each microbatch."""

@@ -77,38 +77,30 @@ class RowRate:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The findings of calibration.
+    """The findings of calibration."""
 
-    Attributes:
-      all_to_all, all_gather, all_reduce: Seconds by bytes of the result on one device.
-      route: Seconds by number of ids, to make them unique and to find each among the unique ones.
-      walk: Seconds by bytes read and written by an elementwise pass.
-      gather, scatter: Of rows; a scatter adds.
-      update: Seconds by bytes read and written by an optimizer's update; None: as `walk`.
-      fixed: Method -> seconds by which its step exceeds the quickest method's, however little there is to do.
-      call_s: Seconds of the quickest method's step with next to nothing to do.
-      dense: Seconds that one more dense parameter adds to a step, by its bytes: the sum of its gradient, clipping, the
-        update of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: it follows from
-        `all_reduce` and `update`.
-      flop_s: Seconds of a floating-point operation in large matrix products.
-      moved_byte_s: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole
-        steps; 0: as in `walk`.
-      assumed: Names of the figures above that are assumed, since there was no time to measure them.
-    """
-
+    #: Seconds by bytes of the result on one device.
     all_to_all: Curve
     all_gather: Curve
     all_reduce: Curve
-    route: Curve
-    walk: Curve
+    route: Curve  #: Seconds by number of ids, to make them unique and to find each among the unique ones.
+    walk: Curve  #: Seconds by bytes read and written by an elementwise pass.
+    #: Of rows; a scatter adds.
     gather: RowRate
     scatter: RowRate
+    #: Method -> seconds by which its step exceeds the quickest method's, however little there is to do.
     fixed: Mapping[str, float]
-    call_s: float = 0.0
-    update: Curve | None = None
+    call_s: float = 0.0  #: Seconds of the quickest method's step with next to nothing to do.
+    update: Curve | None = None  #: Seconds by bytes read and written by an optimizer's update; None: as `walk`.
+    #: Seconds that one more dense parameter adds to a step, by its bytes: the sum of its gradient, clipping, the update
+    #: of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: it follows from
+    #: `all_reduce` and `update`.
     dense: Curve | None = None
-    flop_s: float = 0.0
+    flop_s: float = 0.0  #: Seconds of a floating-point operation in large matrix products.
+    #: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole steps; 0: as
+    #: in `walk`.
     moved_byte_s: float = 0.0
+    #: Names of the figures above that are assumed, since there was no time to measure them.
     assumed: tuple[str, ...] = ()
 
     def update_s(self, size: float) -> float:
@@ -142,19 +134,12 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StageRates:
-    """Rates of the programs of a pipeline's stages, each on a device of its own.
+    """Rates of the programs of a pipeline's stages, each on a device of its own."""
 
-    Attributes:
-      flop_s: Seconds of a floating-point operation in large matrix products.
-      byte_s: Seconds of a byte that a program reads or writes beside its products.
-      call_s: Seconds of a program with next to nothing to do, and of putting its inputs on its device.
-      send_byte_s: Seconds of a byte from a device to another.
-    """
-
-    flop_s: float
-    byte_s: float
-    call_s: float
-    send_byte_s: float
+    flop_s: float  #: Seconds of a floating-point operation in large matrix products.
+    byte_s: float  #: Seconds of a byte that a program reads or writes beside its products.
+    call_s: float  #: Seconds of a program with next to nothing to do, and of putting its inputs on its device.
+    send_byte_s: float  #: Seconds of a byte from a device to another.
 
     def seconds(self, flops: float, moved_bytes: float) -> float:
         return self.call_s + flops * self.flop_s + moved_bytes * self.byte_s
@@ -173,15 +158,10 @@ NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.
 
 @dataclass(frozen=True, slots=True)
 class HostRates:
-    """Rates of a step with tables on hosts, of all ranks at work at once.
+    """Rates of a step with tables on hosts, of all ranks at work at once."""
 
-    Attributes:
-      host: Of a rank's share of its host, and of MPI between ranks.
-      copy: Seconds by bytes between a rank's device and its host's memory, one way.
-    """
-
-    host: Rates
-    copy: Curve
+    host: Rates  #: Of a rank's share of its host, and of MPI between ranks.
+    copy: Curve  #: Seconds by bytes between a rank's device and its host's memory, one way.
 
     @property
     def bound(self) -> HostRates:
@@ -255,19 +235,15 @@ def _in_memory(bytes_s: float) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Measurements:
-    """Measurements of the devices and of an example batch.
+    """Measurements of the devices and of an example batch."""
 
-    Attributes:
-      rates: Rates of exchanges and updates; None: the method that sends the fewest bytes is chosen.
-      memory: Bytes of memory of each device; None: no limit.
-      ids: Family -> the flat ids that the example batch looks up, int32, the number of rows for "no row"; without an
-        entry if they are unknown.
-      stages: Rates of programs and sends for a pipeline, or for divided products; None: not measured.
-    """
-
+    #: Rates of exchanges and updates; None: the method that sends the fewest bytes is chosen.
     rates: Rates | None = None
-    memory: int | None = None
+    memory: int | None = None  #: Bytes of memory of each device; None: no limit.
+    #: Family -> the flat ids that the example batch looks up, int32, the number of rows for "no row"; without an entry
+    #: if they are unknown.
     ids: Mapping[int, Sequence[np.ndarray]] = field(default_factory=dict)
+    #: Rates of programs and sends for a pipeline, or for divided products; None: not measured.
     stages: StageRates | None = None
 
 

@@ -25,24 +25,17 @@ SIMULATED = ("allreduce", *ROW_METHODS)
 
 @dataclass(frozen=True, slots=True)
 class TableLoad:
-    """The load that a device puts on one table, for any number of devices.
-
-    Attributes:
-      extent: V, rows of the table.
-      row_bytes, family_bytes: Bytes of a looked-up row, without and with slots.
-      ids: Ids that a device looks up in a step, duplicates included.
-      rows: n -> expected distinct rows that n devices look up together in a step.
-      hosted: Its rows are in host memory, unless another method is asked for.
-      gradient_bytes, reduced: As in `Sizes`.
-    """
+    """The load that a device puts on one table, for any number of devices."""
 
     path: str
-    extent: int
+    extent: int  #: V, rows of the table.
+    #: Bytes of a looked-up row, without and with slots.
     row_bytes: int
     family_bytes: int
-    ids: int
-    rows: Callable[[int], float]
-    hosted: bool = False
+    ids: int  #: Ids that a device looks up in a step, duplicates included.
+    rows: Callable[[int], float]  #: n -> expected distinct rows that n devices look up together in a step.
+    hosted: bool = False  #: Its rows are in host memory, unless another method is asked for.
+    #: As in `Sizes`.
     gradient_bytes: int | None = None
     reduced: tuple[int, ...] = ()
 
@@ -57,23 +50,14 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """A simulated step.
+    """A simulated step."""
 
-    Attributes:
-      devices: N.
-      parts: Part -> its terms; a table's part is its path.
-      methods: Table -> its method.
-      waiting_s: Seconds that the slowest of N devices needs longer for its own work than the average one.
-      hidden_s: Seconds of dense gradients' exchanges during the backward pass.
-      fits: The state fits the devices' and the hosts' memory, with room for the model.
-    """
-
-    devices: int
-    parts: Mapping[str, tuple[Term, ...]]
-    methods: Mapping[str, str] = field(default_factory=dict)
-    waiting_s: float = 0.0
-    hidden_s: float = 0.0
-    fits: bool = True
+    devices: int  #: N.
+    parts: Mapping[str, tuple[Term, ...]]  #: Part -> its terms; a table's part is its path.
+    methods: Mapping[str, str] = field(default_factory=dict)  #: Table -> its method.
+    waiting_s: float = 0.0  #: Seconds that the slowest of N devices needs longer for its own work than the average one.
+    hidden_s: float = 0.0  #: Seconds of dense gradients' exchanges during the backward pass.
+    fits: bool = True  #: The state fits the devices' and the hosts' memory, with room for the model.
 
     @property
     def seconds(self) -> float:

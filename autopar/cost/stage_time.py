@@ -24,17 +24,14 @@ _MOST_SLACK, _NEAR = 3, 1.1
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Durations of the tasks of each stage.
+    """Durations of the tasks of each stage."""
 
-    Attributes:
-      seconds: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
-      ahead, back: Seconds of the sends of each stage to the next one, and to the one before.
-      activations: What each stage holds of a microbatch from F to B or W, in any unit; 1 each by default.
-    """
-
+    #: Kind of task -> seconds for each stage. "B" is all of the backward where a schedule has no "W".
     seconds: Mapping[str, Sequence[float]]
+    #: Seconds of the sends of each stage to the next one, and to the one before.
     ahead: Sequence[float] = ()
     back: Sequence[float] = ()
+    #: What each stage holds of a microbatch from F to B or W, in any unit; 1 each by default.
     activations: Sequence[float] = ()
 
     def of(self, task: Task, splits_backward: bool) -> float:
@@ -45,16 +42,11 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """A simulated schedule.
+    """A simulated schedule."""
 
-    Attributes:
-      seconds: From the first task's start to the last one's end.
-      busy: Seconds that each device computes.
-      held: Peak activations of each device, which holds them from the start of F to the end of B or W.
-    """
-
-    seconds: float
-    busy: tuple[float, ...]
+    seconds: float  #: From the first task's start to the last one's end.
+    busy: tuple[float, ...]  #: Seconds that each device computes.
+    #: Peak activations of each device, which holds them from the start of F to the end of B or W.
     held: tuple[float, ...]
     starts: Mapping[Task, float]
     ends: Mapping[Task, float]
@@ -146,14 +138,10 @@ def pipeline_memory(plan: PipelinePlan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """The versions that tasks see.
+    """The versions that tasks see."""
 
-    Attributes:
-      seen: Task -> updates of its stage that are done when it starts.
-      ahead: Task -> s, updates of its stage from its start until stage 0's backward of its minibatch starts.
-    """
-
-    seen: Mapping[Task, int]
+    seen: Mapping[Task, int]  #: Task -> updates of its stage that are done when it starts.
+    #: Task -> s, updates of its stage from its start until stage 0's backward of its minibatch starts.
     ahead: Mapping[Task, int]
 
 

@@ -21,21 +21,15 @@ from autopar.ir.schedule import Kind, Places, Schedule, Task, forwards_ahead, on
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Says which call issues each task, counted from the one that brings its minibatch, and which version it sees.
+    """Says which call issues each task, counted from the one that brings its minibatch, and which version it sees."""
 
-    Attributes:
-      places: The devices of each stage.
-      updates: u of each stage. A replica's update waits for the others of its turn; one that needs other stages (the
-        factor of a clip by the global norm) comes in a call after theirs.
-      last: The call in which all of a minibatch is done.
-      stashes: A backward sees the version that its forward saw.
-      slack: Calls that a value takes to cross a border between stages; as many more minibatches are in flight.
-    """
-
-    places: Places
+    places: Places  #: The devices of each stage.
+    #: u of each stage. A replica's update waits for the others of its turn; one that needs other stages (the factor of
+    #: a clip by the global norm) comes in a call after theirs.
     updates: tuple[int, ...]
-    last: int
-    stashes: bool = False
+    last: int  #: The call in which all of a minibatch is done.
+    stashes: bool = False  #: A backward sees the version that its forward saw.
+    #: Calls that a value takes to cross a border between stages; as many more minibatches are in flight.
     slack: int = 0
 
     @staticmethod
@@ -114,28 +108,20 @@ class AsynchronousSchedule(Schedule):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asynchronous:
-    """Additions to a step in stages whose minibatches aren't flushed.
+    """Additions to a step in stages whose minibatches aren't flushed."""
 
-    Attributes:
-      calls: The call that issues each task.
-      news: Leaf of the state that updates change -> its new value.
-      clock: Computes leaves that no gradient reaches, such as step counts and random keys, from those leaves and the
-        call's arguments. It runs when a minibatch comes, so that no stage waits for another's count.
-      clocks: Leaf -> its new value by `clock`.
-      constants: Leaves that don't change.
-      results: Outputs that aren't state -> themselves, or a copy of a leaf.
-      differences: Predicted weight -> leaves of the pipeline's own, 0 before the first update: the change by the last
-        one and, if that is of some rows, their numbers.
-      ahead: For each stage, the number of updates by which its forwards and its backwards predict.
-    """
-
-    calls: Calls
-    news: Mapping[Var, Var]
+    calls: Calls  #: The call that issues each task.
+    news: Mapping[Var, Var]  #: Leaf of the state that updates change -> its new value.
+    #: Computes leaves that no gradient reaches, such as step counts and random keys, from those leaves and the call's
+    #: arguments. It runs when a minibatch comes, so that no stage waits for another's count.
     clock: Block
-    clocks: Mapping[Var, Atom]
-    constants: frozenset[Var]
-    results: Mapping[Var, Var]
+    clocks: Mapping[Var, Atom]  #: Leaf -> its new value by `clock`.
+    constants: frozenset[Var]  #: Leaves that don't change.
+    results: Mapping[Var, Var]  #: Outputs that aren't state -> themselves, or a copy of a leaf.
+    #: Predicted weight -> leaves of the pipeline's own, 0 before the first update: the change by the last one and, if
+    #: that is of some rows, their numbers.
     differences: Mapping[Var, tuple[Var, ...]]
+    #: For each stage, the number of updates by which its forwards and its backwards predict.
     ahead: tuple[tuple[int, int], ...] = ()
 
     def returned(self, out: Atom | tuple[Atom, ...]) -> tuple[Atom, ...]:

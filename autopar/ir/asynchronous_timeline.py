@@ -34,14 +34,10 @@ Listed = list[tuple[Action, Drops]]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
-    """The actions of a minibatch.
+    """The actions of a minibatch."""
 
-    Attributes:
-      calls: Its actions, by the call in which they run, counted from its own.
-      results: Its results -> the devices that have them after the last of these calls.
-    """
-
-    calls: tuple[Listed, ...]
+    calls: tuple[Listed, ...]  #: Its actions, by the call in which they run, counted from its own.
+    #: Its results -> the devices that have them after the last of these calls.
     results: Mapping[Value, tuple[int, ...]]
 
 

@@ -28,16 +28,12 @@ Level = Literal["inside", "between"]
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link of latency `latency_s` before the first byte arrives, and bandwidth.
-
-    Attributes:
-      bytes_s: Bytes a second, each way at once: of a device's link, or of a machine's network interfaces together.
-      source: Where the figures come from.
-    """
+    """A link of latency `latency_s` before the first byte arrives, and bandwidth."""
 
     latency_s: float
+    #: Bytes a second, each way at once: of a device's link, or of a machine's network interfaces together.
     bytes_s: float
-    source: str = ""
+    source: str = ""  #: Where the figures come from.
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf or not self.bytes_s > 0:
@@ -54,19 +50,13 @@ PCIE = Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assum
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device that computes.
-
-    Attributes:
-      flops_s: Floating-point operations a second in matrix products of the dtype that models train in.
-      memory_bytes_s: Bytes a second from and to its memory, together.
-      source: Where the figures come from.
-    """
+    """A device that computes."""
 
     name: str
     memory_bytes: float
-    flops_s: float
-    memory_bytes_s: float
-    source: str = ""
+    flops_s: float  #: Floating-point operations a second in matrix products of the dtype that models train in.
+    memory_bytes_s: float  #: Bytes a second from and to its memory, together.
+    source: str = ""  #: Where the figures come from.
 
     def __post_init__(self) -> None:
         if not all(x > 0 for x in (self.memory_bytes, self.flops_s, self.memory_bytes_s)):
@@ -75,28 +65,20 @@ class Device:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClusterSpec:
-    """A number of equal machines, each with `devices` devices.
-
-    Attributes:
-      inside: The link of one device to the others of its machine.
-      between: The link of one machine to the others.
-      host_bytes: Bytes of a machine's host memory.
-      host_bytes_s: Bytes a second from and to that memory, together, all cores at work.
-      to_host: The link of one device to its host's memory.
-      measured: Collective -> level ("inside", "between") -> the link that `autopar.calibrate` measured for it, which
-        replaces `inside` or `between`; its latency is per message.
-    """
+    """A number of equal machines, each with `devices` devices."""
 
     name: str
     machines: int
     devices: int
     device: Device
-    inside: Link
-    between: Link
-    host_bytes: float
-    host_bytes_s: float = 50e9
-    to_host: Link = PCIE
+    inside: Link  #: The link of one device to the others of its machine.
+    between: Link  #: The link of one machine to the others.
+    host_bytes: float  #: Bytes of a machine's host memory.
+    host_bytes_s: float = 50e9  #: Bytes a second from and to that memory, together, all cores at work.
+    to_host: Link = PCIE  #: The link of one device to its host's memory.
     host_source: str = ""
+    #: Collective -> level ("inside", "between") -> the link that `autopar.calibrate` measured for it, which replaces
+    #: `inside` or `between`; its latency is per message.
     measured: Mapping[str, Mapping[str, Link]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -30,20 +30,14 @@ class ScaleOnly:
 
     That holds while the rows of some leaves are zero (Adam's first moment of rows never touched, or long ago). The
     product of the steps' factors then stands for any number of steps.
-
-    Attributes:
-      zero: Changed leaves (numbers among those that the untouched update changes) that must be, and stay, zero.
-      scaled: All other changed leaves, which each step multiplies by a number.
-      dtypes: Those of `scaled`.
-      near_one: Whether a leaf's factor is written less one, so that 1 - 1e-9 isn't rounded to 1.
-      not_negative: Leaves in which no element may be negative.
     """
 
+    #: Changed leaves (numbers among those that the untouched update changes) that must be, and stay, zero.
     zero: tuple[int, ...]
-    scaled: tuple[int, ...]
-    dtypes: tuple[Dtype, ...]
-    near_one: tuple[bool, ...]
-    not_negative: tuple[int, ...] = ()
+    scaled: tuple[int, ...]  #: All other changed leaves, which each step multiplies by a number.
+    dtypes: tuple[Dtype, ...]  #: Those of `scaled`.
+    near_one: tuple[bool, ...]  #: Whether a leaf's factor is written less one, so that 1 - 1e-9 isn't rounded to 1.
+    not_negative: tuple[int, ...] = ()  #: Leaves in which no element may be negative.
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,18 +47,12 @@ class Fading:
     In a step a fading leaf moves another at most by *reach* times its element in the same place, and is itself
     multiplied by a number. Where the sum over all steps to come is less than a rounding, the row needn't be replayed
     either, up to the end of the update log. Larger divisors give smaller reaches, so there is one for each of FLOORS.
-
-    Attributes:
-      zero: As `ScaleOnly.zero`.
-      pairs: (A scaled leaf, a leaf of `zero` that moves it).
-      floors: Leaves whose elements must not fall below a floor for its reach to be used.
-      dtypes: Those of `zero`.
     """
 
-    zero: tuple[int, ...]
-    pairs: tuple[tuple[int, int], ...]
-    floors: tuple[int, ...]
-    dtypes: tuple[Dtype, ...]
+    zero: tuple[int, ...]  #: As `ScaleOnly.zero`.
+    pairs: tuple[tuple[int, int], ...]  #: (A scaled leaf, a leaf of `zero` that moves it).
+    floors: tuple[int, ...]  #: Leaves whose elements must not fall below a floor for its reach to be used.
+    dtypes: tuple[Dtype, ...]  #: Those of `zero`.
 
     def moving(self, leaf: int) -> int:
         """Counts the leaves that move a scaled one."""
@@ -77,25 +65,18 @@ class Replay:
 
     The untouched update's inputs are one row (size 1 along its axis) of each leaf that it changes, one row of each that
     it only reads, and the step's values; its outputs are the new rows.
-
-    Attributes:
-      leaves: Inputs of the program: leaves that the untouched update changes, then those that it only reads.
-      extent: V.
-      changed: Number of the leaves that it changes.
-      axes: Row axis of each leaf.
-      values: Types of the values that a step writes down.
-      scale_only, fading: Rows that needn't be replayed, or not to the end, if there are such.
-      part: K, steps in each part of an update log.
     """
 
+    #: Inputs of the program: leaves that the untouched update changes, then those that it only reads.
     leaves: tuple[int, ...]
-    extent: int
-    changed: int
-    axes: tuple[int, ...]
-    values: tuple[ArrayType, ...]
+    extent: int  #: V.
+    changed: int  #: Number of the leaves that it changes.
+    axes: tuple[int, ...]  #: Row axis of each leaf.
+    values: tuple[ArrayType, ...]  #: Types of the values that a step writes down.
+    #: Rows that needn't be replayed, or not to the end, if there are such.
     scale_only: ScaleOnly | None
     fading: Fading | None
-    part: int
+    part: int  #: K, steps in each part of an update log.
 
     @property
     def length(self) -> int:

@@ -32,22 +32,15 @@ class Alpha:
 
 @dataclass(frozen=True, slots=True)
 class RowGrowth:
-    """The number of distinct rows of a table that n workers touch together in a step.
+    """The number of distinct rows of a table that n workers touch together in a step."""
 
-    Attributes:
-      extent: V, rows of the table.
-      ids: Ids that a worker looks up in a step, duplicates included.
-      points: Measured (n, rows that n workers touched together, on average).
-      k, beta: Parameters of Heaps' law.
-      residual: The largest relative error of the fit at a point.
-    """
-
-    extent: int
-    ids: float
-    points: tuple[tuple[float, float], ...]
+    extent: int  #: V, rows of the table.
+    ids: float  #: Ids that a worker looks up in a step, duplicates included.
+    points: tuple[tuple[float, float], ...]  #: Measured (n, rows that n workers touched together, on average).
+    #: Parameters of Heaps' law.
     k: float
     beta: float
-    residual: float
+    residual: float  #: The largest relative error of the fit at a point.
 
     def rows(self, n: float) -> float:
         """Returns the expected number of distinct rows that n workers touch together."""
@@ -81,41 +74,29 @@ def wire_bytes(collective: str, count: int, size: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One part of a method's cost.
-
-    Attributes:
-      sent: Bytes that each device sends for it.
-      collective: XLA's name of the collective that sends them; "" if there is none.
-      fixed: The method costs this however little there is to do.
-      bound_s: The least seconds, by bandwidths of wires and memory and the devices' full rate, if known; no file holds
-        it.
-    """
+    """One part of a method's cost."""
 
     name: str
     seconds: float
-    sent: int = 0
-    collective: str = ""
-    fixed: bool = False
+    sent: int = 0  #: Bytes that each device sends for it.
+    collective: str = ""  #: XLA's name of the collective that sends them; "" if there is none.
+    fixed: bool = False  #: The method costs this however little there is to do.
+    #: The least seconds, by bandwidths of wires and memory and the devices' full rate, if known; no file holds it.
     bound_s: float | None = field(default=None, compare=False, metadata={"saved": False})
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Floating-point operations of a step's products (matrix products and convolutions), and the sums over examples.
+    """Floating-point operations of a step's products (matrix products and convolutions), and the sums over examples."""
 
-    Attributes:
-      examples: Operations of products that depend on the batch, which the devices share.
-      parameters: Operations of all others, which each device does.
-      moved_bytes: Bytes of the batch's values that products and elementwise operations read and write, if each product
-        reads and writes its operands, and what lies between two products writes each result once. Some of that is fused
-        away; the devices share all of it.
-      sums: (bytes, number) of sums over examples that every device needs (dense gradients, mostly). Sums of a loop's
-        iterations count each; gradients of lookups don't count.
-    """
-
-    examples: float = 0.0
-    parameters: float = 0.0
+    examples: float = 0.0  #: Operations of products that depend on the batch, which the devices share.
+    parameters: float = 0.0  #: Operations of all others, which each device does.
+    #: Bytes of the batch's values that products and elementwise operations read and write, if each product reads and
+    #: writes its operands, and what lies between two products writes each result once. Some of that is fused away; the
+    #: devices share all of it.
     moved_bytes: float = 0.0
+    #: (bytes, number) of sums over examples that every device needs (dense gradients, mostly). Sums of a loop's
+    #: iterations count each; gradients of lookups don't count.
     sums: tuple[tuple[int, int], ...] = ()
 
     @property

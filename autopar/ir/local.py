@@ -13,21 +13,15 @@ from autopar.ir.program import ArrayType, Source, Var
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A shard along `axis`, of equal size on each device.
-
-    Attributes:
-      owner: The shard has the rows that a device owns rather than the examples that it has.
-      examples: Number B of examples, if the devices don't divide it: each has ceil(B / N), the last ones padded by
-        copies. The axis has a multiple of B elements, those of an example adjacent. 0: equal shards.
-      rank: The shard has the rows that a rank asked for, equal on all devices of the rank.
-      sums: Each device of a rank has a partial sum of the rank's rows.
-    """
+    """A shard along `axis`, of equal size on each device."""
 
     axis: int
-    owner: bool = False
+    owner: bool = False  #: The shard has the rows that a device owns rather than the examples that it has.
+    #: Number B of examples, if the devices don't divide it: each has ceil(B / N), the last ones padded by copies. The
+    #: axis has a multiple of B elements, those of an example adjacent. 0: equal shards.
     examples: int = 0
-    rank: bool = False
-    sums: bool = False
+    rank: bool = False  #: The shard has the rows that a rank asked for, equal on all devices of the rank.
+    sums: bool = False  #: Each device of a rank has a partial sum of the rank's rows.
 
     def moved(self, axis: int) -> Spread:
         """Returns the same shard along another axis."""
@@ -58,11 +52,7 @@ State = Spread | Partial | None
 
 
 class NotLocal(Exception):
-    """Raised for an equation that can't run on a part of its operands.
-
-    Attributes:
-      tables: Paths of the tables concerned, if any.
-    """
+    """Raised for an equation that can't run on a part of its operands."""
 
     def __init__(
         self, reason: str, source: Source | None = None, remedy: str = "", tables: tuple[str, ...] = ()
@@ -71,7 +61,7 @@ class NotLocal(Exception):
         self.reason = reason
         self.source = source
         self.remedy = remedy
-        self.tables = tables
+        self.tables = tables  #: Paths of the tables concerned, if any.
 
     def __str__(self) -> str:
         return f"{self.reason} ({self.source})" if self.source else self.reason
@@ -79,67 +69,44 @@ class NotLocal(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reduction:
-    """A reduction over all devices; `op` is "sum", "max", "min", "and", "or" or "prod".
-
-    Attributes:
-      nested: It is inside a loop or branch.
-    """
+    """A reduction over all devices; `op` is "sum", "max", "min", "and", "or" or "prod"."""
 
     type: ArrayType
     op: str
-    nested: bool
+    nested: bool  #: It is inside a loop or branch.
     source: Source | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A value of the examples that every device has whole, because an equation has no rule for parts of it.
+    """A value of the examples that every device has whole, because an equation has no rule for parts of it."""
 
-    Attributes:
-      nbytes: Bytes of all shards together, padding of examples included.
-      nested: It is inside a loop or branch.
-      op: The equation's primitive; "" for a result of the step.
-    """
-
-    nbytes: int
-    nested: bool
-    op: str
+    nbytes: int  #: Bytes of all shards together, padding of examples included.
+    nested: bool  #: It is inside a loop or branch.
+    op: str  #: The equation's primitive; "" for a result of the step.
     source: Source | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalFacts:
-    """The findings of `localize`.
+    """The findings of `localize`."""
 
-    Attributes:
-      outputs: The part that each device has of each of the block's outputs.
-      owned: Variables that are shards of an owner's rows.
-      gathered: Values of the examples that every device has whole.
-      inside: Why examples meet before the gradients (as in batch norm); None if they don't.
-      tensor: The findings of `localize` over the tensor axis, if there is one.
-      between: Reductions over ranks run between programs, except for owners' rows.
-    """
-
-    outputs: tuple[State, ...]
-    owned: frozenset[Var]
+    outputs: tuple[State, ...]  #: The part that each device has of each of the block's outputs.
+    owned: frozenset[Var]  #: Variables that are shards of an owner's rows.
     reductions: tuple[Reduction, ...]
-    gathered: tuple[Gathered, ...] = ()
-    inside: NotLocal | None = None
-    tensor: LocalFacts | None = None
-    between: bool = False
+    gathered: tuple[Gathered, ...] = ()  #: Values of the examples that every device has whole.
+    inside: NotLocal | None = None  #: Why examples meet before the gradients (as in batch norm); None if they don't.
+    tensor: LocalFacts | None = None  #: The findings of `localize` over the tensor axis, if there is one.
+    between: bool = False  #: Reductions over ranks run between programs, except for owners' rows.
 
 
 @dataclass(frozen=True, slots=True)
 class OncePerRow:
-    """The findings of `once_per_row`.
+    """The findings of `once_per_row`."""
 
-    Attributes:
-      counts: (rows, lookups) of the ids by which something is computed once for each distinct row.
-      share: The products' operations that are left, as a fraction of those before.
-    """
-
+    #: (rows, lookups) of the ids by which something is computed once for each distinct row.
     counts: tuple[tuple[int, int], ...]
-    share: float
+    share: float  #: The products' operations that are left, as a fraction of those before.
 
     def __str__(self) -> str:
         counts = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)

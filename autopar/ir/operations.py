@@ -42,18 +42,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The specification of an operation.
+    """The specification of an operation."""
 
-    Attributes:
-      since: The pass that writes it first.
-      groups: Name of a group of operands -> their number; `REST` for the last one. "route" is a route.
-      takes_padding: It takes the padding row for all untouched rows. Its parameter `of` has the values that its rows
-        are made of, before lifting: one that is constant on untouched rows, or the factors of a product, one of
-        which is zero there.
-    """
-
-    since: str
+    since: str  #: The pass that writes it first.
+    #: Name of a group of operands -> their number; `REST` for the last one. "route" is a route.
     groups: Mapping[str, int | Count]
+    #: It takes the padding row for all untouched rows. Its parameter `of` has the values that its rows are made of,
+    #: before lifting: one that is constant on untouched rows, or the factors of a product, one of which is zero there.
     takes_padding: bool = False
 
     def split(self, params: Params, operands: Sequence[T]) -> dict[str, tuple[T, ...]]:

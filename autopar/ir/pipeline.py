@@ -186,21 +186,15 @@ def _check_count(name: str, count: object) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProgram:
-    """A program of one stage, compiled by itself.
-
-    Attributes:
-      level: Order of a phase's update programs: one reads only values of earlier levels and of its own stage.
-      block: Its inputs and outputs are values of the pipeline.
-      call: In an asynchronous pipeline, the call in which it runs, counted from the minibatch's own.
-      local: The program of one of the devices that divide the stage's products: it takes and returns a device's part of
-        divided values.
-    """
+    """A program of one stage, compiled by itself."""
 
     phase: Phase
     stage: int
-    level: int
-    block: Block
-    call: int = 0
+    level: int  #: Order of a phase's update programs: one reads only values of earlier levels and of its own stage.
+    block: Block  #: Its inputs and outputs are values of the pipeline.
+    call: int = 0  #: In an asynchronous pipeline, the call in which it runs, counted from the minibatch's own.
+    #: The program of one of the devices that divide the stage's products: it takes and returns a device's part of
+    #: divided values.
     local: Block | None = None
 
     @property
@@ -211,36 +205,25 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StagedStep:
-    """A step as the programs of its stages.
+    """A step as the programs of its stages."""
 
-    Attributes:
-      stages: S.
-      microbatches: M.
-      inputs: The step's inputs; a leaf whose layers several stages have is a tuple of parts.
-      parts: A microbatch's part of an input -> (the input, the axis of its examples).
-      programs: By phase, level and stage; one for each phase and stage, for "update" one for each level.
-      joins: A microbatch's value -> (the value of all microbatches, a reduction's name or the axis of the examples).
-      homes: The stage of each input of the state.
-      weights: Inputs that the gradient program reads, in the order of their first use.
-      outputs: The step's outputs; a new value of a leaf in parts is a tuple.
-      new_leaves: Outputs that are new values of non-scalar leaves of the state -> the leaf's stage. Without a flush,
-        the leaves themselves.
-      divided: Values that the devices that divide a stage's products have in parts -> the axis.
-      asynchronous: Additions if minibatches aren't flushed.
-    """
-
-    stages: int
-    microbatches: int
+    stages: int  #: S.
+    microbatches: int  #: M.
+    #: The step's inputs; a leaf whose layers several stages have is a tuple of parts.
     inputs: tuple[Var | tuple[Var, ...], ...]
-    parts: Mapping[Var, tuple[Var, int]]
+    parts: Mapping[Var, tuple[Var, int]]  #: A microbatch's part of an input -> (the input, the axis of its examples).
+    #: By phase, level and stage; one for each phase and stage, for "update" one for each level.
     programs: tuple[StageProgram, ...]
+    #: A microbatch's value -> (the value of all microbatches, a reduction's name or the axis of the examples).
     joins: Mapping[Var, tuple[Var, str | int]]
-    homes: Mapping[Var, int]
-    weights: tuple[Var, ...]
-    outputs: tuple[Atom | tuple[Atom, ...], ...]
+    homes: Mapping[Var, int]  #: The stage of each input of the state.
+    weights: tuple[Var, ...]  #: Inputs that the gradient program reads, in the order of their first use.
+    outputs: tuple[Atom | tuple[Atom, ...], ...]  #: The step's outputs; a new value of a leaf in parts is a tuple.
+    #: Outputs that are new values of non-scalar leaves of the state -> the leaf's stage. Without a flush, the leaves
+    #: themselves.
     new_leaves: Mapping[Var, int]
-    divided: Mapping[Var, int]
-    asynchronous: Asynchronous | None = None
+    divided: Mapping[Var, int]  #: Values that the devices that divide a stage's products have in parts -> the axis.
+    asynchronous: Asynchronous | None = None  #: Additions if minibatches aren't flushed.
 
     @property
     def results(self) -> tuple[Var, ...]:

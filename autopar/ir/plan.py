@@ -32,51 +32,34 @@ _DERIVED: Mapping[str, bool] = {"saved": False}
 
 @dataclass(frozen=True, slots=True)
 class TablePlan:
-    """The plan of a table that is looked up by rows, with its optimizer slots.
-
-    Attributes:
-      axis: The row axis.
-      slots: Paths of the leaves whose rows go with the table's, other tables of the family included.
-      ids: Ids that a step looks up, over all devices, duplicates included.
-      method: How the table's gradient travels.
-      lifted: Only the touched rows are updated.
-      remedy: How the user can change the decision that `reason` explains.
-      line: Where the table is looked up.
-      refused: It can't be lifted at all.
-      capacity: With "ps", the rows that a device asks another one for at most. `tight`: this was measured.
-      cyclic: Rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
-      pulled: A dense leaf on hosts, of which every step takes all rows.
-      log_steps: Most steps that untouched rows wait in the update log; 0 where no step moves them.
-      alpha: Rows that a step touches, if known.
-      growth: Distinct rows that n devices touch together, each with as many ids as a device of the plan; None if
-        unknown.
-      sizes: On several devices, rows and bytes of the family's exchanges.
-      terms: On several devices, method (or `taken`) -> its predicted exchanges and updates in a step, in order.
-      sent: On several devices, method -> bytes that each device would send in a step for the family.
-    """
+    """The plan of a table that is looked up by rows, with its optimizer slots."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
-    axis: int
-    slots: tuple[str, ...]
-    ids: int
-    method: str
+    axis: int  #: The row axis.
+    slots: tuple[str, ...]  #: Paths of the leaves whose rows go with the table's, other tables of the family included.
+    ids: int  #: Ids that a step looks up, over all devices, duplicates included.
+    method: str  #: How the table's gradient travels.
     where: Where
-    lifted: bool
+    lifted: bool  #: Only the touched rows are updated.
     reason: str = ""
-    remedy: str = ""
-    line: str = ""
-    refused: bool = False
+    remedy: str = ""  #: How the user can change the decision that `reason` explains.
+    line: str = ""  #: Where the table is looked up.
+    refused: bool = False  #: It can't be lifted at all.
+    #: With "ps", the rows that a device asks another one for at most. `tight`: this was measured.
     capacity: int | None = None
     tight: bool = False
-    cyclic: bool = False
-    log_steps: int = 0
-    pulled: bool = False
-    alpha: Alpha | None = None
+    cyclic: bool = False  #: Rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+    log_steps: int = 0  #: Most steps that untouched rows wait in the update log; 0 where no step moves them.
+    pulled: bool = False  #: A dense leaf on hosts, of which every step takes all rows.
+    alpha: Alpha | None = None  #: Rows that a step touches, if known.
+    #: Distinct rows that n devices touch together, each with as many ids as a device of the plan; None if unknown.
     growth: RowGrowth | None = None
-    sizes: Sizes | None = None
+    sizes: Sizes | None = None  #: On several devices, rows and bytes of the family's exchanges.
+    #: On several devices, method (or `taken`) -> its predicted exchanges and updates in a step, in order.
     terms: Mapping[str, tuple[Term, ...]] = field(default_factory=dict)
+    #: On several devices, method -> bytes that each device would send in a step for the family.
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
 
     @property
@@ -103,19 +86,15 @@ class TablePlan:
 
 @dataclass(frozen=True, slots=True)
 class DensePlan:
-    """The plan of a leaf of the state that isn't looked up by rows.
-
-    Attributes:
-      sharded: It is kept in shards, and gathered for use.
-      sent: Method -> bytes that each device would send in a step for it.
-    """
+    """The plan of a leaf of the state that isn't looked up by rows."""
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
-    sharded: bool = False
+    sharded: bool = False  #: It is kept in shards, and gathered for use.
     reason: str = field(default="", compare=False, metadata=_DERIVED)
+    #: Method -> bytes that each device would send in a step for it.
     sent: Mapping[str, int] = field(default_factory=dict, compare=False, metadata=_DERIVED)
 
     @property

@@ -149,17 +149,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Maps an equation's operands to the inputs of its last body (a while's is its body; all branches of a cond agree).
+    """Maps an equation's operands to the inputs of its last body (a while's is its body; all branches of a cond
+    agree)."""
 
-    Attributes:
-      head: Number of leading operands that the body doesn't take: a cond's index, the constants of a while's condition.
-      consts: Number of operands that are the same in each turn of a loop.
-      carries: Number of operands that a loop carries from turn to turn and returns. A scan slices the rest.
-    """
-
+    #: Number of leading operands that the body doesn't take: a cond's index, the constants of a while's condition.
     head: int
-    consts: int
-    carries: int
+    consts: int  #: Number of operands that are the same in each turn of a loop.
+    carries: int  #: Number of operands that a loop carries from turn to turn and returns. A scan slices the rest.
 
     @property
     def fixed(self) -> int:
@@ -169,31 +165,24 @@ class Border:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Equation:
-    """One operation.
+    """One operation."""
 
-    Attributes:
-      op: The JAX primitive's name, or that of an operation of ours (`ir.operations`).
-      params: The operation's static parameters (of a scan or cond: ours, not JAX's).
-      bodies: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
-      primitive: JAX's primitive; None for an operation of ours, unless it is made of one.
-      original: JAX's parameters of a control-flow equation whose bodies are unchanged, which is emitted as it was
-        traced. None once a pass has changed a body.
-      effects: Running it can be observed (a print, an ordered callback), so it is never removed.
-      context, info: JAX's equation context and source info, which emission restores.
-      origin: Finds `source` (`ir.trace.Origin`).
-    """
-
-    op: str
+    op: str  #: The JAX primitive's name, or that of an operation of ours (`ir.operations`).
     inputs: tuple[Atom, ...]
     outputs: tuple[Var, ...]
+    #: The operation's static parameters (of a scan or cond: ours, not JAX's).
     params: Params = field(default_factory=dict)
+    #: Nested programs: one for scan and remat, one per branch of a cond, (condition, body) of a while.
     bodies: tuple[Block, ...] = ()
-    primitive: Primitive | None = None
+    primitive: Primitive | None = None  #: JAX's primitive; None for an operation of ours, unless it is made of one.
+    #: JAX's parameters of a control-flow equation whose bodies are unchanged, which is emitted as it was traced. None
+    #: once a pass has changed a body.
     original: Params | None = None
-    effects: bool = False
+    effects: bool = False  #: Running it can be observed (a print, an ordered callback), so it is never removed.
+    #: JAX's equation context and source info, which emission restores.
     context: object = None
     info: object = None
-    origin: Origin | None = None
+    origin: Origin | None = None  #: Finds `source` (`ir.trace.Origin`).
 
     @property
     def source(self) -> Source | None:
@@ -269,17 +258,13 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """A flat input.
-
-    Attributes:
-      role: 'state' (the step returns it updated), 'table' (only read, in a layout), 'log' (state of autopar's own) or
-        'batch' (everything else).
-      layout: A table's layout and row axis.
-    """
+    """A flat input."""
 
     path: str
+    #: 'state' (the step returns it updated), 'table' (only read, in a layout), 'log' (state of autopar's own) or
+    #: 'batch' (everything else).
     role: str
-    layout: tuple[RowLayout, int] | None = None
+    layout: tuple[RowLayout, int] | None = None  #: A table's layout and row axis.
 
     @property
     def entry_axis(self) -> int | None:
@@ -303,42 +288,33 @@ def known(found: Found | None) -> Found:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """A whole train step, and the findings of analyses.
-
-    Attributes:
-      inputs, outputs: Paths and roles of the block's inputs and outputs, in order.
-      tables: (state input, row axis) of those that are looked up by rows (`classify`).
-      candidates: The same of state inputs that have as many rows as a table (`classify`).
-      unfollowed: State input -> why its lookups aren't followed, or that rows are only written into it (`classify`).
-      rows_read: State input -> about how many rows' elements its lookups read, followed or not (`classify`).
-      pulled: Leaves on hosts of which every step touches all rows, and values pushed to all of them (`pull_whole`).
-      rows: The rows' facts (`analyze_rows`).
-      batch: Variable -> its axis that runs over the batch, where it is known (`analyze_batch`).
-      ids: Family -> the rows that its accesses read or write, for the plan's devices (`analyze_batch`).
-      local: In the program of one device, its part of each output.
-      once_per_row: Work that is done once for each distinct row, if any.
-      stages: In the program of one rank, its compiled programs and exchanges.
-      staged: In a pipeline, the programs of its stages.
-      served: With servers, the programs of a worker and of the servers.
-    """
+    """A whole train step, and the findings of analyses."""
 
     block: Block
+    #: Paths and roles of the block's inputs and outputs, in order.
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     name: str = "step"
+    #: (state input, row axis) of those that are looked up by rows (`classify`).
     tables: tuple[tuple[int, int], ...] = ()
+    #: The same of state inputs that have as many rows as a table (`classify`).
     candidates: tuple[tuple[int, int], ...] = ()
+    #: State input -> why its lookups aren't followed, or that rows are only written into it (`classify`).
     unfollowed: Mapping[int, Refusal] = field(default_factory=dict)
+    #: State input -> about how many rows' elements its lookups read, followed or not (`classify`).
     rows_read: Mapping[int, int] = field(default_factory=dict)
+    #: Leaves on hosts of which every step touches all rows, and values pushed to all of them (`pull_whole`).
     pulled: frozenset[Var] = frozenset()
-    rows: RowFacts | None = None
+    rows: RowFacts | None = None  #: The rows' facts (`analyze_rows`).
+    #: Variable -> its axis that runs over the batch, where it is known (`analyze_batch`).
     batch: Mapping[Var, int] = field(default_factory=dict)
+    #: Family -> the rows that its accesses read or write, for the plan's devices (`analyze_batch`).
     ids: Mapping[int, RowIds] = field(default_factory=dict)
-    local: LocalFacts | None = None
-    once_per_row: OncePerRow | None = None
-    stages: Stages | None = None
-    staged: StagedStep | None = None
-    served: ServedStep | None = None
+    local: LocalFacts | None = None  #: In the program of one device, its part of each output.
+    once_per_row: OncePerRow | None = None  #: Work that is done once for each distinct row, if any.
+    stages: Stages | None = None  #: In the program of one rank, its compiled programs and exchanges.
+    staged: StagedStep | None = None  #: In a pipeline, the programs of its stages.
+    served: ServedStep | None = None  #: With servers, the programs of a worker and of the servers.
 
     @property
     def facts(self) -> RowFacts:

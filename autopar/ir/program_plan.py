@@ -12,22 +12,15 @@ from autopar.ir.plan import Plan, TablePlan
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The number of a family's rows that a step's arrays hold.
+    """The number of a family's rows that a step's arrays hold."""
 
-    Attributes:
-      rows: The most that a step touches, one padding row included.
-      requested: Rows that all devices together ask for, if these travel by themselves ("ps", "allgather").
-      capacity: With "ps", the most rows that one device asks another one for.
-      layout: How the rows are spread, if they are.
-      tight: `capacity` was measured; a batch that exceeds it is run by the fallback.
-      imbalance: In the example, the most rows that a device asks one owner for over the average, if measured.
-    """
-
-    rows: int
+    rows: int  #: The most that a step touches, one padding row included.
+    #: Rows that all devices together ask for, if these travel by themselves ("ps", "allgather").
     requested: int | None = None
-    capacity: int | None = None
-    layout: RowLayout | None = None
-    tight: bool = False
+    capacity: int | None = None  #: With "ps", the most rows that one device asks another one for.
+    layout: RowLayout | None = None  #: How the rows are spread, if they are.
+    tight: bool = False  #: `capacity` was measured; a batch that exceeds it is run by the fallback.
+    #: In the example, the most rows that a device asks one owner for over the average, if measured.
     imbalance: float | None = None
 
 
@@ -55,29 +48,24 @@ class FamilyPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProgramPlan:
-    """A plan's consequences for one traced program.
-
-    Attributes:
-      placements: Axis of each input that is spread over the devices; None: each device holds all of it.
-      uneven: Inputs of examples that the devices don't divide -> their axis. Each device is given all examples, and
-        takes its part in the step, padded and masked where it matters.
-      undivided: The number B of examples if the devices don't divide it, else 0.
-      rank_devices: With tables on hosts, the number L of devices of each rank over which its examples are spread.
-      layouts: Input -> (layout, row axis), if it isn't stored in its plain layout.
-      fallback: The families with the capacity that no batch exceeds, if some are tight.
-      shards: Dense leaves that are spread and gathered for use -> the axis.
-      tensors: Leaves that are divided over the devices of a tensor axis -> their axis.
-    """
+    """A plan's consequences for one traced program."""
 
     plan: Plan
     families: tuple[FamilyPlan, ...] = ()
+    #: Axis of each input that is spread over the devices; None: each device holds all of it.
     placements: tuple[int | None, ...] = ()
+    #: Input -> (layout, row axis), if it isn't stored in its plain layout.
     layouts: Mapping[int, tuple[RowLayout, int]] = field(default_factory=dict)
-    fallback: tuple[FamilyPlan, ...] = ()
+    fallback: tuple[FamilyPlan, ...] = ()  #: The families with the capacity that no batch exceeds, if some are tight.
+    #: Dense leaves that are spread and gathered for use -> the axis.
     shards: Mapping[int, int] = field(default_factory=dict)
+    #: Leaves that are divided over the devices of a tensor axis -> their axis.
     tensors: Mapping[int, int] = field(default_factory=dict)
+    #: Inputs of examples that the devices don't divide -> their axis. Each device is given all examples, and takes its
+    #: part in the step, padded and masked where it matters.
     uneven: Mapping[int, int] = field(default_factory=dict)
-    undivided: int = 0
+    undivided: int = 0  #: The number B of examples if the devices don't divide it, else 0.
+    #: With tables on hosts, the number L of devices of each rank over which its examples are spread.
     rank_devices: int = 1
 
     @property

@@ -27,20 +27,13 @@ def _times(value: Array, count: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Reducer:
-    """A reduction, and how partial results are joined.
+    """A reduction, and how partial results are joined."""
 
-    Attributes:
-      joined: The function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
-      reduce: Reduces an array over axes, in its own dtype.
-      repeated: Joins a result with itself, `count` times.
-      neutral: Returns the neutral element of a dtype, as an array without axes.
-      across: JAX's collective over axes of a mesh, which may lose a NaN unless it adds.
-    """
-
-    joined: str
-    reduce: Callable[[Array, tuple[int, ...]], Array]
-    neutral: Callable[[np.dtype], np.ndarray]
-    repeated: Callable[[Array, Array], Array] = _once
+    joined: str  #: The function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
+    reduce: Callable[[Array, tuple[int, ...]], Array]  #: Reduces an array over axes, in its own dtype.
+    neutral: Callable[[np.dtype], np.ndarray]  #: Returns the neutral element of a dtype, as an array without axes.
+    repeated: Callable[[Array, Array], Array] = _once  #: Joins a result with itself, `count` times.
+    #: JAX's collective over axes of a mesh, which may lose a NaN unless it adds.
     across: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:

@@ -117,32 +117,20 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KnownIds:
-    """Ids that include those of an access and are known before it.
+    """Ids that include those of an access and are known before it."""
 
-    Attributes:
-      equations: Equations that compute them from values of the program.
-      atom: The ids, [..., 1].
-    """
-
-    equations: tuple[Equation, ...]
-    atom: Atom
+    equations: tuple[Equation, ...]  #: Equations that compute them from values of the program.
+    atom: Atom  #: The ids, [..., 1].
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Access:
-    """An equation that reads or writes rows by their ids.
+    """An equation that reads or writes rows by their ids."""
 
-    Attributes:
-      equation: A gather, scatter, dynamic_slice, dynamic_update_slice, slice or pad.
-      path: The scans and remats around it, outermost first.
-      axis: The row axis of the equation's operand (of its result for pad).
-      known: A superset of its ids, if its own ids depend on rows of the same table.
-    """
-
-    equation: Equation
-    path: tuple[Equation, ...]
-    axis: int
-    known: KnownIds | None = None
+    equation: Equation  #: A gather, scatter, dynamic_slice, dynamic_update_slice, slice or pad.
+    path: tuple[Equation, ...]  #: The scans and remats around it, outermost first.
+    axis: int  #: The row axis of the equation's operand (of its result for pad).
+    known: KnownIds | None = None  #: A superset of its ids, if its own ids depend on rows of the same table.
 
     @property
     def is_lookup(self) -> bool:
@@ -152,35 +140,22 @@ class Access:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSpace:
-    """A family of leaves with `extent` rows.
+    """A family of leaves with `extent` rows."""
 
-    Attributes:
-      family: Its representative in `RowFacts`; negative and unique if it is refused.
-      leaves, tables: Its members, and those of them that are looked up, as indices of the program's inputs.
-      axes: The row axis of each of `leaves`.
-      accesses: All equations that read or write its rows by ids.
-      refusal: Why it can't be lifted, None if it can.
-      notes: Remarks for `explain` on a family that lifts.
-      is_read_whole: An equation reads all rows of a leaf at once.
-      depends_on: Families whose rows the ids of this one depend on.
-      deferred: A step moves untouched rows, by a function of the row that can be replayed later.
-      is_pulled: Every step touches all rows: dense leaves on hosts.
-      rows_read: If no lookup is followed (no `accesses`), about how many rows lookups read.
-    """
-
-    family: int
+    family: int  #: Its representative in `RowFacts`; negative and unique if it is refused.
     extent: int
+    #: Its members, and those of them that are looked up, as indices of the program's inputs.
     leaves: tuple[int, ...]
-    axes: tuple[int, ...]
+    axes: tuple[int, ...]  #: The row axis of each of `leaves`.
     tables: tuple[int, ...]
-    accesses: tuple[Access, ...]
-    refusal: Refusal | None = None
-    notes: tuple[str, ...] = ()
-    is_read_whole: bool = False
-    depends_on: tuple[int, ...] = ()
-    deferred: bool = False
-    is_pulled: bool = False
-    rows_read: int = 0
+    accesses: tuple[Access, ...]  #: All equations that read or write its rows by ids.
+    refusal: Refusal | None = None  #: Why it can't be lifted, None if it can.
+    notes: tuple[str, ...] = ()  #: Remarks for `explain` on a family that lifts.
+    is_read_whole: bool = False  #: An equation reads all rows of a leaf at once.
+    depends_on: tuple[int, ...] = ()  #: Families whose rows the ids of this one depend on.
+    deferred: bool = False  #: A step moves untouched rows, by a function of the row that can be replayed later.
+    is_pulled: bool = False  #: Every step touches all rows: dense leaves on hosts.
+    rows_read: int = 0  #: If no lookup is followed (no `accesses`), about how many rows lookups read.
 
     @property
     def row_axes(self) -> dict[int, int]:
@@ -189,20 +164,15 @@ class RowSpace:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowFacts:
-    """The findings of `analyze_rows`.
+    """The findings of `analyze_rows`."""
 
-    Attributes:
-      values: Variable -> its place in row space; others are dense.
-      roles: How an equation in row space is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense
-        read of a whole leaf).
-      parents: Family -> the family that it was united with (union-find).
-      whole: Row value that can be computed for all rows -> families whose updated leaves that needs.
-    """
-
-    values: Mapping[Var, Value]
+    values: Mapping[Var, Value]  #: Variable -> its place in row space; others are dense.
+    #: How an equation in row space is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense read
+    #: of a whole leaf).
     roles: Mapping[Equation, str]
     spaces: tuple[RowSpace, ...]
-    parents: tuple[int, ...]
+    parents: tuple[int, ...]  #: Family -> the family that it was united with (union-find).
+    #: Row value that can be computed for all rows -> families whose updated leaves that needs.
     whole: Mapping[Atom, frozenset[int]]
 
     def find(self, family: int) -> int:
@@ -242,37 +212,25 @@ def can_be_run_again(equation: Equation) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """The index operand of an access, computed outside of the loops around it.
+    """The index operand of an access, computed outside of the loops around it."""
 
-    Attributes:
-      path: The equations around the access, outermost first.
-      atom: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
-      varies: For each of them, the operand differs from iteration to iteration.
-    """
-
-    path: tuple[Equation, ...]
+    path: tuple[Equation, ...]  #: The equations around the access, outermost first.
+    #: The operand at the top of the program, with a leading axis for each equation of the path that `varies`.
     atom: Atom
-    varies: tuple[bool, ...]
+    varies: tuple[bool, ...]  #: For each of them, the operand differs from iteration to iteration.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowIds:
-    """The ids of a family's accesses.
+    """The ids of a family's accesses."""
 
-    Attributes:
-      equations: Equations to append to the program, which compute the ids outside of loops, and `row_ids` and
-        `row_range`s.
-      results: Flat ids.
-      batched: For each result, equal shards of it are the ids of equal shards of the batch.
-      axes: Access -> the batch axis of its index operand, if the access may be spread by it.
-      indices: Access without `known` ids -> its index operand outside of loops.
-    """
-
+    #: Equations to append to the program, which compute the ids outside of loops, and `row_ids` and `row_range`s.
     equations: tuple[Equation, ...]
-    results: tuple[Var, ...]
-    batched: tuple[bool, ...]
+    results: tuple[Var, ...]  #: Flat ids.
+    batched: tuple[bool, ...]  #: For each result, equal shards of it are the ids of equal shards of the batch.
+    #: Access -> the batch axis of its index operand, if the access may be spread by it.
     axes: Mapping[Equation, int | None]
-    indices: Mapping[Equation, Index]
+    indices: Mapping[Equation, Index]  #: Access without `known` ids -> its index operand outside of loops.
 
     @property
     def count(self) -> int:

@@ -184,16 +184,11 @@ def _with_weights(order: Sequence[Task], stage: int, delay: int, microbatches: i
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Makes a schedule and checks what it demands of a pipeline; here each stage has devices of its own.
-
-    Attributes:
-      make: Makes the schedule of places and a number of microbatches.
-      stages_per_device: The default; 1: never more.
-    """
+    """Makes a schedule and checks what it demands of a pipeline; here each stage has devices of its own."""
 
     name: str
-    make: Callable[[Places, int], Schedule]
-    stages_per_device: int = 1
+    make: Callable[[Places, int], Schedule]  #: Makes the schedule of places and a number of microbatches.
+    stages_per_device: int = 1  #: The default; 1: never more.
 
     @property
     def splits_backward(self) -> bool:
@@ -254,15 +249,10 @@ class CyclicRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class AsynchronousRule(Rule):
-    """Lets minibatches follow one another without a flush, each with an update of its own (`ir.asynchronous`).
+    """Lets minibatches follow one another without a flush, each with an update of its own (`ir.asynchronous`)."""
 
-    Attributes:
-      stashes: A minibatch's backward sees the weights that its forward saw.
-      predicts: Both see the weights that are predicted for the end of the minibatch.
-    """
-
-    stashes: bool = False
-    predicts: bool = False
+    stashes: bool = False  #: A minibatch's backward sees the weights that its forward saw.
+    predicts: bool = False  #: Both see the weights that are predicted for the end of the minibatch.
 
     @property
     def microbatches(self) -> int:

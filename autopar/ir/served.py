@@ -32,24 +32,15 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ServerPart:
-    """The leaves that one server keeps, and its programs.
+    """The leaves that one server keeps, and its programs."""
 
-    Attributes:
-      leaves: Numbers of the step's inputs that it keeps, and numbers of pieces.
-      clocks: Leaves that it counts by itself, as every server does that reads them.
-      pull: The program of a pull, from leaves and ids to what a worker is given.
-      ids: Numbers of its ids among those that a worker sends.
-      update: The program of a push, from leaves, clocks and pushed values to new leaves and clocks.
-      pushed: Numbers of its values among those that a worker pushes.
-      leaf_bytes, pull_bytes, push_bytes: Bytes of its leaves, and of a worker's messages.
-    """
-
-    leaves: tuple[int, ...]
-    clocks: tuple[int, ...]
-    pull: Block
-    ids: tuple[int, ...]
-    update: Block
-    pushed: tuple[int, ...]
+    leaves: tuple[int, ...]  #: Numbers of the step's inputs that it keeps, and numbers of pieces.
+    clocks: tuple[int, ...]  #: Leaves that it counts by itself, as every server does that reads them.
+    pull: Block  #: The program of a pull, from leaves and ids to what a worker is given.
+    ids: tuple[int, ...]  #: Numbers of its ids among those that a worker sends.
+    update: Block  #: The program of a push, from leaves, clocks and pushed values to new leaves and clocks.
+    pushed: tuple[int, ...]  #: Numbers of its values among those that a worker pushes.
+    #: Bytes of its leaves, and of a worker's messages.
     leaf_bytes: int
     pull_bytes: int
     push_bytes: int
@@ -57,14 +48,10 @@ class ServerPart:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalWorker:
-    """A worker's program on each of its devices.
+    """A worker's program on each of its devices."""
 
-    Attributes:
-      block: Takes and returns a device's part.
-      axes: The axis along which the devices divide each input; None: each has all of it. Each has all results.
-    """
-
-    block: Block
+    block: Block  #: Takes and returns a device's part.
+    #: The axis along which the devices divide each input; None: each has all of it. Each has all results.
     axes: tuple[int | None, ...]
 
 
@@ -75,31 +62,22 @@ class ServedStep:
     A worker's program takes what it pulled, server by server, and then the step's inputs that it has (`own`). It
     returns what it pushes, the step's results (`results`), and new clocks. Inputs and outputs are the step's, by
     number.
-
-    Attributes:
-      ids: The program that computes ids from `id_inputs`.
-      worker: The program that works on a minibatch.
-      own: Inputs that aren't pulled: clocks, and all that is no state.
-      pushed: Number of values that a worker pushes.
-      results: Outputs that are no state.
-      clocks: Leaves of the state whose new value depends on such leaves alone (counts, random keys, untrained leaves).
-        Every process has them.
-      whole: Leaves that a worker pulls whole.
-      servers: Each server's part; there may be fewer than were asked for.
-      pieces: Leaves that several servers keep, by numbers beyond those of the inputs.
-      local_worker: The worker's program on each of its devices, if several can divide its minibatch.
     """
 
-    ids: Block
+    ids: Block  #: The program that computes ids from `id_inputs`.
     id_inputs: tuple[int, ...]
-    worker: Block
-    own: tuple[int, ...]
-    pushed: int
-    results: tuple[int, ...]
+    worker: Block  #: The program that works on a minibatch.
+    own: tuple[int, ...]  #: Inputs that aren't pulled: clocks, and all that is no state.
+    pushed: int  #: Number of values that a worker pushes.
+    results: tuple[int, ...]  #: Outputs that are no state.
+    #: Leaves of the state whose new value depends on such leaves alone (counts, random keys, untrained leaves). Every
+    #: process has them.
     clocks: tuple[int, ...]
-    whole: frozenset[int]
-    servers: tuple[ServerPart, ...]
+    whole: frozenset[int]  #: Leaves that a worker pulls whole.
+    servers: tuple[ServerPart, ...]  #: Each server's part; there may be fewer than were asked for.
+    #: Leaves that several servers keep, by numbers beyond those of the inputs.
     pieces: Mapping[int, Piece] = field(default_factory=dict)
+    #: The worker's program on each of its devices, if several can divide its minibatch.
     local_worker: LocalWorker | None = None
 
     @functools.cached_property

@@ -31,44 +31,29 @@ def rounded_size(need: int, limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The sizes of a step's work with one family on N devices; static bounds, since arrays have these shapes.
+    """The sizes of a step's work with one family on N devices; static bounds, since arrays have these shapes."""
 
-    Attributes:
-      devices: N.
-      extent: V, rows of the table.
-      row_bytes: Bytes of a looked-up row as it is sent (a few columns, or a cast, of a row of the table).
-      family_bytes: Bytes of a row of the table and of its slots.
-      ids: Ids that each device looks up, duplicates included.
-      requested: Most distinct rows among them.
-      routed: Most rows that all devices together touch.
-      capacity: With "ps", most rows that a device asks another one for; on hosts what it would be on devices, or 0 if
-        nothing is known of the ids.
-      owned: With "ps", most rows that an owner is asked for; on hosts the busiest one, by all ranks together, so that
-        rows count for each rank that asks for them.
-      checks: The capacity is measured, so that each step checks it.
-      spread: The devices look up different rows; else all of them have the whole batch.
-      constant: Each step looks up all rows of a dense leaf on hosts, so that ids are sent but once.
-      gradient_bytes: Bytes of a row of gradients as they are sent; None: as `row_bytes`.
-      reduced: Bytes of a row of each gradient that is reduced over the devices ("allreduce", "allreduce_rows"); empty:
-        one gradient of `sent_gradient` bytes.
-      replayed: Bytes of a table's row that a step brings up to date where it reads it, or 0.
-    """
-
-    devices: int
-    extent: int
-    row_bytes: int
-    family_bytes: int
-    ids: int
-    requested: int
-    routed: int
+    devices: int  #: N.
+    extent: int  #: V, rows of the table.
+    row_bytes: int  #: Bytes of a looked-up row as it is sent (a few columns, or a cast, of a row of the table).
+    family_bytes: int  #: Bytes of a row of the table and of its slots.
+    ids: int  #: Ids that each device looks up, duplicates included.
+    requested: int  #: Most distinct rows among them.
+    routed: int  #: Most rows that all devices together touch.
+    #: With "ps", most rows that a device asks another one for; on hosts what it would be on devices, or 0 if nothing is
+    #: known of the ids.
     capacity: int
+    #: With "ps", most rows that an owner is asked for; on hosts the busiest one, by all ranks together, so that rows
+    #: count for each rank that asks for them.
     owned: int
-    checks: bool = False
-    spread: bool = True
-    constant: bool = False
-    gradient_bytes: int | None = None
+    checks: bool = False  #: The capacity is measured, so that each step checks it.
+    spread: bool = True  #: The devices look up different rows; else all of them have the whole batch.
+    constant: bool = False  #: Each step looks up all rows of a dense leaf on hosts, so that ids are sent but once.
+    gradient_bytes: int | None = None  #: Bytes of a row of gradients as they are sent; None: as `row_bytes`.
+    #: Bytes of a row of each gradient that is reduced over the devices ("allreduce", "allreduce_rows"); empty: one
+    #: gradient of `sent_gradient` bytes.
     reduced: tuple[int, ...] = ()
-    replayed: int = 0
+    replayed: int = 0  #: Bytes of a table's row that a step brings up to date where it reads it, or 0.
 
     @property
     def sent_gradient(self) -> int:

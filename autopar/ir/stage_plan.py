@@ -12,68 +12,47 @@ from autopar.ir.schedule import Places, Schedule
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """The plan of one stage. Bytes and operations are those of a microbatch, on each device of a tensor axis.
+    """The plan of one stage. Bytes and operations are those of a microbatch, on each device of a tensor axis."""
 
-    Attributes:
-      devices: By number; several are replicas, which take microbatches in turn.
-      weights: Paths of its parameters, in the order of their first use.
-      seconds: Kind of task ("F", "B", "W": gradients of weights) -> seconds; empty if the devices' rates aren't known.
-      update_s: Seconds of the update of its weights and slots.
-      flops: Floating-point operations of its products.
-      ahead_bytes, back_bytes: Bytes sent to later stages, and to earlier ones.
-      state_bytes: Bytes of its weights, slots and other leaves, and of copies of other stages' weights.
-      gradient_bytes: Bytes of the sums that it keeps over the microbatches; of tables the touched rows.
-      weight_bytes: Bytes of its weights.
-      activation_bytes: Bytes that the forward leaves for its backward.
-      exchanged_bytes, exchanges: Bytes that each device of a tensor axis sends to the others, and the number of
-        exchanges.
-    """
-
-    devices: tuple[int, ...]
-    weights: tuple[str, ...]
+    devices: tuple[int, ...]  #: By number; several are replicas, which take microbatches in turn.
+    weights: tuple[str, ...]  #: Paths of its parameters, in the order of their first use.
+    #: Kind of task ("F", "B", "W": gradients of weights) -> seconds; empty if the devices' rates aren't known.
     seconds: Mapping[str, float] = field(default_factory=dict)
-    update_s: float = 0.0
-    flops: float = 0.0
+    update_s: float = 0.0  #: Seconds of the update of its weights and slots.
+    flops: float = 0.0  #: Floating-point operations of its products.
+    #: Bytes sent to later stages, and to earlier ones.
     ahead_bytes: int = 0
     back_bytes: int = 0
-    state_bytes: int = 0
-    gradient_bytes: int = 0
-    weight_bytes: int = 0
-    activation_bytes: int = 0
+    state_bytes: int = 0  #: Bytes of its weights, slots and other leaves, and of copies of other stages' weights.
+    gradient_bytes: int = 0  #: Bytes of the sums that it keeps over the microbatches; of tables the touched rows.
+    weight_bytes: int = 0  #: Bytes of its weights.
+    activation_bytes: int = 0  #: Bytes that the forward leaves for its backward.
+    #: Bytes that each device of a tensor axis sends to the others, and the number of exchanges.
     exchanged_bytes: int = 0
     exchanges: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PipelinePlan:
-    """The stages of a step, and their schedule.
+    """The stages of a step, and their schedule."""
 
-    Attributes:
-      schedule, microbatches, stages_per_device, remat: As in `ir.pipeline.Pipeline`.
-      tensor: T, the devices of each place of a stage, which divide its products.
-      tied_bytes: Bytes sent in each step for weights that several stages use: copies there, gradients back.
-      send_byte_s: Seconds for each byte from a device to another; 0 if unknown.
-      candidates: If the number of stages was chosen, the candidates in words, and their seconds.
-      updates: In an asynchronous pipeline, the call of each stage's update, counted from the minibatch's.
-      last: The call in which all of a minibatch is done, its results included.
-      slack: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
-      ahead: In one that predicts, s of each stage's forwards and backwards.
-      statistics: Lines of sums over the batch that are taken over each microbatch, which changes the function.
-    """
-
+    #: As in `ir.pipeline.Pipeline`.
     schedule: str
     microbatches: int
     stages: tuple[StagePlan, ...]
     stages_per_device: int = 1
     remat: bool = False
-    tensor: int = 1
-    tied_bytes: int = 0
-    send_byte_s: float = 0.0
+    tensor: int = 1  #: T, the devices of each place of a stage, which divide its products.
+    tied_bytes: int = 0  #: Bytes sent in each step for weights that several stages use: copies there, gradients back.
+    send_byte_s: float = 0.0  #: Seconds for each byte from a device to another; 0 if unknown.
+    #: In an asynchronous pipeline, the call of each stage's update, counted from the minibatch's.
     updates: tuple[int, ...] = ()
-    last: int = 0
-    slack: int = 0
-    ahead: tuple[tuple[int, int], ...] = ()
+    last: int = 0  #: The call in which all of a minibatch is done, its results included.
+    slack: int = 0  #: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
+    ahead: tuple[tuple[int, int], ...] = ()  #: In one that predicts, s of each stage's forwards and backwards.
+    #: Lines of sums over the batch that are taken over each microbatch, which changes the function.
     statistics: tuple[str, ...] = ()
+    #: If the number of stages was chosen, the candidates in words, and their seconds.
     candidates: tuple[tuple[str, float], ...] = ()
 
     @property

@@ -18,17 +18,12 @@ Side = Literal["device", "owner"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramStage:
-    """A program that is compiled by itself.
-
-    Attributes:
-      level: The most exchanges that any of its inputs depends on.
-      last: Inputs that no later stage reads.
-    """
+    """A program that is compiled by itself."""
 
     side: Side
-    level: int
+    level: int  #: The most exchanges that any of its inputs depends on.
     block: Block
-    last: frozenset[Var] = frozenset()
+    last: frozenset[Var] = frozenset()  #: Inputs that no later stage reads.
 
     def __str__(self) -> str:
         return f"{self.side} program of {len(self.block.equations)} equations"
@@ -36,16 +31,13 @@ class ProgramStage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExchangeStage:
-    """Equations of one kind that are carried out together, between compiled programs.
-
-    Attributes:
-      bucket: The part of a level's reductions that runs beside the programs that follow it; None: it is awaited at
-        once, as are the parts before it.
-    """
+    """Equations of one kind that are carried out together, between compiled programs."""
 
     op: str
     level: int
     equations: tuple[Equation, ...]
+    #: The part of a level's reductions that runs beside the programs that follow it; None: it is awaited at once, as
+    #: are the parts before it.
     bucket: int | None = None
 
     def __str__(self) -> str:

@@ -14,50 +14,32 @@ FragmentIndex = NewType("FragmentIndex", int)
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    """Says when and how clients average their replicas.
+    """Says when and how clients average their replicas."""
 
-    Attributes:
-      name: The strategy in words; `way` as the user writes it.
-      clients: C, the number of replicas.
-      every, delay: k and d, in steps.
-      outer: An outer optimizer moves the weights by the mean change.
-      fragments: Paths of the weights that are averaged together, each fragment k/p steps after the one before.
-      fragment_bytes: Bytes of each fragment, with whole tables.
-      mean_bytes: Bytes of all that is averaged; of tables, at most of the touched rows.
-      by_rows: Paths of the tables of which only the rows that clients touched since are sent.
-      own: Paths of the floating-point leaves of the state that aren't averaged.
-      examples: Examples of a client's minibatch; 0 if unknown.
-      servers: Number of servers that keep a centre to exchange weights with; 0: weights are averaged.
-      alpha: The weight of an exchange with the centre.
-      slope: eta h, if it was given.
-      server_bytes: Bytes of the centre on each server.
-      partners: With whom clients exchange weights, as `sync.Replicated` has it.
-      nonlinear: With means in every step, the place where the update isn't linear in the gradients; "" if there is
-        none, or none is known.
-      averages_gradients: The means are known to equal averaging gradients.
-      server_ranks: Ranks that only serve; (): servers are threads of processes that train.
-    """
-
-    name: str
-    clients: int
+    name: str  #: The strategy in words; `way` as the user writes it.
+    clients: int  #: C, the number of replicas.
+    #: k and d, in steps.
     every: int
     delay: int
-    outer: bool
+    outer: bool  #: An outer optimizer moves the weights by the mean change.
+    #: Paths of the weights that are averaged together, each fragment k/p steps after the one before.
     fragments: tuple[tuple[str, ...], ...]
-    fragment_bytes: tuple[int, ...]
-    mean_bytes: int
-    by_rows: tuple[str, ...]
-    own: tuple[str, ...]
-    examples: int
-    servers: int = 0
-    alpha: float = 0.0
-    slope: float | None = None
-    server_bytes: tuple[int, ...] = ()
+    fragment_bytes: tuple[int, ...]  #: Bytes of each fragment, with whole tables.
+    mean_bytes: int  #: Bytes of all that is averaged; of tables, at most of the touched rows.
+    by_rows: tuple[str, ...]  #: Paths of the tables of which only the rows that clients touched since are sent.
+    own: tuple[str, ...]  #: Paths of the floating-point leaves of the state that aren't averaged.
+    examples: int  #: Examples of a client's minibatch; 0 if unknown.
+    servers: int = 0  #: Number of servers that keep a centre to exchange weights with; 0: weights are averaged.
+    alpha: float = 0.0  #: The weight of an exchange with the centre.
+    slope: float | None = None  #: eta h, if it was given.
+    server_bytes: tuple[int, ...] = ()  #: Bytes of the centre on each server.
     way: str = "Average()"
-    partners: str = "all"
+    partners: str = "all"  #: With whom clients exchange weights, as `sync.Replicated` has it.
+    #: With means in every step, the place where the update isn't linear in the gradients; "" if there is none, or none
+    #: is known.
     nonlinear: str = ""
-    averages_gradients: bool = False
-    server_ranks: tuple[int, ...] = ()
+    averages_gradients: bool = False  #: The means are known to equal averaging gradients.
+    server_ranks: tuple[int, ...] = ()  #: Ranks that only serve; (): servers are threads of processes that train.
 
     @property
     def sent_bytes(self) -> float:
@@ -87,19 +69,14 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServerPlan:
-    """The leaves that a server keeps.
+    """The leaves that a server keeps."""
 
-    Attributes:
-      leaves: Their paths, with the place of a piece.
-      leaf_bytes: Bytes of the leaves.
-      pull_bytes, push_bytes: Bytes that a worker pulls from it and pushes to it in a step.
-      pieces: Paths of leaves of which it keeps a piece -> the fraction.
-    """
-
-    leaves: tuple[str, ...]
-    leaf_bytes: int
+    leaves: tuple[str, ...]  #: Their paths, with the place of a piece.
+    leaf_bytes: int  #: Bytes of the leaves.
+    #: Bytes that a worker pulls from it and pushes to it in a step.
     pull_bytes: int
     push_bytes: int
+    #: Paths of leaves of which it keeps a piece -> the fraction.
     pieces: Mapping[str, float] = field(default_factory=dict)
 
     def part_of(self, path: str) -> float:
@@ -109,25 +86,16 @@ class ServerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ServedPlan:
-    """Says how workers train a state that servers keep.
+    """Says how workers train a state that servers keep."""
 
-    Attributes:
-      name: The strategy in words.
-      clients: N, the number of workers.
-      staleness: s, the bound; None: there is none.
-      by_rows: Paths of the tables of which workers pull only rows.
-      clocks: Paths of leaves that every process counts by itself.
-      examples: Examples of a worker's minibatch; 0 if unknown.
-      ranks: Ranks of servers that are processes of their own; (): they are threads of the workers.
-    """
-
-    name: str
-    clients: int
-    staleness: int | None
+    name: str  #: The strategy in words.
+    clients: int  #: N, the number of workers.
+    staleness: int | None  #: s, the bound; None: there is none.
     servers: tuple[ServerPlan, ...]
-    by_rows: tuple[str, ...]
-    clocks: tuple[str, ...]
-    examples: int
+    by_rows: tuple[str, ...]  #: Paths of the tables of which workers pull only rows.
+    clocks: tuple[str, ...]  #: Paths of leaves that every process counts by itself.
+    examples: int  #: Examples of a worker's minibatch; 0 if unknown.
+    #: Ranks of servers that are processes of their own; (): they are threads of the workers.
     ranks: tuple[int, ...] = ()
 
     @property

@@ -8,27 +8,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TensorGroupPlan:
-    """Weights whose products are divided together, if `taken`.
+    """Weights whose products are divided together, if `taken`."""
 
-    Attributes:
-      axes: Path of each leaf -> the axis along which it is divided; optimizer slots and biases among them.
-      weights: Paths of those that products read, in order.
-      reason: Why they are divided, or not.
-      reduces, gathers: Numbers of AllReduces and AllGathers in a step.
-      sent: Bytes that each device sends for them in a step.
-      flops: Operations of the products.
-      saved_s, sent_s: Predicted seconds that dividing the products saves, and that the exchanges take; 0 where nothing
-        is known of the devices.
-    """
-
+    #: Path of each leaf -> the axis along which it is divided; optimizer slots and biases among them.
     axes: Mapping[str, int]
-    weights: tuple[str, ...]
+    weights: tuple[str, ...]  #: Paths of those that products read, in order.
     taken: bool
-    reason: str
+    reason: str  #: Why they are divided, or not.
+    #: Numbers of AllReduces and AllGathers in a step.
     reduces: int
     gathers: int
-    sent: int
-    flops: float = 0.0
+    sent: int  #: Bytes that each device sends for them in a step.
+    flops: float = 0.0  #: Operations of the products.
+    #: Predicted seconds that dividing the products saves, and that the exchanges take; 0 where nothing is known of the
+    #: devices.
     saved_s: float = 0.0
     sent_s: float = 0.0
 

@@ -37,17 +37,12 @@ class SumOf:
 @dataclass(frozen=True, slots=True, eq=False)
 class Value:
     """A value of one microbatch and version. A timeline has one object for each (`Names`), so runtimes compare
-    identities.
+    identities."""
 
-    Attributes:
-      var: Its name in the programs.
-      part: The whole step, a microbatch, or a replica's sum.
-      version: Number of updates behind it; 0 except for leaves of the state in a timeline of several steps.
-    """
-
-    var: Var
+    var: Var  #: Its name in the programs.
+    #: The whole step, a microbatch, or a replica's sum.
     part: Whole | Microbatch | SumOf = field(default_factory=Whole)
-    version: int = 0
+    version: int = 0  #: Number of updates behind it; 0 except for leaves of the state in a timeline of several steps.
 
 
 class Names:
@@ -65,19 +60,15 @@ class Names:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """A program runs on a device.
-
-    Attributes:
-      microbatch: Its number; None of a program that runs once.
-      reads, writes: The values of its block's inputs and outputs.
-      sums: Outputs that are added to sums of its device -> the sums.
-    """
+    """A program runs on a device."""
 
     program: StageProgram
     device: int
-    microbatch: int | None
+    microbatch: int | None  #: Its number; None of a program that runs once.
+    #: The values of its block's inputs and outputs.
     reads: tuple[Value, ...]
     writes: tuple[Value, ...]
+    #: Outputs that are added to sums of its device -> the sums.
     sums: Mapping[Var, Value] = field(default_factory=dict)
 
 
@@ -92,13 +83,10 @@ class Send:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Join:
-    """A device adds up the sums of a stage's replicas, or concatenates the results of all microbatches.
-
-    Attributes:
-      made: Result -> its parts, and the name of a reduction or the axis of the examples.
-    """
+    """A device adds up the sums of a stage's replicas, or concatenates the results of all microbatches."""
 
     device: int
+    #: Result -> its parts, and the name of a reduction or the axis of the examples.
     made: Mapping[Value, tuple[tuple[Value, ...], str | int]]
 
 
@@ -109,22 +97,14 @@ Drops = tuple[tuple[int, Value], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Timeline:
-    """A step's actions.
-
-    Attributes:
-      drops: For each action, (device, value) that are not read after it.
-      given: Leaves of the state -> devices that have them before the first action.
-      arguments: The call's other inputs, which any device may read.
-      results: Wanted values -> devices that have them at the end.
-      microbatches: M.
-    """
+    """A step's actions."""
 
     actions: tuple[Action, ...]
-    drops: tuple[Drops, ...]
-    given: Mapping[Value, tuple[int, ...]]
-    arguments: frozenset[Value]
-    results: Mapping[Value, tuple[int, ...]]
-    microbatches: int
+    drops: tuple[Drops, ...]  #: For each action, (device, value) that are not read after it.
+    given: Mapping[Value, tuple[int, ...]]  #: Leaves of the state -> devices that have them before the first action.
+    arguments: frozenset[Value]  #: The call's other inputs, which any device may read.
+    results: Mapping[Value, tuple[int, ...]]  #: Wanted values -> devices that have them at the end.
+    microbatches: int  #: M.
 
     def sends(self) -> Iterator[Send]:
         return (action for action in self.actions if isinstance(action, Send))

@@ -54,18 +54,12 @@ _known: dict[tuple[Devices, Purpose], Figures] = {}
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A measurement of a point of a figure.
-
-    Attributes:
-      at: The point: bytes, ids, a method.
-      weight: Its duration, in measurements of small arrays.
-      run: Returns seconds.
-    """
+    """A measurement of a point of a figure."""
 
     figure: str
-    at: int | str
-    weight: float
-    run: Callable[[], float]
+    at: int | str  #: The point: bytes, ids, a method.
+    weight: float  #: Its duration, in measurements of small arrays.
+    run: Callable[[], float]  #: Returns seconds.
 
 
 def rates_of(

@@ -28,19 +28,14 @@ _TURNS = re.compile(r'known_trip_count"?:\{"n":"(?P<count>\d+)"')
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """A collective of a compiled program.
+    """A collective of a compiled program."""
 
-    Attributes:
-      op: "all-reduce", "all-gather", "all-to-all", "reduce-scatter" or "collective-permute".
-      arrays: (dtype, shape) of its results on one device.
-      groups: Devices that take part together, by their number in the mesh; empty: all.
-      times: Runs in a step. Loops whose number of iterations isn't known at compile time count as none: a planned step
-        has one for batches that exceed a capacity, and one for scalars that are not finite.
-    """
-
-    op: str
-    arrays: tuple[tuple[str, tuple[int, ...]], ...]
+    op: str  #: "all-reduce", "all-gather", "all-to-all", "reduce-scatter" or "collective-permute".
+    arrays: tuple[tuple[str, tuple[int, ...]], ...]  #: (dtype, shape) of its results on one device.
+    #: Runs in a step. Loops whose number of iterations isn't known at compile time count as none: a planned step has
+    #: one for batches that exceed a capacity, and one for scalars that are not finite.
     times: int
+    #: Devices that take part together, by their number in the mesh; empty: all.
     groups: tuple[tuple[int, ...], ...] = ()
 
     @property

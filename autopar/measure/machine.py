@@ -18,19 +18,14 @@ from autopar.measure.alpha import example_ids
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Functions that return measured figures, None if nobody measures. Across processes the first call is collective.
+    """Functions that return measured figures, None if nobody measures. Across processes the first call is
+    collective."""
 
-    Attributes:
-      rates: Rates of exchanges and updates.
-      step_rates: The same with those of whole steps.
-      memory: Bytes of memory of each device; returns None if there is no limit.
-      stages: Rates of the programs of a pipeline's stages.
-    """
-
-    rates: Callable[[], Rates] | None = None
-    step_rates: Callable[[], Rates] | None = None
+    rates: Callable[[], Rates] | None = None  #: Rates of exchanges and updates.
+    step_rates: Callable[[], Rates] | None = None  #: The same with those of whole steps.
+    #: Bytes of memory of each device; returns None if there is no limit.
     memory: Callable[[], int | None] | None = None
-    stages: Callable[[], StageRates] | None = None
+    stages: Callable[[], StageRates] | None = None  #: Rates of the programs of a pipeline's stages.
 
     @property
     def memory_bytes(self) -> int | None:
