@@ -249,7 +249,7 @@ class _Emitter:
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Returns its operands: the log's owner flushes by a program of its own
-        (`tables.deferred.DeviceUpdateLog.make_room`).
+        (`UpdateLog.make_room`).
 
         It comes once in many steps, and would be half of what XLA compiles.
         """

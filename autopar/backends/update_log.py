@@ -1,25 +1,40 @@
 """`UpdateLog`: what rows that wait have missed, and when they are brought up to date (`ir.deferred`).
 
-A subclass has the rows, on devices (`tables/deferred.py`) or in host memory (`backends/host/update_log.py`), and runs
-programs on them. When it does so is decided here.
+The log decides when; the programs that do it run on rows on devices (`DeviceLogPrograms`), or in host memory
+(`backends/host/update_log.py`).
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 from autopar import jax_compat
-from autopar.backends.deferred import Deferred
+from autopar.backends.across import local, place_array
+from autopar.backends.background import Compilation, beside
+from autopar.backends.deferred import NEVER, Deferred
+from autopar.backends.devices import Devices
+from autopar.backends.emit import deferred_of
+from autopar.backends.segments import Entries
+from autopar.backends.watched import jit_on
+from autopar.errors import DonatedStateError, note_lost_rows
 from autopar.interrupts import uninterrupted
 from autopar.ir.deferred import Replay
+from autopar.ir.layout import RowLayout
 from autopar.ir.printer import block_text
+from autopar.ir.program import Equation
 from autopar.jax_types import Leaf
 
 
-class UpdateLogSpec:
-    """Says how the rows of some tables are brought up to date: what a planned step knows of its update logs.
+class LogPrograms(abc.ABC):
+    """Brings rows of some tables up to date: what a planned step runs on its update logs between steps.
 
     Attributes:
       replay: What steps write down.
@@ -34,86 +49,299 @@ class UpdateLogSpec:
         self.replay: Replay = deferred.replay
         self._signature = [str(tables), *block_text(deferred.body)]
 
-    def continues(self, other: UpdateLogSpec) -> bool:
+    def continues(self, other: LogPrograms) -> bool:
         """Tells whether an update log of another plan is one of this one's, too."""
         return self is other or self._signature == other._signature
 
+    @abc.abstractmethod
+    def flush(self, log: UpdateLog[Any]) -> Sequence[Leaf]:
+        """Brings all rows up to date, in place; returns now and segment of an empty log."""
 
-Spec = TypeVar("Spec", bound=UpdateLogSpec)
+    @abc.abstractmethod
+    def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
+        """Makes the newer part the older one. Returns that: now, records; None if a flush has to do it."""
+
+    @abc.abstractmethod
+    def prepare(self, log: UpdateLog[Any]) -> None:
+        """Compiles, beside the steps, what is needed once the log is full."""
+
+    @abc.abstractmethod
+    def catch_up(self, log: UpdateLog[Any], rows: Any) -> None:
+        """Brings these rows up to date, in place."""
+
+    @abc.abstractmethod
+    def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
+        """Brings some rows, in place, up to the end of the older part, `closed`; `which`: of `times`."""
 
 
-class UpdateLog(abc.ABC, Generic[Spec]):
+Programs = TypeVar("Programs", bound=LogPrograms)
+
+
+@dataclass(eq=False, repr=False)
+class UpdateLog(Generic[Programs]):
     """Leaves of tables, some rows lagging behind, and what they missed.
 
     Attributes:
+      programs: Bring rows up to date. They are compiled, and stay the same where a step is planned again.
+      leaves: Of each table changed ones, then those that are only read.
+      stamps: Of each table, by row, the step up to which it has moved.
+      steps: What steps wrote down: now, segment, records, segments.
+      now: As in `steps`, or more if some steps were done again.
+      is_up_to_date: No row lags behind.
       older: The older part when it was closed: now, records; None: no row needs it.
       seen: How many times some rows were brought up to its end.
     """
 
-    spec: Spec
-    older: list[Any] | None
-    seen: int
-    is_up_to_date: bool
+    programs: Programs
+    leaves: list[Leaf]
+    stamps: list[Leaf]
+    steps: list[Leaf]
+    now: int
+    is_up_to_date: bool = True
+    older: list[Leaf] | None = None
+    seen: int = 0
 
     @property
-    @abc.abstractmethod
-    def steps(self) -> Sequence[Leaf]:
-        """Returns what steps wrote down: now, segment, records, segments."""
+    def entries(self) -> list[Leaf]:
+        """Stamps and steps: a step takes them, and returns them anew."""
+        return [*self.stamps, *self.steps]
 
-    @abc.abstractmethod
-    def _position(self) -> int:
-        """Returns where the next step is written, or a later place if steps were done again."""
+    def after(self, leaves: list[Leaf], entries: list[Leaf]) -> UpdateLog[Programs]:
+        """Returns the update log after a step that took this one's leaves and entries, and returned these."""
+        count = len(self.stamps)
+        log = UpdateLog(self.programs, leaves, entries[:count], [], self.now, False, self.older, self.seen)
+        log.wrote(entries[count:])
+        return log
 
-    @abc.abstractmethod
-    def _flush(self) -> None:
-        """Brings all rows up to date, in place; the log is empty then."""
-
-    @abc.abstractmethod
-    def _turned(self) -> list[Leaf] | None:
-        """Makes the newer part the older one. Returns that: now, records; None if a flush has to do it."""
-
-    @abc.abstractmethod
-    def _prepare(self, position: int) -> None:
-        """Compiles, beside the steps, what is needed once the log is full."""
-
-    @abc.abstractmethod
-    def _catch_up_some(self, steps: Sequence[Any], which: int) -> None:
-        """Brings some rows up to date with `steps`; `which`: of `spec.times`."""
+    def wrote(self, steps: list[Leaf]) -> None:
+        """Takes what a step has written down, which updated leaves and stamps in place."""
+        self.steps, self.is_up_to_date = steps, False
+        self.now += 1
 
     def is_deleted(self) -> bool:
         """Tells whether a step got the rows, and updated them in place."""
-        return False
+        return isinstance(self.leaves[0], jax.Array) and self.leaves[0].is_deleted()
 
     @jax_compat.outside_traces()
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date. The update log is empty then, and goes on with the next step."""
         if not self.is_up_to_date or self.is_deleted():
             self._flush()
-            self.is_up_to_date = True
+
+    @uninterrupted
+    def _flush(self) -> None:
+        if self.is_deleted():
+            raise DonatedStateError(
+                "the rows were given to a later step, which updated them in place: read the state that it returned, or "
+                "keep old states with parallelize(step, donate=False)"
+            )
+        self.steps[:2] = self.programs.flush(self)
+        self.now, self.older, self.is_up_to_date = self.programs.replay.part, None, True
+
+    @uninterrupted
+    @jax_compat.outside_traces()
+    def catch_up(self, rows: Any) -> None:
+        """Brings some rows up to date (`DeviceLogPrograms.catch_up`; on hosts rows of this rank's shard)."""
+        if not self.is_up_to_date:
+            self.programs.catch_up(self, rows)
 
     @uninterrupted
     @jax_compat.outside_traces()
     def make_room(self) -> None:
         """Makes room for a step, and brings some rows up to the end of the older part, so that it can be left in
         time."""
-        times, part = self.spec.times, self.spec.replay.part
-        if self._position() >= self.spec.replay.length:
-            older = self._turned()
+        replay, times = self.programs.replay, self.programs.times
+        if self.now >= replay.length:
+            self.now = int(local(self.steps[0]))
+        if self.now >= replay.length:
+            older = self.programs.turned(self)
             if older is None:
                 self._flush()
-                self.is_up_to_date = True
             else:
-                self.older, self.seen = older, 0
-        position = self._position()
-        self._prepare(position)
+                self.now, self.older, self.seen = replay.part, older, 0
+        if self.now >= replay.part + replay.prepared:
+            self.programs.prepare(self)
         if self.older is None:
             return
         now, *records = self.older
         _, segment, *rest = self.steps
         closed = [now, segment, *records, *rest[len(records) :]]
         # Evenly over the newer part's steps: all rows are brought up when it is full.
-        for which in range(self.seen, times * (position + 1 - part) // part):
-            self._catch_up_some(closed, which)
+        for which in range(self.seen, times * (self.now + 1 - replay.part) // replay.part):
+            self.programs.catch_up_some(self, closed, which)
             self.seen = which + 1
         if self.seen == times:
             self.older = None
+
+
+class DeviceLogPrograms(LogPrograms):
+    """Brings rows on devices up to date.
+
+    Attributes:
+      leaves: The inputs of the planned step that the leaves of its tables are.
+      layouts: Of each table how its rows are stored; None where each device has all of them.
+      shardings: Those of stamps and steps.
+      everywhere: The sharding of what every device has, such as numbers of rows.
+      blocks: Of each table how many rows `catch_up` takes without a program of their own.
+    """
+
+    def __init__(
+        self,
+        flushes: Sequence[Equation],
+        layouts: Sequence[RowLayout | None],
+        ids: Sequence[int],
+        devices: Devices,
+    ) -> None:
+        """Takes the planned step's flushes, one for each table, and how many ids a step looks up in each."""
+        deferred = deferred_of(flushes[0])
+        tables: list[Replay] = [e.params["replay"] for e in flushes]
+        super().__init__(deferred, (tables, layouts, devices))
+        replay, count, spread = self.replay, len(flushes), [layout is not None for layout in layouts]
+        n, m = replay.changed, len(replay.leaves)
+        k = count * m  # leaves, then stamps
+        operand_axes, returned = deferred.spread(spread)
+        self.leaves = [leaf for table in tables for leaf in table.leaves]
+        self.layouts = layouts
+        self.shardings = tuple(map(devices.sharding, operand_axes[k:]))
+        self.everywhere = devices.sharding(None)
+        self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
+        sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
+        pairs = zip(sizes, spread, strict=True)
+        self.times = deferred.times(sum(size // devices.count if is_spread else size for size, is_spread in pairs))
+        self._changed = [t * m + j for t in range(count) for j in range(n)]
+        self._some_compilation: Compilation[Any] | None = None
+        self._turn_compilation: Compilation[Any] | None = None
+
+        def flush(*operands: Leaf) -> tuple[Leaf, ...]:
+            return deferred.flush(operands[:k], operands[k : k + count], Entries.of(replay, operands[k + count :]))
+
+        def stamps_of(*changed: Leaf) -> tuple[Leaf, ...]:
+            return tuple(deferred.stamps(changed[t * n : (t + 1) * n]) for t in range(count))
+
+        def begin(*changed: Leaf) -> tuple[Leaf, ...]:
+            stamps = devices.local(stamps_of, returned[: count * n], returned[count * n : -2], *changed)
+            records = (jnp.zeros((replay.length, *t.shape), t.dtype) for t in replay.records)
+            segments = (jnp.zeros(t.shape, t.dtype) for t in replay.segments)
+            return *stamps, jnp.full((), replay.part, jnp.int32), jnp.zeros((), jnp.int32), *records, *segments
+
+        def turn(*operands: Leaf) -> tuple[Leaf, ...]:
+            return deferred.turn(operands[:count], Entries.of(replay, operands[count:]))
+
+        def here(ids: Leaf, layout: RowLayout | None, extent: int) -> Leaf:
+            if layout is None:
+                return ids
+            ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
+            return jnp.where(ids < 0, extent, ids)  # others have them
+
+        def some(*operands: Leaf) -> Sequence[Leaf]:
+            leaves, stamps, (*flat, which) = operands[:k], operands[k : k + count], operands[k + count : -count]
+            triples = zip(operands[-count:], layouts, stamps, strict=True)
+            ids = [here(rows, layout, len(stamped)) for rows, layout, stamped in triples]
+            return deferred.catch_up_some(leaves, stamps, Entries.of(replay, flat), which, ids, self.times)
+
+        places = tuple(map(devices.sharding, returned))
+        kept = (*self._changed, *range(k, k + count))  # changed leaves, and stamps, are updated in place
+        self._flush = jit_on(
+            devices.mesh,
+            lambda *operands: devices.local(flush, operand_axes, returned, *operands),
+            out_shardings=places,
+            donate_argnums=(*kept, k + count, k + count + 1),
+        )
+        some_axes = (*operand_axes, None, *[None] * count)
+        self._some = jit_on(
+            devices.mesh,
+            lambda *operands: devices.local(some, some_axes, returned[:-2], *operands),
+            out_shardings=places[:-2],
+            donate_argnums=kept,
+        )
+        self._begin = jit_on(devices.mesh, begin, out_shardings=self.shardings)
+        turned = *self.shardings[: count + 2], *self.shardings[count + 2 + len(replay.records) :]
+        self._turn = jit_on(devices.mesh, turn, out_shardings=(self.everywhere, *turned))
+
+    def stored_as(self, place: int) -> tuple[RowLayout | None, int]:
+        """Returns how rows of a leaf are stored (None: as they are), and its row axis."""
+        table, leaf = divmod(place, len(self.replay.leaves))
+        layout = self.layouts[table]
+        return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
+
+    @functools.cached_property
+    def _no_rows(self) -> list[jax.Array]:
+        """Has, for each table, numbers of no rows, for a program that takes others."""
+        none = [np.full(size, NEVER, np.int32) for size in self.blocks]
+        return [place_array(x, self.everywhere, own=True) for x in none]
+
+    def begin(self, leaves: list[jax.Array]) -> UpdateLog[DeviceLogPrograms]:
+        """Begins an empty update log for leaves that are up to date."""
+        entries, count = list(self._begin(*(leaves[k] for k in self._changed))), len(self.layouts)
+        return UpdateLog(self, leaves, entries[:count], entries[count:], self.replay.part)
+
+    def flush(self, log: UpdateLog[Any]) -> Sequence[jax.Array]:
+        return self._run(log, self._flush, *log.steps)
+
+    def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
+        if self._turn_compilation is not None:
+            self._turn_compilation.finish()
+        takes_all, *rest = self._turn(*log.entries)
+        if bool(local(takes_all)):
+            return None
+        count, part = len(log.stamps), self.replay.part
+        records = [np.asarray(local(x))[part:] for x in log.steps[2 : 2 + len(self.replay.records)]]
+
+        def moved(x: np.ndarray) -> jax.Array:  # what is newer isn't read
+            return place_array(np.concatenate([x, x]), self.everywhere, own=True)
+
+        log.stamps, (now, segment, *segments) = rest[:count], rest[count:]
+        log.steps = [now, segment, *map(moved, records), *segments]
+        return [place_array(np.full((), part, np.int32), self.everywhere, own=True), *map(moved, records)]
+
+    def prepare(self, log: UpdateLog[Any]) -> None:
+        """Compiles what evaluations need, some rows between steps, and a full log.
+
+        They are begun before the programs that take longest (`run.devices.LateFallback`), behind which the step that
+        fills the log would wait.
+        """
+        if self._some_compilation is None:
+            entries = list(map(_shape, log.entries))
+            some = *map(_shape, log.leaves), *entries, np.int32(0), *map(_shape, self._no_rows)
+            what = "what brings rows up to date that wait"
+            self._some_compilation = beside(what, lambda: self._some.lower(*some).compile())
+            self._turn_compilation = beside(
+                "what a full update log needs", lambda: self._turn.lower(*entries).compile()
+            )
+
+    def catch_up(self, log: UpdateLog[Any], rows: Mapping[int, jax.Array]) -> None:
+        """Brings some rows up to date. As many as `blocks` of each table take no program of their own.
+
+        `rows`: of some tables int32[], sorted and distinct, on every device; out of range is no row.
+        """
+        if rows:
+            self._run_some(log, *log.steps, np.int32(-1), *(rows.get(t, none) for t, none in enumerate(self._no_rows)))
+
+    def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
+        self._run_some(log, *closed, np.int32(which), *self._no_rows)
+
+    def _run_some(self, log: UpdateLog[Any], *operands: Leaf) -> None:
+        """Runs `Deferred.catch_up_some`; the first time it waits for what `prepare` began."""
+        if self._some_compilation is not None:
+            self._some_compilation.finish()
+        self._run(log, self._some, *operands)
+
+    def _run(
+        self, log: UpdateLog[Any], program: Callable[..., Sequence[jax.Array]], *operands: Leaf
+    ) -> Sequence[jax.Array]:
+        """Runs a program that updates leaves and stamps of all tables in place; returns what else it returns."""
+        try:
+            results = program(*log.leaves, *log.stamps, *operands)
+        except BaseException as error:
+            if log.is_deleted():
+                note_lost_rows(error)
+            raise
+        for k, x in zip(self._changed, results, strict=False):
+            log.leaves[k] = x
+        changed, stamps = len(self._changed), len(log.stamps)
+        log.stamps = list(results[changed : changed + stamps])
+        return results[changed + stamps :]
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -2,8 +2,8 @@
 
 An optimizer treats most tables alike: what a step writes down for one of them (a learning rate, bias corrections) it
 writes down for all. One update log then has the records of all, beside the stamps of each, and one loop replays rows of
-all of them: in the step, in an evaluation, and between steps (`tables.deferred`). With 26 tables that is one program
-where there would be 26.
+all of them: in the step, in an evaluation, and between steps (`backends.update_log`). With 26 tables that is one
+program where there would be 26.
 """
 
 from __future__ import annotations

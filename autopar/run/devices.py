@@ -26,12 +26,13 @@ from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.rules import resized
 from autopar.backends.across import is_global, local, place_array
 from autopar.backends.background import Compilation, beside
-from autopar.backends.deferred_tables import NEVER
+from autopar.backends.deferred import NEVER
 from autopar.backends.devices import Devices
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.indices import sorted_unique
 from autopar.backends.layouts import placed
+from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
 from autopar.backends.watched import jit_on
 from autopar.compile import Compiled
 from autopar.ir.deferred import update_logs
@@ -46,7 +47,7 @@ from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.runner import Runner
-from autopar.tables.deferred import DeferredTable, DeviceUpdateLog, DeviceUpdateLogSpec, common_log
+from autopar.tables.deferred import DeferredTable, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
 from autopar.tables.sharded import Table
@@ -102,8 +103,8 @@ class DevicesRunner(Runner):
     ) -> None:
         self._out_tree = out_tree
         bound, analysed = compiled.bound, compiled.analysed
-        self._log_specs = [
-            DeviceUpdateLogSpec(
+        self._log_programs = [
+            DeviceLogPrograms(
                 tables,
                 [_layout(bound, e.params["family"]) for e in tables],
                 [analysed.ids[e.params["family"]].count for e in tables],
@@ -117,7 +118,7 @@ class DevicesRunner(Runner):
             for input_, v in zip(compiled.program.inputs, compiled.program.block.inputs, strict=True)
             if input_.role == "log"
         ]
-        entries = [s for j in self._log_specs for s in j.shardings]
+        entries = [s for j in self._log_programs for s in j.shardings]
         self._devices = devices
         self._layouts = bound.layouts
         self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
@@ -214,19 +215,18 @@ class DevicesRunner(Runner):
         """Runs the step on flat arguments (arrays or Tables), placed where necessary; returns its results as a tree."""
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
-        leaves, going, entries = self._logs(leaves) if self._log_specs else (leaves, [], [])
+        leaves, going = self._logs(leaves) if self._log_programs else (leaves, [])
         placed = self._in_place(leaves)
-        for spec, known in zip(self._log_specs, entries, strict=True):
-            if not known:
-                known += spec.begin([placed[k] for k in spec.leaves])
+        pairs = zip(going, self._log_programs, strict=True)
+        logs = [log or programs.begin([placed[k] for k in programs.leaves]) for log, programs in pairs]
+        entries = [x for log in logs for x in log.entries]
         forget(leaves[k] for k in self._donated)
-        returned = self._call(*placed, *(x for known in entries for x in known))
+        returned = self._call(*placed, *entries)
         results = [returned[k] for k in self._order]
-        lengths = [len(known) for known in entries]
-        if len(results) > self._count + sum(lengths):
+        if len(results) > self._count + len(entries):
             self._loads.append(results.pop())
-        if self._log_specs:
-            self._keep_logs(results, lengths, going)
+        if logs:
+            self._keep_logs(results, logs, len(entries))
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
@@ -274,33 +274,31 @@ class DevicesRunner(Runner):
                 placed[k] = copied(placed[k])
             held.add(id(placed[k]))
 
-    def _logs(self, leaves: Sequence[Leaf]) -> tuple[Sequence[Leaf], list[DeviceUpdateLog | None], list[list[Leaf]]]:
-        """Returns the leaves as stored, their update logs, and the logs' entries. A log that begins is None and has no
-        entries."""
-        leaves, entries = list(leaves), []
-        logs = [common_log([leaves[k] for k in j.leaves], j) for j in self._log_specs]
+    def _logs(self, leaves: Sequence[Leaf]) -> tuple[list[Leaf], list[UpdateLog[DeviceLogPrograms] | None]]:
+        """Returns the leaves as stored, and their update logs. A log that begins is None."""
+        leaves = list(leaves)
+        logs = [common_log([leaves[k] for k in programs.leaves], programs) for programs in self._log_programs]
         going = {id(log) for log in logs if log is not None}
-        members = {k for j in self._log_specs for k in j.leaves}
+        members = {k for programs in self._log_programs for k in programs.leaves}
         for k, leaf in enumerate(leaves):  # the state's own rows as another argument: they are read as they are now
             if k not in members and isinstance(leaf, DeferredTable) and id(leaf.pending) in going:
                 leaves[k] = leaf.materialize() if self._donate else leaf.current()
-        for spec, log in zip(self._log_specs, logs, strict=True):
+        for programs, log in zip(self._log_programs, logs, strict=True):
             if log is not None:
                 log.make_room()
-            entries.append([] if log is None else list(log.entries))
-            pairs = zip(spec.leaves, log.leaves if log is not None else (), strict=False)
-            for k, stored in pairs:
-                leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
-        return leaves, logs, entries
+                for k, stored in zip(programs.leaves, log.leaves, strict=True):
+                    leaves[k] = Table(stored, *self._layouts[k]) if k in self._layouts else stored
+        return leaves, logs
 
-    def _keep_logs(self, results: list[Leaf], lengths: Sequence[int], going: Sequence[DeviceUpdateLog | None]) -> None:
-        """Takes the update logs off the end of the results, and makes deferred tables of their leaves."""
-        start = len(results) - sum(lengths)
-        rest, results[start:] = results[start:], []
-        for spec, length, before in zip(self._log_specs, lengths, going, strict=True):
+    def _keep_logs(self, results: list[Leaf], logs: Sequence[UpdateLog[DeviceLogPrograms]], count: int) -> None:
+        """Takes the update logs (`count` entries) off the end of the results, and makes deferred tables of their
+        leaves."""
+        rest, results[-count:] = results[-count:], []
+        for programs, before in zip(self._log_programs, logs, strict=True):
+            length = len(before.entries)
             entries, rest = rest[:length], rest[length:]
-            outs = [self._new_states[k] for k in spec.leaves]
-            log = DeviceUpdateLog.after(before, spec, [results[out] for out in outs], entries)
+            outs = [self._new_states[k] for k in programs.leaves]
+            log = before.after([results[out] for out in outs], entries)
             # Leaves that the step only reads as well: they mustn't change before the update was replayed.
             for n, out in enumerate(outs):
                 results[out] = DeferredTable(log, n)
@@ -430,7 +428,7 @@ class ReadRows:
         A table is replaced by its stored rows if the call only looks rows up in it, by ids that don't depend on such
         tables. Others are left to the caller.
         """
-        by_log: dict[int, tuple[DeviceUpdateLog, list[int]]] = {}
+        by_log: dict[int, tuple[UpdateLog[DeviceLogPrograms], list[int]]] = {}
         for k, leaf in enumerate(leaves):
             if isinstance(leaf, DeferredTable):
                 by_log.setdefault(id(leaf.pending), (leaf.pending, []))[1].append(k)
@@ -442,8 +440,8 @@ class ReadRows:
             reads = sorted({k for ids in found.values() for k in ids.reads})
             if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.spec.everywhere
-            run = self._program_of(tables, log.spec.blocks, everywhere)
+            tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.programs.everywhere
+            run = self._program_of(tables, log.programs.blocks, everywhere)
             for ids in run({k: self._placed(k, leaves[k], everywhere) for k in reads}):
                 log.catch_up(ids)
             for k in places:

@@ -17,7 +17,8 @@ from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows
-from autopar.backends.host.update_log import HostUpdateLog, HostUpdateLogSpec, common_host_log
+from autopar.backends.host.update_log import HostLogPrograms, common_host_log
+from autopar.backends.update_log import UpdateLog
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
@@ -91,7 +92,7 @@ class HostRunner(Runner):
         self._buckets = ShapeBuckets(least, limits)
         self._pulled = {f.family for f in there if f.table.pulled}
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
-        self._log_specs = [HostUpdateLogSpec(e, self._ranks.host) for e in flushes(compiled.program.block)]
+        self._log_programs = [HostLogPrograms(e, self._ranks.host) for e in flushes(compiled.program.block)]
         self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's program; the next step begins with it.
         self._staged: StagedProgram | None = None
@@ -139,7 +140,7 @@ class HostRunner(Runner):
         leaves = self._separated(leaves)
         logs, lagging = self._logs(tables)
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
-        inputs += [x for log in logs for x in (log.stamps, *log.entries)]
+        inputs += [x for log in logs for x in log.entries]
         before = {out: _read(tables[k] if k in tables else leaves[k]) for out, k in self._old.items()}
         step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes}, lagging=lagging)
         try:
@@ -180,16 +181,14 @@ class HostRunner(Runner):
 
     # --- deferred rows ---
 
-    def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[HostUpdateLog], frozenset[HostRows]]:
+    def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[UpdateLog[Any]], frozenset[HostRows]]:
         """Returns an update log for each family with deferred rows, and the tables that the step only pulls rows of.
         Those may stay behind their updates; all other tables are brought up to date."""
         logs = []
         waiting: set[int] = set()
-        for spec in self._log_specs:
-            members = spec.replay.leaves
-            leaves = [tables[k] for k in members]
-            layout, ranks = self._tables[members[0]][1], self._ranks.exchange
-            log = common_host_log(leaves, spec) or spec.begin(leaves, layout, ranks.rank)
+        for programs in self._log_programs:
+            members = programs.replay.leaves
+            log = common_host_log([tables[k] for k in members], programs)
             log.make_room()
             logs.append(log)
             waiting.update(members)
@@ -199,14 +198,14 @@ class HostRunner(Runner):
                 storage.bring_up_to_date()
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
-    def _written(self, results: Sequence[Leaf], logs: Sequence[HostUpdateLog]) -> Sequence[Leaf]:
+    def _written(self, results: Sequence[Leaf], logs: Sequence[UpdateLog[Any]]) -> Sequence[Leaf]:
         """Gives the update logs their entries, and returns the step's own results."""
         start = len(self._program.outputs)
         rest = results[start:]
         for log in logs:
-            n = 1 + len(log.entries)
-            (_, *entries), rest = rest[:n], rest[n:]
-            log.wrote([self._ranks.own(x) for x in entries])
+            n = len(log.entries)
+            (_, *entries), rest = rest[:n], rest[n:]  # stamps are written in place
+            log.wrote([np.asarray(self._ranks.own(x)) for x in entries])
         return results[:start]
 
     # --- programs ---

@@ -17,8 +17,8 @@ from autopar import jax_compat
 from autopar.backends import deferred
 from autopar.backends.deferred import Deferred
 from autopar.backends.segments import Entries, scales
+from autopar.backends.update_log import UpdateLog
 from autopar.ir.deferred import Replay
-from autopar.tables.deferred import DeviceUpdateLog
 from tests.support.deferred import ROWS, WIDTH, adam, deferring, differ, momentum, one_slot, rows_case, times, two_slots
 from tests.support.pairs import diagonal, every
 from tests.zoo.case import Case, zipf_ids
@@ -67,11 +67,11 @@ def few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(deferred, "_SOME_ELEMENTS", 2 * WIDTH)
     flushes = [0]
 
-    def flush(self: DeviceUpdateLog, _flush: Callable[..., None] = DeviceUpdateLog._flush) -> None:
+    def flush(self: Any, _flush: Callable[..., None] = UpdateLog._flush) -> None:
         flushes[0] += 1
         _flush(self)
 
-    monkeypatch.setattr(DeviceUpdateLog, "_flush", flush)
+    monkeypatch.setattr(UpdateLog, "_flush", flush)
     return flushes
 
 

@@ -13,9 +13,9 @@ import pytest
 
 import autopar
 from autopar import jax_compat
+from autopar.backends.update_log import UpdateLog
 from autopar.ir import deferred
 from autopar.run.step import ParallelStep
-from autopar.tables.deferred import DeviceUpdateLog
 from tests.support.deferred import deferring, differences
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
@@ -101,13 +101,13 @@ def test_scale_only_rows_wait_for_some_parts_only(devices: int, monkeypatch: pyt
     planned, plain = deferring_on(devices, log_steps=4), jax.jit(step)
     mine, theirs = make_state(), make_state()
     with monkeypatch.context() as patch:
-        patch.setattr(DeviceUpdateLog, "_flush", lambda log: pytest.fail("all rows are moved at once"))
+        patch.setattr(UpdateLog, "_flush", lambda log: pytest.fail("all rows are moved at once"))
         for k in range(60):
             batch = ids_of(k) if k < 3 else {"ids": ids_of(k)["ids"] % 16}
             mine, theirs = planned(mine, batch)[0], plain(theirs, batch)[0]
         log = mine["t"].pending
-        waiting = np.asarray(log.entries[0])
-        assert (waiting < 0).sum() > ROWS / 2 and int(log.entries[2]) == 2
+        waiting = np.asarray(log.stamps[0])
+        assert (waiting < 0).sum() > ROWS / 2 and int(log.steps[1]) == 2
         assert (~waiting[waiting < 0] >= 1).all(), "rows wait for a segment that is no more"
     agree(mine, theirs)
 

@@ -158,7 +158,7 @@ def copied(state: Any) -> Any:
             return leaf
         log = leaf.pending
         if id(log) not in logs:
-            lists = {"leaves": [x.copy() for x in log.leaves], "entries": [x.copy() for x in log.entries]}
+            lists = {name: [x.copy() for x in getattr(log, name)] for name in ("leaves", "stamps", "steps")}
             logs[id(log)] = dataclasses.replace(log, **lists)
         return autopar.DeferredTable(logs[id(log)], leaf.place)
 

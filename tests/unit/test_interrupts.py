@@ -323,8 +323,8 @@ def test_rows_on_hosts_that_are_written_in_part_are_no_state(monkeypatch: pytest
             raise MemoryError("no memory for rows")
         return run(*operands)
 
-    run = emb.waiting.log.spec._up_to_date
-    monkeypatch.setattr(emb.waiting.log.spec, "_up_to_date", functools.partial(fails_once, None))
+    run = emb.waiting.log.programs._up_to_date
+    monkeypatch.setattr(emb.waiting.log.programs, "_up_to_date", functools.partial(fails_once, None))
     with pytest.raises(MemoryError):
         np.asarray(emb)
     np.testing.assert_array_equal(np.asarray(emb), np.asarray(wanted))  # nothing had been written

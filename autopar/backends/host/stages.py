@@ -322,7 +322,7 @@ class StagedProgram:
         return self._commit(equation, step, leaf, rows, route)
 
     def _flush(self, equation: Equation, step: RunningStep, *operands: Leaf) -> Sequence[Leaf]:
-        """Returns its operands: the update log's owner flushes before the next step (`HostUpdateLog.make_room`)."""
+        """Returns its operands: the update log's owner flushes before the next step (`UpdateLog.make_room`)."""
         replay = equation.params["replay"]
         named = split(equation.op, equation.params, operands)
         leaves, stamps, entries = (named[name] for name in ("leaves", "stamps", "entries"))

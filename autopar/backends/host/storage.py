@@ -8,22 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.update_log import UpdateLog
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import allocate_table
-
-
-class Updatable(Protocol):
-    """Holds updates that rows of a family still miss (`update_log.HostUpdateLog`)."""
-
-    def bring_up_to_date(self) -> None: ...
-    def end(self) -> None: ...
-    def catch_up(self, rows: np.ndarray) -> None: ...
 
 
 @dataclass(eq=False, repr=False)
@@ -46,7 +39,7 @@ class HostRows:
     axis: int
     path: str
     generation: int = 0
-    log: Updatable | None = None
+    log: UpdateLog[Any] | None = None
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
@@ -84,7 +77,9 @@ class HostRows:
     def without_log(self) -> None:
         """Ends the family's update log, all rows up to date: for who is to change some of them otherwise."""
         if self.log is not None:
-            self.log.end()
+            self.log.bring_up_to_date()
+            for leaf in self.log.leaves:
+                leaf.log = None
 
     def copy(self) -> HostRows:
         """Returns another storage with the same rows, all up to date."""
