@@ -95,11 +95,12 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Holds what `check` found; `str()` is a table, and it is true if all is as planned."""
+    """Holds what `check` found; `str()` is a table, and it is true if all is as planned. `note`: what isn't in it."""
 
     step: str
     devices: int
     rows: tuple[CheckRow, ...]
+    note: str = ""
 
     @property
     def ok(self) -> bool:
@@ -119,7 +120,7 @@ class Check:
         cells = [row.cells() for row in self.rows]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-        return "\n".join([first, *(f"  {line}" for line in lines)])
+        return "\n".join([first, *(f"  {line}" for line in lines), *[self.note] * bool(self.note)])
 
     __repr__ = __str__
 
@@ -132,20 +133,25 @@ def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
       *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
-      ArgumentsError: no arguments, or the step has tables on hosts, whose exchanges aren't in compiled programs.
+      ArgumentsError: no arguments, or the step has tables on hosts, or a state that servers keep (`sync=Async(...)`),
+        whose exchanges aren't in compiled programs.
 
-    Across processes, all of them check together.
+    Of replicas (`sync=`) a client's own step is checked. Across processes, all of them check together.
     """
     require_step(step, "check")
     if not args and not kwargs:
         raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "check")
-    planned = pure.planned_for(*arrays, **named)
-    sent = planned.way.sends(planned, step.name)
+    return compare_step(pure.planned_for(*arrays, **named), step.name)
+
+
+def compare_step(planned: PlannedStep, name: str) -> Check:
+    """Compares a planned step with its plan. `name`: the step's. Errors as of `check`."""
+    sent = planned.way.sends(planned, name)
     if sent is not None:
         return sent
     untimed = replace(planned, machine=NOWHERE)
-    made = plan_of(untimed, step.name, None)
+    made = plan_of(untimed, name, None)
     collectives = read_collectives(planned.runner.lower().compile().as_text())
     program = planned.compiled.program
     own = None if program.local is None else own_collectives(program.block, made.devices, collectives)
@@ -153,7 +159,7 @@ def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
         return compare_collectives(made, collectives, own)
     divided = [c for c in collectives if _is_divided(c, planned.devices)]
     rest = compare_collectives(made, [c for c in collectives if c not in divided], own)
-    return Check(step.name, planned.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
+    return Check(name, planned.devices.mesh.size, (*_compare_divided(made.tensor, divided), *rest.rows))
 
 
 def _is_divided(collective: Collective, devices: Devices) -> bool:

@@ -91,6 +91,9 @@ def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
         )
     count, machine = cluster.count // tensor, Machine(rates, rates, lambda: memory, stages)
     there = on_devices(step, count, machine, strategy, hosts=asks_for_hosts(strategy)).planner
+    # `Options.accelerators` is of the devices here, and rules for CPUs aren't those for a GPU.
+    options = dataclasses.replace(there.options, accelerators=not cluster.devices_are_hosts)
+    there = dataclasses.replace(there, options=options)
     planner, in_stages = step.planner.way.on(there, count), step.planner.in_stages
     if in_stages is not None:
         planner = dataclasses.replace(planner, in_stages=lambda: in_stages().way.on(there, count))

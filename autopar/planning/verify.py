@@ -161,9 +161,12 @@ def compare_runs(
     """
     program = planned.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
-    first = [_here(x) for x in batches[0]]
+    places = {frozenset(x.sharding.device_set) for x in map(_here, batches[0]) if x.committed}
+    device = jax.local_devices()[0] if len(places) > 1 else None  # leaves of several stages, say
+    first = [_here(x, device) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: planned.plain(*xs))
-    as_called = planned.devices is not None or planned.compiled.plan.on_hosts or planned.compiled.plan.defers
+    plan = planned.compiled.plan
+    as_called = planned.devices is not None or plan.pipeline is not None or plan.on_hosts or plan.defers
     run_planned = run or (planned.run_called if as_called else jax.jit(lambda *xs: planned.run(*xs)))
     keep = jax.jit(_lazy(planned)) if lazy else None
     block = block_of(planned.jaxpr)
@@ -175,7 +178,7 @@ def compare_runs(
     for batch in batches:
         for k, x in enumerate(batch):
             if k not in states:
-                plain[k] = mine[k] = truth32[k] = _here(x)
+                plain[k] = mine[k] = truth32[k] = _here(x, device)
                 truth64[k] = _wide(plain[k])
         with jax_compat.enable_x64():
             low, high = run_oracle(truth32, truth64)
@@ -193,9 +196,10 @@ def compare_runs(
     return Verification(tuple(checks), len(batches))
 
 
-def _here(x: Leaf) -> Leaf:
+def _here(x: Leaf, device: Any = None) -> Leaf:
     """Returns the whole array on this process: plain steps are run by each process for itself."""
-    return jnp.asarray(local(x.materialize() if is_table(x) else x))
+    array = jnp.asarray(local(x.materialize() if is_table(x) else x))
+    return array if device is None else jax.device_put(array, device)
 
 
 def _wide(x: Leaf) -> Leaf:

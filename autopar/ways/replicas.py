@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.cost.units import format_bytes
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.ring import check_even
@@ -24,6 +25,7 @@ from autopar.ways.clients import WithClients
 
 if TYPE_CHECKING:
     from autopar.backends.clients import Clients
+    from autopar.planning.check import Check
     from autopar.planning.verify import Verification
     from autopar.servers.timeline import Timeline
 
@@ -99,6 +101,16 @@ class InReplicas(WithClients):
         if isinstance(self.sync, Elastic):
             return replay_center(self.sync, planned, start, calls, timeline)
         return replay_ring(planned, start, calls, timeline)
+
+    def sends(self, planned: PlannedStep, name: str) -> Check:
+        """Compares a client's own step with the plan; says of what clients exchange that it is no part of that."""
+        from autopar.planning.check import compare_step
+
+        assert self.inner is not None and planned.compiled.plan.sync is not None, "a client runs its step in some way"
+        own = compare_step(dataclasses.replace(planned, way=self.inner, clients=None), name)
+        size = format_bytes(round(planned.compiled.plan.sync.sent_bytes))
+        exchanged = f"What a client sends the others, {size} a step by the plan, is in no program of its step"
+        return dataclasses.replace(own, note=f"{exchanged}: autopar.explain({name}, ...) tells of it")
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         """Keeps the first plan's choice of tables that are sent by rows.

@@ -11,7 +11,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.served import one_worker
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.errors import StrategyError
+from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program, known
 from autopar.ir.program_plan import ProgramPlan
@@ -32,6 +32,7 @@ from autopar.ways.clients import WithClients
 from autopar.ways.way import in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
+    from autopar.planning.check import Check
     from autopar.planning.verify import Verification
     from autopar.servers.timeline import Timeline
 
@@ -154,6 +155,13 @@ class OnServers(WithClients):
         run = one_worker(planned.runner.programs, planned.compiled.analysed)
         alone = compare_runs(planned, [average(list(leaves))] * steps, run=run)
         return compare_served(planned, leaves, steps) if alone.ok else alone
+
+    def sends(self, planned: PlannedStep, name: str) -> Check:
+        """Refuses."""
+        raise ArgumentsError(
+            f"{name} trains with servers: what workers pull and push goes in messages, and is in no compiled program. "
+            f"autopar.explain({name}, ...) tells what a worker sends; to check a step of one program, leave sync= out"
+        )
 
 
 def _split_update(program: Program, bound: ProgramPlan) -> tuple[Program, str]:

@@ -17,6 +17,7 @@ from autopar.cost.stage_time import pipeline_memory
 from autopar.passes.staging import stages as search
 from autopar.passes.staging.loads import StageLoad
 from autopar.planning.check import compare_sends
+from autopar.planning.plan import elsewhere
 from tests.support.explained import explained
 from tests.support.machines import on_machine
 from tests.support.meshes import mesh_of
@@ -149,6 +150,26 @@ def test_a_profiled_plan() -> None:
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, microbatches=4, profile=True))
     assert difference(planned, step, make) < 1e-12
     assert all(second > 0 for stage in planned.plan.pipeline.stages for second in stage.seconds.values())
+
+
+@pytest.mark.parametrize("stages", [2, "auto"])
+def test_a_cluster_counts_the_devices_of_an_axis_name(stages: Any) -> None:
+    """As many as `jax.pmap` over the cluster has, whatever stages there are: the loss says it."""
+    cluster = autopar.Cluster.named("dgx-h100")
+
+    def step(w: Any, x: Any) -> Any:
+        loss, slope = jax.value_and_grad(lambda w: jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]).mean())(w)
+        w = jax.tree.map(lambda w, g: w - 0.1 * jax.lax.pmean(g, "batch"), w, slope)
+        return w, (jax.lax.pmean(loss, "batch"), jnp.ones(jax.lax.axis_size("batch")))
+
+    pipeline = autopar.Pipeline(stages, microbatches=2)
+    planned = autopar.parallelize(step, axis_name="batch", pipeline=pipeline, mesh=mesh_of(4))
+    weights, x = {"a": jnp.ones((4, 4)), "b": jnp.ones((4, 4))}, jnp.ones((16, 4))
+    (_, counted) = planned(dict(weights), x)[1]
+    assert counted.shape == (4,)
+    there = elsewhere(planned, cluster).planned_for(weights, x)
+    assert there.compiled.analysed.block.outputs[-1].type.shape == (cluster.count,) == (8,)
+    assert "2 stages on 2 devices" in str(autopar.explain(planned, weights, x, cluster=cluster)) or stages == "auto"
 
 
 @pytest.mark.parametrize(

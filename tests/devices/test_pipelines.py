@@ -152,6 +152,35 @@ def test_a_replay_has_the_same_bits(pipeline: autopar.Pipeline) -> None:
         np.testing.assert_array_equal(numbers(found[var]), numbers(result))
 
 
+@pytest.mark.parametrize(
+    "pipeline", [autopar.Pipeline(2, "1f1b", 4), autopar.Pipeline(3, "gpipe", 4, replicas=(1, 1, 2))]
+)
+def test_verify_of_leaves_on_their_stages(pipeline: autopar.Pipeline) -> None:
+    step, make = language_model(CLIPPED, dropout=0.2)
+    planned = autopar.parallelize(step, pipeline=pipeline)
+    state = autopar.init(make, step=planned, batch=batch(0))
+    assert autopar.verify(planned, state, batch(0), steps=2).ok
+    state, _ = planned(state, batch(0))
+    assert autopar.verify(planned, state, batch(1)).ok
+    assert autopar.verify(planned, make(), batch(1)).ok
+
+
+def test_verify_runs_the_stages() -> None:
+    """What they compute is compared, not the program that they were cut from."""
+    step, make = language_model(CLIPPED)
+    planned = autopar.parallelize(step, pipeline=autopar.Pipeline(2, "1f1b", 4))
+    known = planned.planned_for(make(), batch(0))
+    run = known.runner
+
+    def wrong(leaves: Any) -> Any:
+        state, metrics = run(leaves)
+        return state, jax.tree.map(lambda x: x + 1, metrics)
+
+    known.runner = wrong
+    with pytest.raises(autopar.VerificationError, match="differs from the plain one"):
+        autopar.verify(planned, make(), batch(0))
+
+
 def test_each_stage_keeps_its_weights() -> None:
     step, make = language_model(CLIPPED)
     planned = autopar.parallelize(step, pipeline=autopar.Pipeline(4, microbatches=4))

@@ -367,3 +367,28 @@ def test_one_device_has_no_collective() -> None:
         autopar.check(autopar.parallelize(make_step()))
     with pytest.raises(autopar.ArgumentsError, match="step has tables on hosts: what ranks send goes through MPI"):
         autopar.check(autopar.parallelize(make_step(), strategy=("ps", "hosts")), make_state(), IDS)
+
+
+def test_a_described_cluster_says_whether_rows_may_wait() -> None:
+    """Not the devices of this process: rows that wait pay on CPUs, not on GPUs, where a table is trained whole."""
+    size = 2**34
+    cpus = Cluster("cpus", 2, 2, Device("core", size / 2, 1e11, 1e10), Link(1e-6, 1e9), Link(1e-5, 1e9), size)
+    assert cpus.devices_are_hosts and not EIGHT.devices_are_hosts
+    given = jax.eval_shape(lambda: make_state(ADAM, 2**24)), shapes(IDS)
+    planned = autopar.parallelize(make_step(ADAM))
+    on_cpus, on_gpus = (autopar.plan(planned, *given, cluster=c).table("params/emb") for c in (cpus, EIGHT))
+    assert on_cpus.lifted and on_cpus.log_steps
+    assert not on_gpus.lifted and not on_gpus.log_steps
+
+
+@pytest.mark.parametrize("sync", [autopar.sync.Average(), autopar.sync.DPSGD(), autopar.sync.Elastic(0.5)])
+def test_check_of_replicas_is_of_a_clients_own_step(sync: Any) -> None:
+    found = autopar.check(autopar.parallelize(make_step(), sync=sync), make_state(), IDS)
+    assert found.ok and "on one device: nothing travels" in str(found)
+    assert "What a client sends the others" in str(found) and "autopar.explain(step, ...)" in str(found)
+
+
+def test_check_of_what_servers_keep() -> None:
+    workers = autopar.parallelize(make_step(), sync=autopar.sync.Async())
+    with pytest.raises(autopar.ArgumentsError, match="in messages, .* autopar.explain.*, leave sync= out"):
+        autopar.check(workers, make_state(), IDS)
