@@ -1,8 +1,8 @@
-"""Arrays across processes: plain ones placed on devices of which a process has only some, and global ones read whole.
+"""Places plain arrays on devices of several processes, and reads global arrays whole.
 
-A plain array (NumPy's, or one on devices of this process) is the same on every process of the mesh, as the contract
-says: each puts its own slices of it on its own devices, and nothing travels. Reading a global array whole is
-collective, unless every device has all of it.
+A plain array (NumPy's, or one on devices of this process) is the same on every process of the mesh, by contract: each
+puts its own slices of it on its own devices, and nothing travels. Reading a global array whole is collective, unless
+every device has all of it.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ def is_global(value: Leaf) -> bool:
 
 
 def place_array(value: Leaf, sharding: NamedSharding, *, own: bool = False) -> jax.Array:
-    """Does what `jax.device_put` does, also where a process has some of the devices only.
-
-    Args:
-      own: The result shares no memory with a plain value.
-    """
+    """Works as `jax.device_put`, even if a process has only some of the devices. `own`: shares no memory with plain
+    values."""
     if is_global(value):
         with PROGRESS.during("moving an array", "waits"):
             return jax.device_put(value, sharding)
@@ -53,7 +50,7 @@ def place_array(value: Leaf, sharding: NamedSharding, *, own: bool = False) -> j
 
 
 def local(value: Leaf) -> Leaf:
-    """Returns the whole of a global array on a device of this process (collective); anything else as it is."""
+    """Returns the whole of a global array on a device of this process (collective), and other values unchanged."""
     value = whole_everywhere(value)
     if not is_global(value):
         return value
@@ -64,10 +61,10 @@ def local(value: Leaf) -> Leaf:
 
 
 def whole_everywhere(value: Leaf) -> Leaf:
-    """Returns a global array as one of which every device has the whole, so that NumPy reads it on every process.
+    """Returns a global array replicated on every device, so that NumPy reads it on every process. Collective.
 
-    Anything else stays as it is. Collective. It takes the array's whole size on each device, or, where that isn't
-    spread by a `NamedSharding`, in the memory of each process.
+    Other values stay unchanged. It takes the array's whole size on each device, or in the memory of each process if its
+    sharding isn't a `NamedSharding`.
     """
     if not is_global(value) or value.is_fully_replicated:
         return value
@@ -83,5 +80,4 @@ def whole_everywhere(value: Leaf) -> Leaf:
 
 @functools.cache
 def _replicate(sharding: NamedSharding) -> Callable[[Array], jax.Array]:
-    """Returns a program that puts a whole copy of an array on every device."""
     return jit_on(cast(Mesh, sharding.mesh), lambda x: x, out_shardings=sharding)

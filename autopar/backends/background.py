@@ -1,17 +1,16 @@
-"""`beside`: compiles programs in a thread beside the steps, so that a step that needs one later finds it compiled.
+"""Compiles programs in a thread beside the steps, so that a step that needs one later finds it compiled.
 
-JAX keeps what `jax.jit(f).lower(shapes).compile()` made for later calls of that `jax.jit(f)`, whichever thread it was,
-if contexts are the same (64-bit types, precision, a mesh: `jax_compat.contexts`).
+JAX keeps what `jax.jit(f).lower(shapes).compile()` made for later calls of that `jax.jit(f)` in any thread, if contexts
+are the same (64-bit types, precision, a mesh: `jax_compat.contexts`).
 
-Invariants: one thread does all of it, in the order in which it was given. What is needed before its turn comes is
-compiled by the step that needs it (`finish`), so that no step waits for programs that others need. What fails in the
-thread is logged, and is compiled by the step that needs it, which raises what is to be raised. What nobody has any more
-isn't compiled. A process that ends drops what waits, but finishes the one program that is being compiled: XLA aborts a
-process that leaves it.
+Invariants: one thread compiles everything in the order given. A program that is needed earlier is compiled by the step
+that needs it (`finish`), so that no step waits for others' programs. A failure in the thread is logged; the step that
+needs the program compiles it, and raises. A program that nobody holds any more isn't compiled. A process that ends
+drops waiting programs, but finishes the one being compiled, since XLA aborts a process that leaves it.
 
-The thread has the priority of all others. XLA compiles in threads of its own, which don't take over another one, and a
-slow thread that holds Python's lock would delay the steps. While it works, Python's threads take shorter turns: tracing
-holds the lock for a tenth of a second, and a step takes it back some 20 times.
+The thread has normal priority: XLA compiles in threads of its own, which don't inherit another one, and a slow thread
+that holds Python's lock would delay the steps. While it works, Python's threads take shorter turns, since tracing holds
+the lock for a tenth of a second, and a step takes it back some 20 times.
 """
 
 from __future__ import annotations
@@ -32,14 +31,13 @@ from autopar import jax_compat
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
-#: The thread's name.
 THREAD = "autopar-compiles"
-#: Seconds after which it leaves Python's lock to a thread that waits for it.
+#: Seconds after which it yields Python's lock to a waiting thread.
 _TURN_S = 5e-4
 
 
 class Compilation(Generic[_T]):
-    """Holds what is compiled beside the steps, and its result."""
+    """A compilation beside the steps, and its result."""
 
     def __init__(self, what: str, compile_all: Callable[[], _T], otherwise: _T | None) -> None:
         self._what, self._compile_all, self._otherwise = what, compile_all, otherwise
@@ -48,7 +46,7 @@ class Compilation(Generic[_T]):
         self._turn = threading.Lock()
 
     def run(self) -> None:
-        """Compiles, in the thread, unless that was done elsewhere."""
+        """Compiles in the thread, unless it was done elsewhere."""
         if self._turn.acquire(blocking=False):
             self._run(self._in_thread())
 
@@ -70,40 +68,39 @@ class Compilation(Generic[_T]):
             self._future.set_result(result)
 
     def drop(self) -> None:
-        """Leaves it to the step that needs it."""
+        """Leaves the compilation to the step that needs it."""
         if self._turn.acquire(blocking=False):
             self._future.set_result(self._otherwise)
 
     @property
     def has_begun(self) -> bool:
-        """Returns whether it is being compiled, or nobody is to compile it any more."""
+        """The compilation runs, has ended, or was dropped."""
         return self._turn.locked()
 
     def is_done(self) -> bool:
-        """Returns whether the compilation has ended."""
         return self._future.done()
 
     def finish(self) -> _T | None:
-        """Returns the same as `wait`. What still waits for other programs is compiled here and now."""
+        """Compiles here and now if the thread hasn't begun; returns the result."""
         if self._turn.acquire(blocking=False):
             self._run(contextlib.nullcontext())
         return self.wait()
 
     def wait(self) -> _T | None:
-        """Returns what the function returned, once it is done; `otherwise` if it failed or was dropped."""
+        """Returns the function's result once it is done; `otherwise` if it failed or was dropped."""
         return self._future.result()
 
 
 def beside(what: str, compile_all: Callable[[], _T], otherwise: _T | None = None) -> Compilation[_T]:
-    """Compiles programs in the thread, when it has done what it was given before.
+    """Compiles programs in the thread, after those that it was given before.
 
-    Whoever needs them keeps what this returns. Once nobody does, they aren't compiled.
+    The caller keeps the returned object; once nobody does, the programs aren't compiled.
 
     Args:
-      what: Which they are, for a message.
+      what: Names the programs, for a message.
       compile_all: Lowers and compiles them. It runs nothing on several devices, where a step's collectives could meet
         it in another order.
-      otherwise: What waiting for it returns where it failed, or was dropped.
+      otherwise: The result if it failed, or was dropped.
     """
     compilation = Compilation(what, compile_all, otherwise)
     _compiler().add(compilation)
@@ -112,19 +109,19 @@ def beside(what: str, compile_all: Callable[[], _T], otherwise: _T | None = None
 
 @contextlib.contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets a thread that waits for Python's lock have it after 0.5 ms, in place of 5."""
+    """Gives a thread that waits for Python's lock its turn after 0.5 ms, in place of 5."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_S))
     mine = sys.getswitchinterval()
     try:
         yield
     finally:
-        if sys.getswitchinterval() == mine:  # else somebody has set another one
+        if sys.getswitchinterval() == mine:  # else other code has set another one
             sys.setswitchinterval(before)
 
 
 class _Compiler:
-    """The thread, and what waits for it."""
+    """The thread and its queue."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[weakref.ref[Compilation[Any]] | None] = queue.SimpleQueue()

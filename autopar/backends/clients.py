@@ -1,8 +1,8 @@
-"""Clients: processes, or groups of them, which train a replica each on devices of their own; and means over them.
+"""Averages over clients: processes, or groups of them, which train a replica each on devices of their own.
 
-A mean is one program over the devices of all clients: each sums a C-th of the elements, in the clients' order, and all
-gather what was made. So every client has the same bits, and whoever adds up in this order (`mean_of`) has them, too.
-2(C-1)/C b bytes leave each client, as of a ring AllReduce (Parallax, section 3.1).
+A mean is one program over the devices of all clients: each sums a C-th of the elements in the clients' order, then all
+gather the results. So all clients, and `mean_of`, have the same bits. 2(C-1)/C b bytes leave each client, as in a ring
+AllReduce (Parallax, section 3.1).
 """
 
 from __future__ import annotations
@@ -29,29 +29,21 @@ from autopar.jax_types import Array, Json, Leaf
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
 from autopar.mpi.world import SERVERS_VARIABLE, job
 
-#: The axis of the clients in a mesh of all devices.
 _AXIS = "clients"
 
 
 @dataclass(frozen=True, eq=False)
 class Clients:
-    """The devices of all clients.
+    """The devices of all clients."""
 
-    Attributes:
-      grid: [C, ...]: of each client those of its mesh.
-      own: The number of this process's client.
-      devices: Its devices.
-      processes: All of them.
-    """
-
-    grid: np.ndarray
-    own: int
-    devices: Devices
-    processes: StoreGroup
+    grid: np.ndarray  #: [C, ...], the devices of each client's mesh.
+    own: int  #: The number of this process's client.
+    devices: Devices  #: Its devices.
+    processes: StoreGroup  #: Processes of all clients.
 
     @staticmethod
     def of(all_: Devices, count: int | None) -> Clients:
-        """Divides devices among clients: each has as many adjacent processes as any other.
+        """Divides devices among clients, each of which has the same number of adjacent processes.
 
         Raises:
           ArgumentsError: clients don't divide the processes, or the data axis isn't divided by them.
@@ -85,7 +77,7 @@ class Clients:
 
     @property
     def count(self) -> int:
-        """C."""
+        """The number C of clients."""
         return len(self.grid)
 
     @property
@@ -94,27 +86,25 @@ class Clients:
         return jax.process_index() == self.leader(self.own)
 
     def leader(self, client: int) -> int:
-        """Returns the first process of a client."""
         return self._processes[client][0]
 
     def speaker(self, client: int, server: int) -> int:
-        """Returns the process that speaks for a client to a server: all of a client's in turn."""
+        """Returns the process that speaks for a client to a server; all of a client's take turns."""
         processes = self._processes[client]
         return processes[server % len(processes)]
 
     @functools.cached_property
     def _processes(self) -> list[list[int]]:
-        """Each client's processes, ascending."""
         return [sorted({d.process_index for d in part.flat}) for part in self.grid]
 
     @functools.cached_property
     def members(self) -> MpiGroup | None:
-        """The ranks of this client, among themselves; None where it has one. Collective over all, the first time."""
+        """The ranks of this client; None if it has one. Collective over all ranks the first time."""
         size = self.processes.size // self.count
         return None if size == 1 else part_of_ranks(self.own, self.count)
 
     def said(self, value: Json) -> list[Json]:
-        """Gives what each process of this client says, on all of them. Collective within the client."""
+        """Returns the value of each process of this client. Collective within the client."""
         if self.members is None:
             return [value]
         return self.members.objects(value, "a worker's messages")
@@ -123,23 +113,25 @@ class Clients:
     def _mesh(self) -> Mesh:
         """All devices, the last client's first.
 
-        XLA gives devices in another order other connections, where a mean that is on its way can't meet what another
-        thread's programs exchange meanwhile.
+        XLA has other connections for another order of devices, so that a mean under way can't mix with exchanges of
+        other threads' programs.
         """
         names = (_AXIS, *self.devices.mesh.axis_names)
         return Mesh(self.grid[::-1], names, axis_types=(AxisType.Auto,) * len(names))
 
     @property
     def _is_alone(self) -> bool:
-        """Nothing may run beside a mean: CPU devices of a client share threads, which two programs' collectives could
-        block."""
+        """No other program may run during a mean.
+
+        CPU devices of a client share threads, which the collectives of two programs could block.
+        """
         return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
 
     def mean(self, arrays: Sequence[jax.Array], turn: int | None = None) -> list[jax.Array]:
-        """Averages each array over the clients, in its dtype and where it is.
+        """Averages each array over the clients, in its dtype and place. Collective; waits only with several CPU
+        devices.
 
-        Collective; waited for only on clients of several CPU devices.
-          turn: Averages only over the two that are partners then, in a ring.
+        `turn`: in a ring, averages over the two partners of that turn only.
         """
         return self._joined(arrays, mean_of, turn if turn is None else turn % 2)
 
@@ -157,8 +149,8 @@ class Clients:
         return made
 
     def stacked(self, arrays: Sequence[Leaf], about: str) -> list[np.ndarray]:
-        """Returns all clients' arrays, [C, ...], in host memory; each process has its client's whole arrays.
-        Collective."""
+        """Returns all clients' arrays, [C, ...], in host memory. Collective; each process has its client's whole
+        arrays."""
         own: list[np.ndarray] = []
         self.processes.together(AutoparError, lambda: own.extend(np.asarray(x) for x in arrays), about)
         each = self.processes.arrays(own, about)
@@ -181,8 +173,10 @@ class Clients:
         return [_part(x, like) for x, like in zip(joined, arrays, strict=True)]
 
     def placed(self, array: jax.Array) -> jax.Array:
-        """Returns an array that is committed to all devices of the client, where a step leaves its results: with each
-        mixture of these and of others, JAX would compile a step once more, and XLA might round otherwise."""
+        """Returns an array that is committed to all devices of the client, as a step's results are.
+
+        JAX would compile a step anew for each mixture of committed and other arrays, and XLA might round otherwise.
+        """
         devices = self.devices.mesh.devices.flat
         if array.committed and array.sharding.device_set == set(devices):
             return array
@@ -204,10 +198,10 @@ def _thread() -> ThreadPoolExecutor:
 
 
 def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) -> Sequence[Array]:
-    """Runs a program whose results those that this thread runs next don't wait for.
+    """Runs a program in a thread of its own, so that later programs of this thread don't wait for it.
 
-    On CPUs JAX runs the programs of one thread one after the other. It is dispatched when this returns, in an order
-    that all processes have.
+    On CPUs JAX runs the programs of one thread one after the other. It is dispatched on return, in an order that all
+    processes share.
     """
     is_wide = jax.config.read("jax_enable_x64")  # a thread's own
 
@@ -219,12 +213,11 @@ def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) ->
 
 
 def checked_servers(name: str, wanted: int | None, processes: int) -> int:
-    """Returns how many servers there are to be: dedicated ones where the job has some, else of so many processes.
+    """Returns the number of servers; those are dedicated processes if the job has some, else of `processes`.
 
     Args:
-      name: Who asks, for the message.
-      wanted: How many; None: all.
-      processes: How many there are.
+      name: The option, for the message.
+      wanted: Their number; None: all.
 
     Raises:
       ArgumentsError: there are fewer.
@@ -242,7 +235,7 @@ def checked_servers(name: str, wanted: int | None, processes: int) -> int:
 
 
 def mean_of(parts: Sequence[Array]) -> Array:
-    """Averages arrays of one dtype, summed in their order, in 32 bits where they have fewer."""
+    """Averages arrays of one dtype, summed in order, in at least 32 bits."""
     dtype = jnp.promote_types(parts[0].dtype, jnp.float32)
     total = parts[0].astype(dtype)
     for part in parts[1:]:

@@ -1,10 +1,10 @@
-"""Has collectives that a device's program could run at the same point send one message.
+"""Combines collectives that a device's program could run at the same point into one message.
 
-On a CPU each collective is a meeting of all devices, and costs more than the few rows that it moves; XLA combines
-AllReduces there, and nothing else. Collectives meet in rounds: one is in the round behind the last whose results it
-needs. What is gathered in a round, and what is sent from each device to each other, is put into one array, as bits: as
-many bytes as before. Large arrays stay by themselves: meeting is the least of what they cost, and gathered weights
-would all be in memory at once, and twice.
+On a CPU each collective is a meeting of all devices, which costs more than the few rows that it moves; XLA combines
+only AllReduces there. Collectives meet in rounds: one is in the round after the last one whose results it needs. What
+is gathered in a round, and what is sent from each device to each other, is put into one array, as bits, so the bytes
+stay the same. Large arrays stay alone: meeting is the least of their cost, and gathered weights would all be in memory
+at once, and twice.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from autopar.jax_types import Array, Dtype, Leaf
 
 Eqn = Any
 Fun = Callable[..., Sequence[Array]]
-#: Collectives of a device's program. Those that only move elements are combined here.
+#: Collectives that only move elements, which are combined here.
 _MOVE = ("all_gather", "all_to_all")
-#: Bytes of what a device gets, up to which a collective shares a message.
+#: Most bytes that a device receives in a collective that shares a message.
 _LARGEST = 1 << 20
 _MEET = frozenset({*_MOVE, "psum", "pmax", "pmin", "ppermute", "reduce_scatter", "psum_invariant"})
 
 
 def combined(fun: Fun) -> Fun:
-    """Makes a function like `fun`, the program of one device in `shard_map`, with as few collectives as rounds of them
-    allow."""
+    """Returns a function like `fun`, the program of one device in `shard_map`, with as few collectives as possible."""
 
     def run(*operands: Array) -> Sequence[Array]:
         operands = tuple(map(jnp.asarray, operands))
@@ -56,8 +55,9 @@ def combined(fun: Fun) -> Fun:
 
 
 def schedule(equations: Sequence[Eqn]) -> Iterator[Sequence[Eqn]]:
-    """Yields JAX's equations in an order in which they can run, round by round; several together are one collective."""
-    known: dict[Leaf, int] = {}  # behind how many rounds
+    """Yields JAX's equations in an order in which they can run, round by round; several together become one
+    collective."""
+    known: dict[Leaf, int] = {}  # variable -> number of rounds before it
     rounds: dict[int, list[Eqn]] = collections.defaultdict(list)
     meetings: dict[int, dict[Hashable, list[Eqn]]] = collections.defaultdict(dict)
     effects = 0  # they stay in their order
@@ -86,7 +86,7 @@ def _meets(equation: Eqn) -> bool:
 
 
 def _kind(equation: Eqn) -> Hashable:
-    """Returns what collectives of one message have in common; None of what is in a message of its own."""
+    """Returns a key that collectives of one message share; None for a message of its own."""
     name, params = equation.primitive.name, equation.params
     if name not in _MOVE or params["axis_index_groups"] is not None:
         return None
@@ -99,7 +99,7 @@ def _kind(equation: Eqn) -> Hashable:
 
 
 def _bits(dtype: Dtype) -> Leaf:
-    """Returns what elements travel as: bits, where there is an integer of their size."""
+    """Returns the dtype in which elements travel, an integer of their size if there is one."""
     if not jnp.issubdtype(dtype, np.integer) and not jax_compat.is_float(dtype):
         return dtype
     return np.dtype(f"uint{8 * np.dtype(dtype).itemsize}")
@@ -119,7 +119,7 @@ def _exchange(equations: Sequence[Eqn], values: Sequence[Array]) -> list[Array]:
 
 
 def _result(equation: Eqn, received: Array, sent: Array) -> Array:
-    """Returns what a collective gives, of what each device sent: [N, ...]."""
+    """Returns a collective's result from the parts of all devices, [N, ...]."""
     if equation.primitive.name == "all_to_all":
         return received.reshape(sent.shape)
     along = equation.params["all_gather_dimension"]

@@ -1,19 +1,17 @@
-"""Deferred rows on a device (all of a table's, or its shard of them): replay what they missed before they are read, and
-some of those that lag behind between steps.
+"""Replays deferred rows on a device, before they are read, and some lagging ones between steps.
 
 A row's *stamp* is the step of the update log up to which it has moved. Rows are replayed in groups of about the same
-stamp, each until it is up to date: an old row doesn't make the others wait. While steps fill the newer part of the
-update log (`ir.deferred`), rows are brought up to the end of the older part, some at a time (`catch_up_some`); then the
-newer part becomes the older one (`turn`).
+stamp, so that an old row doesn't make others wait. While steps fill the newer part of the update log (`ir.deferred`),
+`catch_up_some` brings rows up to the end of the older part; then `turn` makes the newer part the older one.
 
-Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: what a full part multiplies them by is kept as a
-*segment*, a number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is
-to be multiplied. Those that have waited for many segments are multiplied between steps as well, so that there is room
-for segments. Only when a step breaks what scale-only rows rest on, all rows are brought up to date at once (`flush`).
+Scale-only rows (`ir.deferred.ScaleOnly`) wait on, at no cost: the factors of a full part are kept as a *segment*, a
+number for each leaf, and the stamp of such a row is the inverted number of the segment from which on it is to be
+multiplied. Rows that have waited for many segments are multiplied between steps, to make room for segments. Only when a
+step breaks what scale-only rows rest on are all rows brought up to date at once (`flush`).
 
 Invariants: stamps of rows that aren't scale-only are at most `now`; when the newer part is full they are at least K,
-and those of scale-only rows name its segment or one of the last (`Replay.waiting`); records from `now` on, and
-segments from `segment` on, are never read; the scales of all segments together are finite.
+and those of scale-only rows name its segment or one of the last (`Replay.waiting`); records from `now` on, and segments
+from `segment` on, are never read; the scales of all segments together are finite.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 from autopar.jax_types import Array, Leaf
 
-#: Elements of a leaf in a group of rows, and rows at least: all wait for the slowest, but loops cost something as well.
+#: Elements of a leaf in a group of rows, and fewest rows: all wait for the slowest, but loops have a cost, too.
 _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
-#: Elements of a leaf that a flush takes at a time, those that are taken between steps, and at least.
+#: Elements of a leaf that are taken at a time: by a flush, between steps, and at least.
 _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
-#: Steps that rows are replayed between two looks at whether they have faded.
+#: Replayed steps between two checks whether rows have faded.
 _STRIDE = 16
 #: The stamp of no row.
 NEVER = np.iinfo(np.int32).max
@@ -47,16 +45,19 @@ NEVER = np.iinfo(np.int32).max
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deferred:
-    """The replay of one family, or of several that share an update log: operands are then the leaves of each of these
-    *tables*, and the stamps of each. `update` runs the body on arrays; rows come as the leaves have them."""
+    """The replay of one family, or of several *tables* that share an update log.
+
+    Operands are the leaves of each table, then the stamps of each. `update` runs the body on arrays, in the leaves'
+    axes.
+    """
 
     replay: Replay
     body: Block
     update: Callable[..., Sequence[Array]]
 
     def spread(self, tables: Sequence[bool]) -> tuple[list[int | None], tuple[int | None, ...]]:
-        """Returns the axes along which a flush's operands and results are spread over devices, if a table's rows
-        are."""
+        """Returns the axes along which a flush's operands and results are spread, for tables whose rows are spread
+        or not."""
         p = self.replay
         rows = [[axis if is_spread else None for axis in p.axes] for is_spread in tables]
         stamps = [0 if is_spread else None for is_spread in tables]
@@ -67,13 +68,12 @@ class Deferred:
     # --- what a step does ---
 
     def catch_up_tables(self, rows: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
-        """Returns the changed leaves of several tables' rows as they are after `now` steps."""
+        """Returns the changed leaves of several tables' rows after `now` steps."""
         tables = DeferredTables(self.replay, rows, stamps)
         return tuple(itertools.chain(*tables.together(lambda some, stamped: self.catch_up(some, stamped, entries))))
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
-        """Returns the changed leaves of rows ([U, ...] of each leaf, changed ones first) as they are after `now`
-        steps."""
+        """Returns the changed leaves of rows ([U, ...] of each leaf, changed ones first) after `now` steps."""
         changed, read = self._parts(self._rows_first(rows))
         changed, begin = self._scaled(changed, stamps, entries)
         return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
@@ -81,7 +81,7 @@ class Deferred:
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
     ) -> Sequence[Array]:
-        """Replays steps on rows [U, ...]: from each one's own, `begin` int32[U], to `now`. Returns changed leaves."""
+        """Replays steps on rows [U, ...], each from its own `begin` int32[U] to `now`; returns changed leaves."""
         count = begin.shape[0]
         group_rows = max(1, min(count, max(_GROUP_ROWS, _GROUP_ELEMENTS // row_elements(changed, count))))
         order = jnp.argsort(begin)
@@ -108,7 +108,7 @@ class Deferred:
     def record(
         self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None
     ) -> list[Array]:
-        """Returns the update log's records with one step more; unless it `exceeded` a capacity, and is to be done
+        """Returns the update log's records with one step more, unless it `exceeded` a capacity and will be done
         again."""
         p = self.replay
         recorded = list(map(jnp.asarray, values))
@@ -137,9 +137,9 @@ class Deferred:
         return max(1, min(self.replay.part, elements // _LEAST_ELEMENTS))
 
     def flush(self, leaves: Sequence[Array], stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
-        """Brings all rows up to date, and returns changed leaves, stamps, now and segment of an empty update log.
+        """Brings all rows up to date; returns changed leaves, stamps, now and segment of an empty update log.
 
-        In place where the leaves are donated.
+        Works in place if the leaves are donated.
         """
 
         def caught_up(mine: Sequence[Array], stamped: Array) -> Sequence[Array]:
@@ -152,8 +152,11 @@ class Deferred:
         return (*done, jnp.full_like(entries.now, self.replay.part), jnp.zeros_like(entries.segment))
 
     def turn(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
-        """Makes the newer part, which is full, the older one: whether a flush has to do it instead, because scale-only
-        rows can't wait any longer; stamps, now, segment and segments. Records are moved by K places elsewhere."""
+        """Makes the newer, full part the older one; returns a flag, stamps, now, segment and segments.
+
+        The flag says that it takes a flush instead, because scale-only rows can't wait any longer. Records are moved by
+        K places elsewhere.
+        """
         p = self.replay
         takes_all, dropped, segment, segments = close(p, entries)
         moved = [jnp.where(x < 0, x + dropped, x - p.part) for x in stamps]
@@ -168,18 +171,18 @@ class Deferred:
         ids: Sequence[Array],
         times: int,
     ) -> tuple[Array, ...]:
-        """Brings some rows up to `now`, and returns changed leaves and stamps: rows that are read, or that the older
-        part moves.
+        """Brings some rows up to `now`: rows that are read, or that the older part moves. Returns changed leaves and
+        stamps.
 
-        One program does both, as it is the replay that takes long to compile.
+        One program does both, since the replay takes long to compile.
 
         Args:
           leaves, stamps: As in `flush`.
-          entries: The update log; or, for the older part, the log as it was when that was closed: `now` is K.
+          entries: The update log; for the older part, the log as it was when that was closed: `now` is K.
           which: int32[]. Below 0: rows of `ids` are brought up to date. Else row `which` (below `times`) and each
             `times`-th from there on, if they lag.
           ids: Numbers of rows of each table, int32[], sorted and distinct; out of range is no row.
-          times: How many times this is called until it has seen all rows.
+          times: Number of calls that see all rows.
         """
         is_read = which < 0
 
@@ -201,17 +204,17 @@ class Deferred:
         return DeferredTables(self.replay, leaves, stamps).visited(rows, _SOME_ELEMENTS, caught_up)
 
     def caught_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
-        """Returns the changed leaves of rows as they are after `now` steps, and their new stamps."""
+        """Returns the changed leaves of rows after `now` steps, and their new stamps."""
         new, p = self.catch_up(rows, stamps, entries), self.replay
         return *new, jnp.where(entries.now == p.part, self.stamps(new, entries.segment), entries.now)
 
     def lags(self, stamps: Any, segment: Any) -> Leaf:
-        """Returns bool[rows]: which rows have to be brought up to the end of the older part in time."""
+        """Returns bool[rows]: which rows must be brought up to the end of the older part in time."""
         waits, p = stamps < 0, self.replay
         return (~waits & (stamps < p.part)) | (waits & (~stamps < segment - p.waiting))
 
     def stamps(self, changed: Sequence[Array], segment: Array | int = 0) -> Array:
-        """Returns int32[rows]: stamps of rows that have moved up to the beginning of the newer part, of this
+        """Returns int32[rows], stamps of rows that have moved up to the beginning of the newer part, of this
         segment."""
         scale_only, extent = self.replay.scale_only, changed[0].shape[self.replay.axes[0]]
         if scale_only is None:
@@ -230,8 +233,7 @@ class Deferred:
     # --- scale-only rows ---
 
     def _scaled(self, changed: Sequence[Array], stamps: Array, entries: Entries) -> tuple[list[Array], Array]:
-        """Brings scale-only rows up to date; and returns the step from which each row is to be replayed (`now`: not at
-        all)."""
+        """Brings scale-only rows up to date; also returns the step from which each row is replayed (`now`: none)."""
         if self.replay.scale_only is None:
             return list(changed), stamps
         whole, before_newer, hold = scales(self.replay, entries)
@@ -249,7 +251,7 @@ class Deferred:
         records: Sequence[Array],
         suffixes: Suffixes | None,
     ) -> list[Array]:
-        """Replays the untouched update on rows [B, ...] from each one's step on, until it has caught up or faded."""
+        """Replays the untouched update on rows [B, ...], each from its own step on, until it has caught up or faded."""
         p = self.replay
         values = records[: len(p.values)]
         changed, read = self._parts(rows)
@@ -307,31 +309,25 @@ class Deferred:
 
 #: Some rows of a table, of each leaf, and their stamps.
 Rows = tuple[Sequence[Array], Array]
-#: Rows and stamps -> new rows of the changed leaves, and perhaps new stamps.
+#: Maps rows and stamps to new rows of the changed leaves, and perhaps new stamps.
 CaughtUp = Callable[[Sequence[Array], Array], Sequence[Array]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeferredTables:
-    """Holds tables of one form.
+    """Tables of one form."""
 
-    Attributes:
-      replay: That of any of them.
-      leaves: Of each table changed ones, then those that are only read.
-      stamps: Of each table.
-    """
-
-    replay: Replay
-    leaves: Sequence[Array]
+    replay: Replay  #: The replay of each.
+    leaves: Sequence[Array]  #: For each table its changed leaves, then those that are only read.
     stamps: Sequence[Array]
 
     @property
     def each(self) -> list[Rows]:
-        """Returns leaves and stamps, table by table."""
+        """The leaves and stamps, table by table."""
         return list(zip(_cut(self.leaves, len(self.replay.leaves)), self.stamps, strict=True))
 
     def together(self, caught_up: CaughtUp) -> list[Sequence[Array]]:
-        """Returns, table by table, what a function makes of all rows, one table's behind the other's."""
+        """Applies a function to all rows, concatenated; returns its results table by table."""
         if len(self.stamps) == 1:
             return [caught_up(self.leaves, self.stamps[0])]
         columns = zip(*(leaves for leaves, _ in self.each), strict=True)
@@ -345,15 +341,8 @@ class DeferredTables:
         ]
 
     def replaced(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
-        """Replaces some rows of each table by what a function makes of them and their stamps.
-
-        Args:
-          rows: Of each table numbers of rows, int32[], sorted.
-          caught_up: Makes new rows and stamps.
-
-        Returns:
-          Changed leaves and stamps.
-        """
+        """Replaces rows of each table (numbers int32[], sorted) by `caught_up` ones; returns changed leaves and
+        stamps."""
         taken: list[Array] = []
         for (leaves, _), some in zip(self.each, rows, strict=True):
             pairs = zip(leaves, self.replay.axes, strict=True)
@@ -371,12 +360,11 @@ class DeferredTables:
     def visited(
         self, chosen: Sequence[tuple[Array, Array | int]], elements: int, caught_up: CaughtUp
     ) -> tuple[Array, ...]:
-        """Replaces rows, some at a time; returns changed leaves and stamps.
+        """Replaces rows by `caught_up` ones, some at a time; returns changed leaves and stamps.
 
         Args:
-          chosen: Of each table numbers of rows, int32[], and how many of them, from the first on, are to be replaced.
-          elements: How many elements of a leaf are taken at a time, of all tables together.
-          caught_up: Makes new rows and stamps.
+          chosen: For each table numbers of rows, int32[], and how many of them, from the first on, are replaced.
+          elements: Elements of a leaf that are taken at a time, over all tables.
         """
         n, m = self.replay.changed, len(self.replay.leaves)
         counts = [numbers.shape[0] for numbers, _ in chosen]

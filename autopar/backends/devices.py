@@ -20,16 +20,11 @@ from autopar.launch.group import StoreGroup
 
 @dataclass(frozen=True)
 class Devices:
-    """A mesh with Auto axes.
+    """A mesh with Auto axes."""
 
-    Attributes:
-      mesh: The devices. Along axes other than `axis` everything is replicated.
-      axis: The data axis.
-      tensor_axis: Over which products are divided; None: nothing is.
-    """
-
-    mesh: Mesh
-    axis: str
+    mesh: Mesh  #: Along axes other than `axis` everything is replicated.
+    axis: str  #: The data axis.
+    #: The axis over which products are divided, if any are.
     tensor_axis: str | None = field(default=None, kw_only=True)
 
     @staticmethod
@@ -51,12 +46,12 @@ class Devices:
 
     @property
     def count(self) -> int:
-        """N: devices along the data axis."""
+        """The number N of devices along the data axis."""
         return self.mesh.shape[self.axis]
 
     @property
     def tensor(self) -> int:
-        """T: devices over which products are divided."""
+        """The number T of devices over which products are divided."""
         return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
     def position(self) -> Array:
@@ -81,7 +76,6 @@ class Devices:
         return NamedSharding(self.mesh, P(*[names.get(k) for k in range(max(names) + 1)]))
 
     def constrain(self, value: Array, along: int | None, tensor: int | None = None) -> Array:
-        """Tells XLA where a value is."""
         return jax.lax.with_sharding_constraint(value, self.sharding(along, tensor))
 
     def local(self, fun: Callable[..., Pytree], axes: Sequence[int | None], returned: Leaf, *operands: Array) -> Leaf:
@@ -90,7 +84,7 @@ class Devices:
         Args:
           fun: Takes and returns local arrays; may use collectives over `axis`.
           axes: For each operand the axis along which it is spread; None: every device has all of it.
-          returned: The same of the results: one for a single result, else a tuple.
+          returned: The same for the results: one for a single result, else a tuple.
           *operands: Global arrays.
         """
         return self.mapped(fun, axes, returned)(*operands)
@@ -104,11 +98,11 @@ class Devices:
     ) -> Callable[..., Leaf]:
         """Returns the function of global arrays that `local` calls.
 
-        Zeros are put behind an operand that these don't divide, so that results may be longer as well.
+        Operands are padded with zeros to a multiple of the devices, so results may be longer, too.
 
         Args:
           fun, axes, returned: As `local` takes them.
-          tensors: Of operands and of several results, the axis that is spread over the tensor axis.
+          tensors: For operands and for several results, the axis that is spread over the tensor axis.
         """
         parts = self.mesh.shape[self.axis]
         specs = tuple(self.spec(along) for along in axes)
@@ -127,14 +121,14 @@ class Devices:
             operands = tuple(x if k is None else lengthened(x, k, -x.shape[k] % parts) for x, k in pairs)
             if not operands or any(x.size for x in operands):
                 return map_(fun, in_specs=specs)(*operands)
-            # XLA wants an operand that is read, and makes constants of those without elements.
+            # XLA needs an operand that is read, and makes constants of those without elements.
             return map_(reading, in_specs=(self.spec(None), *specs))(jnp.zeros(()), *operands)
 
         return run
 
 
 class OwnPart(Devices, abc.ABC):
-    """A device's own view of the same devices: arrays are its own shards."""
+    """A device's own view of the devices, in which arrays are its own shards."""
 
     @property
     def examples(self) -> tuple[str, ...]:
@@ -143,18 +137,18 @@ class OwnPart(Devices, abc.ABC):
 
     @property
     def by_ranks(self) -> OwnPart:
-        """Returns the view by the ranks that have them, for what is spread over these."""
+        """The view by ranks, for values that are spread over these."""
         return self
 
     def share(self, value: Array, axis: int) -> Array:
         """Returns this device's shard of an array that every device has."""
         size = value.shape[axis] // self.count
-        # XLA makes one slice of two, and doesn't clamp the first one's start before it adds the second one's.
+        # The barrier: XLA merges two slices without clamping the first one's start before it adds the second one's.
         value = jax.lax.optimization_barrier(value)
         return jax.lax.dynamic_slice_in_dim(value, self.position() * size, size, axis)
 
     def padded_share(self, value: Array, axis: int, size: int) -> Array:
-        """Returns a shard that is `size` long, where that is more than all have: its end repeats the last element."""
+        """Returns a shard of `size` elements, where the last device repeats the last element."""
         return jnp.take(value, self.position() * size + jnp.arange(size), axis=axis, mode="clip")
 
     def once(self, value: Array) -> Array:
@@ -162,7 +156,7 @@ class OwnPart(Devices, abc.ABC):
         return jnp.where(self.position() == 0, value, jnp.zeros_like(value))
 
     def only_examples(self, value: Array, axis: int, size: int, fill: Leaf) -> Array:
-        """Returns this device's shard of `size` elements, `fill` in place of what is beyond the end."""
+        """Returns this device's shard with `fill` in place of elements from `size` (of the whole array) on."""
         own = value.shape[axis]
         number = self.position() * own + jax.lax.broadcasted_iota(jnp.int32, value.shape, axis)
         return jnp.where(number < size, value, jnp.asarray(fill, value.dtype))
@@ -185,5 +179,4 @@ class Mapped(OwnPart):
         return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
 
     def reduce(self, value: Array, op: str) -> Array:
-        """Reduces a value over the devices."""
         return reduce_across(op, value, self.axis)

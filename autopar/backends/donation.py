@@ -1,4 +1,4 @@
-"""The order in which `jax.jit` gets a step's results, so that each new state is written where the old one was.
+"""Orders a step's results so that each new state is written into its old one's buffer.
 
 JAX pairs donated buffers with results of their shape and dtype, first come, first served. Where a result takes the
 buffer of another leaf's old value, XLA copies both, whole tables in every step. So new states are returned first, in
@@ -13,7 +13,7 @@ from autopar.ir.program import Program
 
 
 def donation_order(new: Mapping[int, int], count: int) -> tuple[int, ...]:
-    """Returns the order in which JAX is to get `count` results, so that each new state takes its old one's buffer.
+    """Returns the order of `count` results in which each new state takes its old one's buffer.
 
     `new`: donated input -> the result that is its new value; no result twice.
     """
@@ -24,7 +24,7 @@ def donation_order(new: Mapping[int, int], count: int) -> tuple[int, ...]:
 def has_unread_states(program: Program) -> bool:
     """Returns whether a state's old value isn't read at all (the last gradient, say).
 
-    JAX drops arguments that nothing reads, and pairs the other ones: such a state must be kept, `jit(keep_unused=)`.
+    JAX drops unread arguments and pairs the other ones, so such a state needs `jit(keep_unused=True)`.
     """
     read = {a for e in program.block.equations for a in e.inputs} | set(program.block.outputs)
     return any(program.block.inputs[k] not in read for k in program.new_states)

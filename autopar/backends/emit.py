@@ -1,7 +1,7 @@
-"""Program -> a Python function on flat arrays, to be traced by `jax.jit`.
+"""Turns a Program into a Python function on flat arrays, to be traced by `jax.jit`.
 
-Equations run in the program's order (no recursion: a step may have 10,000), each under its own JAX context and with
-its source line. What comes out is checked against the program's types: a plan that is not what was emitted is a bug.
+Equations run in the program's order (no recursion: a step may have 10,000), each under its own JAX context and with its
+source line. Results are checked against the program's types: a mismatch is a bug.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def emit(
     devices: OwnPart | None = None,
     microbatch: Microbatch | None = None,
 ) -> Callable[..., list[Array]]:
-    """Compiles a block into a function of its inputs that returns its outputs.
+    """Compiles a block into a function from its inputs to its outputs.
 
     Args:
-      backends: By family, where that isn't `SingleDevice`, or `ReplicatedRows` in `shard_map`.
-      devices: Where values are spread, if any are.
+      backends: Backends by family; by default `SingleDevice`, or `ReplicatedRows` in `shard_map`.
+      devices: The devices over which values are spread, if any are.
       microbatch: The microbatch that this is the program of.
     """
     emitter = _Emitter(backends, devices, microbatch)
@@ -59,7 +59,7 @@ def emit(
 
 
 def deferred_of(equation: Equation) -> Deferred:
-    """Returns what an equation of an update log replays: its body is the untouched update."""
+    """Returns the replay of an update log's equation, whose body is the untouched update."""
     (body,) = equation.bodies
     return Deferred(equation.params["replay"], body, emit(body))
 
@@ -71,7 +71,7 @@ class _Emitter:
         self._backends = backends
         self._devices = devices
         self._microbatch = microbatch
-        # Rows that have no backend all devices have, in an order that must be that of all devices' ids.
+        # All devices have the rows of families without a backend, in the order of all devices' ids.
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:
@@ -100,7 +100,7 @@ class _Emitter:
             return [ROW_OPS[equation.op](equation.params, *operands)]
         if equation.op in REWRITTEN:
             return REWRITTEN[equation.op](equation.params, *operands)
-        # Operations of ours, then loops whose bodies a pass has changed; anything else is bound as it was traced.
+        # Operations of ours come first, then loops whose bodies a pass has changed; the rest is bound as it was traced.
         op, devices = self._over(equation.op)
         if op in _ON_DEVICES:
             assert devices is not None, "one device has everything"
@@ -122,7 +122,7 @@ class _Emitter:
         return jax_compat.bind(equation.primitive, operands, params)
 
     def _over(self, op: str) -> tuple[str, OwnPart | None]:
-        """Returns an operation's name over the data axis, and the devices it is over: those of either axis."""
+        """Returns an operation's name over the data axis, and the devices of its axis, data or tensor."""
         if not op.startswith(_TENSOR):
             return op, self._devices
         assert self._devices is not None and self._devices.tensor_axis is not None, "products are divided"
@@ -180,9 +180,9 @@ class _Emitter:
         return jax.lax.cond(ordinary, as_it_is, sums_first, *map(jnp.asarray, operands))
 
     def _first(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Runs the body on the first device alone, and returns zeros on the others, which change no sum.
+        """Runs the body on the first device alone; others return zeros, which change no sum.
 
-        Along other axes of the mesh all devices have what the first one got.
+        Along other axes of the mesh all devices have the first one's results.
         """
         _, devices = self._over(equation.op)
         assert devices is not None, "in the program of one device"
@@ -200,8 +200,10 @@ class _Emitter:
         return [reduce_across("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
 
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Looks up single rows by global numbers where this device has them, zeros elsewhere; the first device has what
-        stands for numbers that are out of range."""
+        """Looks up rows by global numbers where this device has them, zeros elsewhere.
+
+        The first device has the fill value of numbers that are out of range.
+        """
         _, devices = self._over(equation.op)
         assert devices is not None, "in the program of one device"
         params, (part, index) = dict(equation.params), operands
@@ -240,7 +242,6 @@ class _Emitter:
         return backend.sweep(p, lambda route, leaves: self.block(body, [route, *leaves, *others]), leaves, needed)
 
     def _catch_up(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Brings rows up to date, each device those that it has."""
         deferred = deferred_of(equation)
         replay, tables = deferred.replay, len(equation.params["families"])
         n = len(replay.leaves) * tables
@@ -248,10 +249,10 @@ class _Emitter:
         return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Returns its operands: the log's owner flushes by a program of its own
-        (`UpdateLog.make_room`).
+        """Returns its operands: the log's owner flushes by a separate program
+        (`tables.deferred.DeviceUpdateLog.make_room`).
 
-        It comes once in many steps, and would be half of what XLA compiles.
+        A flush comes once in many steps, and would be half of what XLA compiles.
         """
         replay = deferred_of(equation).replay
         leaves, rest = operands[: len(replay.leaves)], operands[len(replay.leaves) :]
@@ -266,7 +267,7 @@ class _Emitter:
     def _reduce_rows(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         p, (rows, route, *more) = equation.params, operands
         others = None
-        if equation.bodies:  # it may have to look at rows that the step doesn't touch
+        if equation.bodies:  # untouched rows may matter
             body, (needed, *read) = equation.bodies[0], more
             others = Others(needed, lambda route: self.block(body, [route, *read])[0], p["rows"])
         is_part = equation.op == "ap.reduce_part"
@@ -274,7 +275,7 @@ class _Emitter:
         return [result.astype(p["dtype"])]
 
     def _changes(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Returns whether rows change that the step doesn't touch."""
+        """Returns whether untouched rows change."""
         p = equation.params
         backend = self._backends.get(p["family"], self._whole)
         named = split(equation.op, p, operands)
@@ -283,7 +284,7 @@ class _Emitter:
             needed = needed | jnp.any(backend.last_rows(a, axis) != backend.last_rows(b, axis))
         for value, (known, axis) in zip(named["constant"], p["constants"], strict=True):
             needed = needed | ~jnp.all(_is(backend.last_rows(value, axis), known))
-        # Where the padding row may hide what they do by a predicate of its own.
+        # A predicate of the padding row may hide what the others do.
         for value in (*named["frontier"], *named["finite"]):
             if jnp.issubdtype(jnp.asarray(value).dtype, np.inexact):
                 needed = needed | ~jnp.all(jnp.isfinite(value))
@@ -302,12 +303,12 @@ def _is(value: Array, known: Leaf) -> Array:
 
 
 def _gathered(devices: OwnPart, value: Array, axis: int, size: int | None = None) -> Array:
-    """Returns all of a spread value; its axis cut to `size`, if what was spread was padded."""
+    """Returns all of a spread value; its axis is cut to `size` if it was padded."""
     value = devices.gathered(value, axis)
     return value if size is None else cut(value, axis, size)
 
 
-#: Where values are: devices (those of one of them for what only it can do), parameters, a value -> the value there.
+#: Operations on placement, as functions of the devices as one of them sees them, parameters and a value.
 _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.replicate": lambda devices, p, value: _gathered(devices, value, **p),
     "ap.reduce": lambda devices, p, value: devices.reduce(value, p["op"]),
@@ -349,14 +350,14 @@ _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence
 
 
 def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
-    """Names what is autopar's own, for profiles: "autopar.fetch"."""
+    """Names autopar's own operations for profiles, "autopar.fetch"."""
     if not equation.op.startswith(PREFIX):
         return contextlib.nullcontext()
     return jax.named_scope(f"autopar.{plain_name(equation.op)}")
 
 
 def _rarely(value: Array) -> Array:
-    """Returns a condition on a value that hardly ever holds: what waits for it waits for the value.
+    """Returns a condition on a value that hardly ever holds, so that what depends on it waits for the value.
 
     XLA copies a table that is still to be read when it is overwritten in place, and on CPUs it drops optimization
     barriers before it decides. A sweep that runs without need changes nothing, so it may wait in this way.
@@ -389,20 +390,20 @@ def _like(value: Array, other: Array) -> Array:
 
 
 def _is_slow_in_loops(body: Block, devices: OwnPart | None) -> bool:
-    """Returns whether XLA is some ten times slower at it inside a loop: convolutions on CPUs."""
+    """Returns whether XLA runs the body some ten times slower inside a loop, as it does convolutions on CPUs."""
     platform = jax.default_backend() if devices is None else devices.mesh.devices.flat[0].platform
     return platform == "cpu" and any(e.op == "conv_general_dilated" for e in body.walk())
 
 
-# --- what a step says itself of where its values are: its shard_maps and sharding constraints ---
+# --- a step's own shard_maps and sharding constraints ---
 #
-# A `shard_map` becomes a program of whole arrays, each of its devices an element of an axis. What it means doesn't
+# A `shard_map` becomes a program of whole arrays, each of its devices an element of an axis. Its meaning doesn't
 # depend on where it runs: a device sees its shard of each operand and meets others in collectives by the names of the
 # mesh's axes. `jax.vmap` over these axes computes the same from whole arrays, [devices, shard] each, and a collective
 # is a reduction, a permutation or a copy along an axis. So lookups in it are followed, and the devices divide it among
-# themselves as they do any other part of a step, whatever mesh it was written for.
+# themselves as any other part of a step, whatever mesh it was written for.
 #
-# A sharding constraint computes nothing: it is left out.
+# A sharding constraint computes nothing, and is left out.
 
 #: Mesh axes along each dimension of an array.
 _Dims = Sequence[tuple[str, ...]]
@@ -411,13 +412,7 @@ _Dims = Sequence[tuple[str, ...]]
 def of_whole_arrays(
     params: Params, run: Callable[[Block, Sequence[jax.Array]], Sequence[jax.Array]], operands: Sequence[Leaf]
 ) -> list[jax.Array]:
-    """Returns the results of a `shard_map` equation, whole.
-
-    Args:
-      params: The equation's.
-      run: Evaluates a block of arrays.
-      operands: The equation's, whole.
-    """
+    """Returns the whole results of a `shard_map` equation with `params`, on whole operands; `run` evaluates a block."""
     body = block_of(params["jaxpr"])
     sizes = {name: n for name, n in params["mesh"].shape.items() if name in params["newly_manual_axes"]}
     before = [_dims(spec, x, sizes) for spec, x in zip(params["in_specs"], operands, strict=True)]
@@ -436,7 +431,7 @@ def _dims(spec: Any, value: Leaf, sizes: Mapping[str, int]) -> _Dims:
 
 
 def _split(x: jax.Array, dims: _Dims, sizes: Mapping[str, int]) -> jax.Array:
-    """Returns an array with the mesh's axes that it is spread over in front, in their order, and its shards behind."""
+    """Moves the mesh's axes over which an array is spread to the front, in their order; its shards are behind."""
     shape, names = [], []
     for size, along in zip(x.shape, dims, strict=True):
         shape += [*(sizes[name] for name in along), size // math.prod(sizes[name] for name in along)]
@@ -446,7 +441,7 @@ def _split(x: jax.Array, dims: _Dims, sizes: Mapping[str, int]) -> jax.Array:
 
 
 def _join(x: jax.Array, dims: _Dims, sizes: Mapping[str, int], there: Sequence[str]) -> jax.Array:
-    """Returns the whole array of shards that have these axes of the mesh in front; of what all devices have, one's."""
+    """Joins shards with these axes of the mesh in front into the whole array; of replicas it takes the first."""
     used = {name for along in dims for name in along}
     x = x[tuple(slice(None) if name in used else 0 for name in there)]
     missing = [name for name in sizes if name in used and name not in there]
@@ -462,7 +457,7 @@ def _join(x: jax.Array, dims: _Dims, sizes: Mapping[str, int], there: Sequence[s
 def _over(
     run: Callable[..., Sequence[Pytree]], axes: Sequence[tuple[str, int]], used: Sequence[set[str]]
 ) -> Callable[..., tuple[Sequence[jax.Array], Sequence[Sequence[str]]]]:
-    """Returns the function over axes of a mesh, the first one outermost; its results, and along which axes each is."""
+    """Maps a function over axes of a mesh, the first one outermost; also returns along which axes each result is."""
     if not axes:
         return lambda *shards: (results := run(*shards), [()] * len(results))
     (name, size), *rest = axes
@@ -499,8 +494,8 @@ def _gather(params: Params, x: jax.Array) -> list[jax.Array]:
     return [x]
 
 
-#: What is written in place of a constraint, and of collectives in a `shard_map`'s body: of those that it makes where it
-#: checks what all devices have alike, and of those over several axes, of which `jax.vmap` knows only one at a time.
+#: Replacements of constraints, and of collectives in a `shard_map`'s body: those that its check of replication makes,
+#: and those over several axes, of which `jax.vmap` knows only one at a time.
 REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]]] = {
     "psum_invariant": lambda p, x: [jax.lax.psum(x, p["axes"])],
     "all_gather": _gather,
@@ -510,13 +505,13 @@ REWRITTEN: Mapping[str, Callable[[Mapping[str, Any], jax.Array], list[jax.Array]
 }
 
 
-# --- JAX's while loop, of one example or of many side by side ---
+# --- JAX's while loop, of one example or of many under vmap ---
 
 
 def while_loop(condition: Callable[[Any], Array], turn: Callable[[Any], Any], start: Leaf) -> Pytree:
     """Runs `lax.while_loop` with a condition that may have axes, as `vmap` makes it.
 
-    They are the first axes of all that the loop carries, and each element says whether that example's loop goes on.
+    They are the first axes of every carry; each element says whether that example's loop goes on.
     """
 
     def kept(state: Pytree) -> Pytree:

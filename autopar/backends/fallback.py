@@ -1,9 +1,9 @@
-"""A step with measured capacities, and what does its work when a batch exceeds them.
+"""Runs a step with measured capacities, and another program when a batch exceeds them.
 
-The first program returns what the batch needs of them. If that is more, it returns the old states and a flag; then a
-loop of one iteration (and else of none) runs the second, whose capacities no batch exceeds. A loop, because XLA updates
-a loop's tables in place and copies those of a conditional. Until both are compiled as one, the first one runs alone,
-and its caller looks at the flag (`run.devices.LateFallback`).
+The first program returns the batch's need of each capacity. If one is exceeded, it returns the old states and a flag;
+then a loop of one iteration (else of none) runs the second program, whose capacities no batch exceeds. A loop, because
+XLA updates a loop's tables in place and copies those of a conditional. Until both are compiled as one, the first one
+runs alone, and its caller reads the flag (`run.devices.LateFallback`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ Run = Callable[..., Sequence[Array]]
 
 
 def without_fallback(tight: Run, program: Program) -> Run:
-    """Makes a function of `tight` alone: its last outputs are what the batch needs of each capacity, int32[capacities],
-    and whether that is more, so that it changed nothing."""
+    """Returns `tight` with the batch's need of each capacity as one output, int32[capacities], before the flag."""
     count = sum(e.op == "ap.load" for e in program.block.equations)
 
     def run(*inputs: Array) -> Sequence[Array]:
@@ -33,16 +32,15 @@ def without_fallback(tight: Run, program: Program) -> Run:
 
 
 def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
-    """Makes a function of `tight`, and of `safe`, the same without limits, which does its work where a batch exceeds
-    one.
+    """Joins `tight` with `safe`, the same step without limits, which does its work if a batch exceeds one.
 
     Args:
-      tight: Its last outputs are what the batch needs of each capacity, int32[], and whether that is more.
+      tight: Its last outputs are the batch's need of each capacity, int32[], and a flag if one is exceeded.
       safe: Has no such outputs.
       program: That of `tight`.
 
     Returns:
-      A function like `safe`, whose last output is what the batch needs of each capacity, int32[capacities].
+      A function like `safe`, whose last output is the batch's need of each capacity, int32[capacities].
     """
     new_states = program.new_states
     count = sum(e.op == "ap.load" for e in program.block.equations)
@@ -66,13 +64,14 @@ def with_fallback(tight: Run, safe: Run, program: Program) -> Run:
 
 
 def _inside(turn: Array, value: Array) -> Array:
-    """Returns the value, in the only turn, as something that isn't known before the loop.
+    """Makes a value unknown before the loop.
 
-    XLA does what depends on the batch alone, the exchange of its ids above all, ahead of the loop: in every step.
+    XLA would hoist everything that depends on the batch alone, the exchange of its ids above all, out of the loop, into
+    every step.
     """
     return jnp.where(turn == 0, value, jnp.zeros_like(value))
 
 
 def _strong(values: Sequence[Array]) -> tuple[Array, ...]:
-    """Makes values strongly typed: a loop's carry keeps its types."""
+    """Makes values strongly typed, since a loop's carry keeps its types."""
     return tuple(x if jax_compat.is_key(x.dtype) else jax_compat.strong(x) for x in map(jnp.asarray, values))

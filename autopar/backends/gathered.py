@@ -1,6 +1,6 @@
 """Row space on several devices that all hold the table; gradients travel by AllGather (`allgather`).
 
-Each device sums its own gradients row by row, sends the rows that it has touched to all others, and adds what it gets
+Each device sums its own gradients by row, sends the rows that it has touched to all others, and adds what it receives
 to the routed rows. Source: Parallax, section 3.2 (Horovod's way with sparse gradients), here with local aggregation.
 """
 
@@ -22,19 +22,14 @@ from autopar.jax_types import Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route(single.Route):
-    """The rows that a step touches, known to all devices.
+    """The rows that a step touches, known to all devices."""
 
-    Attributes:
-      requested: int32[F], the sorted rows that the device touches itself; V for padding.
-      back: int32[N F], where these are among `rows`; U for none.
-    """
-
-    requested: Array
-    back: Array
+    requested: Array  #: int32[F], the sorted rows that the device touches itself; V for padding.
+    back: Array  #: int32[N F], where these are among `rows`; U for none.
 
 
 class GatheredRows(SingleDevice):
-    """Implements `protocol.RowBackend`: as on one device, but for the gradients of what each device has."""
+    """The backend of one device, except for gradients of what each device has by itself."""
 
     def __init__(self, devices: OwnPart) -> None:
         self._devices = devices
@@ -62,9 +57,9 @@ class GatheredRows(SingleDevice):
 
 
 class ReplicatedRows(SingleDevice):
-    """Row space of which every device has all, in the program of one device (`allreduce_rows`).
+    """Row space that every device has whole, in the program of one device (`allreduce_rows`).
 
-    Every device's gradients go into zeros of the routed rows, which are then reduced like any other value.
+    Every device scatters its gradients into zeros of the routed rows, which are then reduced like any other value.
     """
 
     def __init__(self, devices: OwnPart) -> None:

@@ -1,4 +1,4 @@
-"""Index arrays: which rows they mean, in the table and among a sorted list of rows."""
+"""Finds the rows that index arrays mean, in the table and in a sorted list of rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.jax_types import Array, Index, Leaf, Params
 
 
 def in_range(ids: Array, extent: int, clip: bool) -> Array:
-    """Returns int32 ids; those out of range clipped, or mapped to `extent`. Compared before they are narrowed."""
+    """Returns int32 ids; those out of range clipped, or mapped to `extent`. Compares before narrowing."""
     low, high = np.asarray(0, ids.dtype), np.asarray(min(extent - 1, np.iinfo(ids.dtype).max), ids.dtype)
     if clip:
         return jnp.clip(ids, low, high).astype(jnp.int32)
@@ -24,10 +24,10 @@ def in_range(ids: Array, extent: int, clip: bool) -> Array:
 
 
 def flat_ids(params: Params, index: Array) -> Array:
-    """Returns the rows that an access's index operand means: flat int32, `extent` for no row.
+    """Returns the rows that an access's index operand means, flat int32, `extent` for no row.
 
-    With a batch axis the examples lead, so that equal shards of the flat ids are those of equal shards of the batch,
-    which `more` examples without rows make possible.
+    With a batch axis examples lead, so that equal shards of the flat ids belong to equal shards of the batch; `more`
+    examples without rows pad it.
     """
     extent, count = params["extent"], params["count"]
     index = jnp.asarray(index)
@@ -41,16 +41,14 @@ def flat_ids(params: Params, index: Array) -> Array:
 
 
 def lengthened(value: Array, axis: int, more: int, fill: Leaf = 0) -> Array:
-    """Appends elements to an array along an axis."""
     if not more:
         return value
     widths = [(0, more if d == axis else 0) for d in range(value.ndim)]
-    # Of an array of its own: XLA's partitioner gives two pads of one array the same value.
+    # The barrier: XLA's partitioner gives two pads of one array the same value.
     return jnp.pad(jax.lax.optimization_barrier(value), widths, constant_values=fill)
 
 
 def cut(value: Array, axis: int, size: int) -> Array:
-    """Returns the first elements of an array along an axis."""
     return value if value.shape[axis] == size else jax.lax.slice_in_dim(value, 0, size, axis=axis)
 
 
@@ -65,9 +63,9 @@ def sorted_unique(ids: Array, size: int, fill: int) -> Array:
 
 
 def _places(rows: Array, ids: Array) -> Array:
-    """Finds where ids belong in a sorted list.
+    """Finds the positions of ids in a sorted list.
 
-    A loop is as fast on CPUs, and compiled sooner; on others each of its turns is some kernels.
+    A loop is as fast on CPUs and compiles sooner; on other devices each of its turns is several kernels.
     """
     method = "scan" if jax.default_backend() == "cpu" else "scan_unrolled"
     return jnp.searchsorted(rows, ids, side="left", method=method).astype(jnp.int32)
@@ -80,7 +78,7 @@ def find(rows: Array, ids: Array, extent: int) -> Array:
 
 
 def find_own(rows: Array, ids: Array) -> Array:
-    """Finds ids in a sorted list of rows that may lack some of them: the list's length for those."""
+    """Finds ids in a sorted list of rows that may lack some; the list's length for those."""
     places = _places(rows, ids)
     return jnp.where(rows.at[places].get(mode="clip") == ids, places, rows.shape[0])
 
@@ -93,7 +91,7 @@ def local_index(
     places_of: Callable[[Array], Array] = lambda ids: ids,
     own: bool = False,
 ) -> Array:
-    """Returns index vectors into the table as index vectors into a sorted list of its rows.
+    """Maps index vectors of the table to index vectors of a sorted list of its rows.
 
     The list may lack some rows if they are a device's `own`. `params`: `position`, `extent` and `clip`; `places_of`:
     where the row with an id is stored.
@@ -112,7 +110,6 @@ _OURS = frozenset({"primitive", "extent", "position", "clip", "count", "op", "ax
 
 
 def gather_rows(params: Params, rows: Array, local: Array) -> Array:
-    """Gathers a lookup's rows from some of the table's rows."""
     options = {k: v for k, v in params.items() if k not in _OURS}
     options["indices_are_sorted"] = False
     if params["clip"] and local.shape[-1] == 1:  # every id is one of the rows
@@ -121,7 +118,6 @@ def gather_rows(params: Params, rows: Array, local: Array) -> Array:
 
 
 def scatter_rows(params: Params, base: Array, local: Array, updates: Array) -> Array:
-    """Scatters a push's updates into some of the table's rows."""
     primitive = params["primitive"]
     options = {k: v for k, v in params.items() if k not in _OURS}
     mode = jax.lax.GatherScatterMode.CLIP if params["clip"] else jax.lax.GatherScatterMode.FILL_OR_DROP
@@ -133,7 +129,7 @@ def scatter_rows(params: Params, base: Array, local: Array, updates: Array) -> A
     if params["clip"] or local.size != local.shape[-1]:
         return scatter(updates, local)
     rows, position = base.shape[params["axis"]], params["position"]
-    inside = local[..., position].reshape(()) < rows  # see `set_at`
+    inside = local[..., position].reshape(()) < rows  # see `set_at` for a single index
     local = local.at[..., position].min(rows - 1)
     if params["op"] == "scatter-add":  # in place
         added = jnp.where(inside, updates, jnp.zeros_like(updates))
@@ -144,8 +140,8 @@ def scatter_rows(params: Params, base: Array, local: Array, updates: Array) -> A
 def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
     """Replaces rows; numbers from their extent on are dropped.
 
-    A single number is kept in range: of a scatter of one index XLA makes slices, and where an index out of range is one
-    of a slice of a slice, it reads another element than the last one (openxla/xla#49121).
+    A single number is kept in range: XLA turns a scatter of one index into slices, and an out-of-range index into a
+    slice of a slice then reads another element than the last one (openxla/xla#49121).
     """
     if numbers.shape[0] != 1:
         return rows.at[along(axis, numbers)].set(updates, mode="drop")
@@ -156,7 +152,7 @@ def set_at(rows: Array, axis: int, numbers: Array, updates: Array) -> Array:
 
 
 def along(axis: int, index: Index) -> tuple[Index, ...]:
-    """Returns an index along one axis, and everything along those before it."""
+    """Returns an index along one axis, with full slices along those before it."""
     return (slice(None),) * axis + (index,)
 
 
@@ -166,14 +162,14 @@ def untouched(rows: Array) -> Array:
 
 
 def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) -> Array:
-    """Returns rows of a leaf by their numbers; the last stands for the untouched rows, where it is padding.
+    """Returns rows of a leaf by number; the last one, if it is padding, stands for the untouched rows.
 
-    It is a real row (`spare`), because plain JAX computes its new value too; made finite in a state, because a row that
-    is not finite by itself must not be taken for all rows.
+    It is a real row (`spare`), because plain JAX computes its new value, too. In a state it is made finite, because a
+    row that is not finite by itself must not be taken for all rows.
     """
     leaf, is_row = jnp.asarray(leaf), rows[-1] < leaf.shape[axis]
     numbers = rows.at[-1].set(jnp.where(is_row, rows[-1], spare))
-    # Where XLA would read them once more when they are written (on GPUs), it would keep a copy of the leaf for that.
+    # The barrier: on GPUs XLA would read the rows again when they are written, and copy the leaf for that.
     pulled = jax.lax.optimization_barrier(leaf.at[along(axis, numbers)].get(mode="clip"))
     if not state or not jnp.issubdtype(pulled.dtype, np.inexact):
         return pulled
@@ -182,9 +178,9 @@ def pull_rows(leaf: Array, rows: Array, spare: Array, axis: int, state: bool) ->
 
 
 def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
-    """Replaces rows of a leaf, in place: sorted unique numbers; from the leaf's extent on they are dropped.
+    """Replaces rows of a leaf, in place, by sorted unique numbers; from the leaf's extent on they are dropped.
 
-    On CPUs jax 0.10 widens a bfloat16 table to float32 and back for a scatter. There the bits are written as integers:
+    On CPUs jax 0.10 widens a bfloat16 table to float32 and back for a scatter, so its bits are written as integers:
     still a copy of the table, but six times faster.
     """
     extent, index = leaf.shape[axis], numbers
@@ -197,8 +193,10 @@ def set_rows(leaf: Array, rows: Array, numbers: Array, axis: int) -> Array:
 
 
 def as_bits(move: Callable[[Array], Array], value: Array) -> Array:
-    """Runs a collective that only moves elements; small floats travel as bits, for XLA would widen them to float32 on
-    CPUs, and send twice as many bytes."""
+    """Runs a collective that only moves elements; small floats travel as bits.
+
+    On CPUs XLA would widen them to float32, and send twice as many bytes.
+    """
     dtype = value.dtype
     size = jnp.finfo(dtype).bits if jax_compat.is_float(dtype) else 0
     if size not in (8, 16):
@@ -208,12 +206,12 @@ def as_bits(move: Callable[[Array], Array], value: Array) -> Array:
 
 
 def spread_last_row(rows: Array, numbers: Array, axis: int, extent: int) -> Array:
-    """Returns all rows of a table: those that are given, and the last one everywhere else."""
+    """Returns all rows of a table: the given ones, and the last one everywhere else."""
     last = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
     return set_rows(jnp.broadcast_to(last, resized(rows.shape, axis, extent)), rows, numbers, axis)
 
 
-# --- operations of ours that need their parameters and operands only ---
+# --- operations of ours that need only their parameters and operands ---
 
 
 def numbered(p: Params, numbers: Array) -> Array:
@@ -224,14 +222,14 @@ def numbered(p: Params, numbers: Array) -> Array:
 
 
 def _only_rows(p: Params, value: Array, numbers: Array) -> Array:
-    """Puts another value where there is no row (its number is -1). `factor` elements along the axis are of one row."""
+    """Puts `fill` where there is no row (its number is -1). `factor` elements along the axis belong to one row."""
     shape = [1] * value.ndim
     shape[p["axis"]] = value.shape[p["axis"]]
     there = jnp.repeat(numbers >= 0, p["factor"], total_repeat_length=value.shape[p["axis"]]).reshape(shape)
     return jnp.where(there, value, jnp.asarray(p["fill"], value.dtype))
 
 
-#: Operation -> what carries it out: (the equation's parameters, operands) -> its result.
+#: Operation -> the function that runs it, from the equation's parameters and operands to its result.
 ROW_OPS: Mapping[str, Callable[..., Any]] = {
     "ap.row_ids": flat_ids,
     "ap.row_range": lambda p: jnp.arange(p["start"], p["stop"], p["stride"], dtype=jnp.int32),

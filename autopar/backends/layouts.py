@@ -1,12 +1,11 @@
-"""Arrays in and out of a `RowLayout`, with no device holding more than a few times its shard.
+"""Converts arrays to and from a `RowLayout`; no device holds more than a few times its shard.
 
-Three forms: a table's rows as they are (V of them), in *even shards* (padded, in their own order), and as they are
-stored (perhaps distributed cyclically). Rows go between even and cyclic shards by one all_to_all in `shard_map`, and
-between rows and columns by another one. XLA's partitioner, left to itself, brings the whole table to each device for
-either.
+There are three forms: a table's V rows as they are, *even shards* (padded, in their own order), and rows as they are
+stored (perhaps cyclically). One all_to_all in `shard_map` converts even and cyclic shards, another one rows and
+columns. XLA's partitioner, left to itself, brings the whole table to each device for either.
 
-Inside of a compiled program V needn't be a multiple of the devices: XLA pads by itself. At its ends JAX wants equal
-parts: `ordinary` gives an array that is spread along another axis then, or, if there is none, is on every device.
+Inside a compiled program V needn't be a multiple of the devices, since XLA pads. At its ends JAX wants equal parts:
+`ordinary` then spreads an array along another axis, or replicates it if there is none.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from autopar.backends.watched import jit_on
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.jax_types import Array, Index, Leaf
 
-#: Bytes that are brought to every device at a time while a table is read.
+#: Bytes that every device gets at a time while a table is read.
 _PART = 1 << 26
 
 
@@ -39,7 +38,7 @@ def store(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
 
 
 def own_rows(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Returns a device's shard, as it is stored, of rows that every device has: [..., V, ...] -> [..., shard, ...]."""
+    """Returns a device's stored shard of rows that every device has: [..., V, ...] -> [..., shard, ...]."""
     return jnp.take(rows, jnp.minimum(layout.row(_numbers(layout, devices)), layout.extent - 1), axis)
 
 
@@ -51,8 +50,6 @@ def even_shards(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> 
 
 
 def arrange(shards: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Returns even shards as they are stored."""
-
     def run(rows: Array, last: Array) -> Array:
         rows, last = jnp.moveaxis(rows, axis, 0), jnp.moveaxis(last, axis, 0)
         number = _numbers(layout, devices).reshape(-1, *[1] * (rows.ndim - 1))
@@ -68,18 +65,18 @@ def own_whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> 
 
 
 def whole(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Returns the rows in their own order, without the spare ones; still spread along the row axis."""
+    """Returns the rows in their own order, without the spare ones, spread along the row axis."""
     rows = devices.local(lambda rows: own_whole(rows, layout, axis, devices), (axis,), axis, stored)
     return devices.constrain(jax.lax.slice_in_dim(rows, 0, layout.extent, axis=axis), axis)
 
 
 def _numbers(layout: RowLayout, devices: Devices) -> Array:
-    """Returns, in `shard_map`, the rows that this device's even shard holds; from `extent` on spare ones."""
+    """Returns, in `shard_map`, the rows that this device's even shard holds; `extent` or more for spare ones."""
     return devices.position() * layout.shard_rows + jnp.arange(layout.shard_rows, dtype=jnp.int32)
 
 
 def _parts(shard_rows: int, count: int) -> tuple[Array, Array]:
-    """Returns a grid of devices and of numbers of the rows that go from one of them to one other, at most."""
+    """Returns a grid of devices and of the rows that one of them sends to one other, at most."""
     return jnp.arange(count, dtype=jnp.int32)[:, None], jnp.arange(-(-shard_rows // count), dtype=jnp.int32)[None]
 
 
@@ -113,7 +110,7 @@ def _from_cyclic(rows: Array, layout: RowLayout, devices: Devices) -> Array:
 
 
 def ordinary(stored: Array, layout: RowLayout, axis: int, devices: Devices) -> Array:
-    """Returns the table as an ordinary array, [..., V, ...], spread as `even_axis` says."""
+    """Returns the table as an ordinary array, [..., V, ...], spread along `even_axis`."""
     return _to_ordinary(layout, axis, devices, resized(stored.shape, axis, layout.extent))(stored)
 
 
@@ -144,7 +141,7 @@ def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array]
 
 
 def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
-    """Cuts rows that are stored cyclically, or pads them with zeros, to `extent`: each stays where it is."""
+    """Cuts cyclically stored rows, or pads them with zeros, to `extent`; each stays where it is."""
     return _to_extent(layout.shard_rows, dataclasses.replace(layout, extent=extent).shard_rows, axis, devices)(stored)
 
 
@@ -159,10 +156,9 @@ def _to_extent(old: int, new: int, axis: int, devices: Devices) -> Callable[[Arr
 
 
 def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.Array:
-    """Stores a table from wherever it is. An array on the host, or elsewhere, is taken share by share.
+    """Stores a table from an array anywhere; a NumPy array, or one on other devices, is taken shard by shard.
 
-    Where the devices are of several processes, that is collective for global arrays; of an array that is the same on
-    all processes each takes its own shards.
+    Across processes it is collective for global arrays; of an array that all processes have, each takes its own shards.
     """
     if is_global(rows):
         rows = place_array(rows, devices.sharding(even_axis(rows.shape, axis, devices.count)))
@@ -201,7 +197,7 @@ def _from_ordinary(layout: RowLayout, axis: int, devices: Devices, along: int | 
 
 
 def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
-    """Returns the table as a NumPy array, joined from the devices' shares; collective if processes share them."""
+    """Returns the table as a NumPy array, joined from the devices' shards; collective if processes share them."""
     table = np.empty(resized(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
     for places, part in _parts_on_host(stored, layout, axis):
@@ -212,7 +208,7 @@ def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
 
 
 def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields places in a stored table and what is there, until all is read."""
+    """Yields (places in a stored table, their rows) until all is read."""
     if not is_global(stored):
         for shard in stored.addressable_shards:
             if shard.replica_id == 0:
@@ -230,7 +226,7 @@ def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[
 
 @functools.cache
 def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, int], jax.Array]:
-    """Compiles what gives every device `size` rows of each shard, from a number on."""
+    """Compiles a program that gives every device `size` rows of each shard, from a number on."""
 
     def some(rows: Array, start: Array) -> Array:
         return jax.lax.all_gather(
@@ -244,7 +240,7 @@ def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, in
 
 
 def _restored(stored: Array, layout: RowLayout, axis: int) -> Array:
-    if layout.cyclic:  # shard k holds the rows k, k + N, ...: taken column by column they are in order
+    if layout.cyclic:  # shard k holds rows k, k + N, ...: column by column they are in order
         split = stored.reshape(*stored.shape[:axis], layout.devices, layout.shard_rows, *stored.shape[axis + 1 :])
         stored = jnp.swapaxes(split, axis, axis + 1).reshape(stored.shape)
     return jax.lax.slice_in_dim(stored, 0, layout.extent, axis=axis)

@@ -1,4 +1,5 @@
-"""Run a gradient program once for each microbatch: a loop whose carry is the sums, so that one part's activations live.
+"""Runs a gradient program once for each microbatch, in a loop that carries the sums, so that one part's activations
+live.
 
 Sums of 16-bit floats are kept in float32 and rounded once.
 """
@@ -18,18 +19,14 @@ from autopar.jax_types import Array, Dtype, Params
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One of several parts of the batch. On N devices each device's own examples are divided, so none travels.
-
-    Attributes:
-      number: Which one, int32[].
-      count: M.
-    """
+    """Microbatch `number` (int32[]) of `count` (M). N devices divide each device's own examples, so that none
+    travels."""
 
     number: Array
     count: int
 
     def share(self, value: Array, axis: int) -> Array:
-        """Returns the part of a value that all microbatches have."""
+        """Returns this microbatch's part of a value of the whole batch."""
         if self.count == 1:
             return value
         size = value.shape[axis] // self.count
@@ -48,14 +45,14 @@ def run_microbatches(
     *,
     unrolled: bool = False,
 ) -> list[Array]:
-    """Returns the results of all microbatches, joined.
+    """Returns the joined results of all microbatches.
 
     Args:
       params: Of an `ap.microbatches` equation. `count`: M. `axes`: for each operand the axis of its examples, None for
-        what all microbatches have. `joins`: for each result the name of a reduction, or the axis of its examples.
+        values that all microbatches share. `joins`: for each result a reduction's name, or the axis of its examples.
       gradient: The program of one microbatch.
-      operands: Whole.
-      unrolled: Whether the loop over them is written out. All activations may live at a time then.
+      operands: Whole arrays.
+      unrolled: The loop is unrolled; all activations may then live at a time.
     """
     count, joins = params["count"], params["joins"]
     shapes = jax.eval_shape(lambda n: _one(params, gradient, operands, Microbatch(n, count)), jnp.int32(0))
@@ -65,7 +62,7 @@ def run_microbatches(
         if isinstance(join, str)
     )
 
-    # What is reduced is carried, and what is of examples is stacked.
+    # Reduced results are carried, results by example are stacked.
     def turn(sums: tuple[Array, ...], number: Array) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         results = _one(params, gradient, operands, Microbatch(number, count))
         parts = iter(x for x, join in zip(results, joins, strict=True) if isinstance(join, str))
@@ -97,7 +94,7 @@ def _one(
 
 
 def wide(dtype: Dtype) -> Dtype:
-    """Returns the dtype that sums of a dtype are kept in."""
+    """Returns the dtype in which sums of a dtype are kept."""
     return jnp.float32 if jax_compat.is_float(dtype) and jnp.dtype(dtype).itemsize < 4 else dtype
 
 

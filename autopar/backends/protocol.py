@@ -1,8 +1,8 @@
 """The row-space operations that a backend implements.
 
-`emit` walks a lifted program and hands each operation of row space to the `RowBackend` of its family; everything else
-is JAX's own. `Route` is the backend's own data (a pytree of arrays): whatever it needs to find rows. Arrays are
-global: over several devices a backend works under XLA's partitioner, or in `shard_map`.
+`emit` hands each row-space operation of a lifted program to the `RowBackend` of its family; everything else is JAX's
+own. `Route` is the backend's own data (a pytree of arrays) for finding rows. Arrays are global: over several devices a
+backend works under XLA's partitioner, or in `shard_map`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,10 @@ Route = Any
 
 
 class RowBackend(abc.ABC):
-    """See docs/design.md, 'Row space'; shapes with U routed rows, F fetched ones, V rows in the table.
+    """See docs/design.md, 'Row space'; shapes have U routed rows, F fetched ones, V rows in the table.
 
-    What has the name of an operation (`ap.pull`) takes an equation's parameters, with its `primitive` among them, and
-    its operands. `axis` is that of the rows.
-
-    Attributes:
-      is_spread: Whether rows are spread over the devices; else each device has all.
+    A method named like an operation (`ap.pull`) takes an equation's parameters, with its `primitive` among them, and
+    its operands. `axis` is the rows' axis. `is_spread`: rows are spread over the devices; else each device has all.
     """
 
     is_spread = False
@@ -44,8 +41,8 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def pull(self, params: Params, leaf: Array, route: Route) -> Array:
-        """Returns the routed rows: [V, ...] -> [U, ...]. The last, padding, is some untouched row: of a `state` made
-        finite."""
+        """Returns the routed rows, [V, ...] -> [U, ...]. The last, padding, is some untouched row, made finite in a
+        `state`."""
 
     @abc.abstractmethod
     def fetch(self, params: Params, rows: Array, route: Route) -> Array:
@@ -53,8 +50,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
-        """Does the gather that `params` describes, whose index vectors mean rows of the table, from the fetched
-        rows."""
+        """Runs the gather that `params` describes, with index vectors of the table, on the fetched rows."""
 
     @abc.abstractmethod
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
@@ -62,15 +58,14 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """Does the scatter that `params` describes, whose index vectors mean rows of the table, into `base` [U,
-        ...]."""
+        """Runs the scatter that `params` describes, with index vectors of the table, into `base` [U, ...]."""
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """Pushes what each device has itself into the rows that it requested: `base` [F, ...]."""
+        """Pushes a device's own updates into the rows that it requested, `base` [F, ...]."""
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
-        """Sums what was aggregated, [F, ...], over the devices, and adds it to `base` [U, ...], if there is one."""
+        """Sums aggregated rows [F, ...] over the devices, and adds them to `base` [U, ...], if there is one."""
         raise AssertionError("nothing travels by itself: there are pushes only")
 
     @abc.abstractmethod
@@ -83,7 +78,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def row_numbers(self, route: Route, extent: int) -> Array:
-        """Returns int32[U]: the number in the table of each routed row, the last padding row included."""
+        """Returns int32[U], the number in the table of each routed row, the last padding row included."""
 
     @abc.abstractmethod
     def reduce_rows(
@@ -92,22 +87,21 @@ class RowBackend(abc.ABC):
         """Reduces over all rows, from the routed ones, and from `others` if need be.
 
         Args:
+          params: `op`, `axes`, `axis`, `extent`.
           part: Reduces an owner's own rows alone, in the program of one device.
-          alone: Whether the others are left out, where that may be so.
-
-        `params`: `op`, `axes`, `axis`, `extent`.
+          alone: A flag that leaves out the others, where that may be so.
         """
 
     def padding(self, params: Params, rows: Array, route: Route) -> Array:
-        """Returns the padding rows that stand for the untouched ones: at least one."""
+        """Returns the padding rows (at least one) that stand for the untouched ones."""
         return self.last_rows(rows, params["axis"])
 
     @abc.abstractmethod
     def last_rows(self, rows: Array, axis: int) -> Array:
-        """Returns the last row; where rows are spread, that of each device."""
+        """Returns the last row; if rows are spread, that of each device."""
 
     def commit(self, params: Params, leaf: Array, rows: Array, route: Route, *rest: Array) -> Array:
-        """Replaces the routed rows of a leaf, after what is to be done first; leaves it as it was if a guard holds."""
+        """Replaces the routed rows of a leaf after computing `rest`; leaves it unchanged if a guard holds."""
         guard, first = (rest[0], rest[1:]) if params.get("guarded") else (None, rest)
         if first:
             rows, *_ = jax.lax.optimization_barrier((rows, *first))
@@ -115,15 +109,15 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        """Replaces the routed rows of a leaf, in place where it is donated; leaves it as it was if `guard` holds."""
+        """Replaces the routed rows of a leaf, in place if it is donated; leaves it unchanged if `guard` holds."""
 
     def load(self, params: Params, route: Route) -> Array:
-        """Returns int32[]: the most rows that a device asks another one for, be they more than the route holds."""
+        """Returns int32[], the most rows that a device asks another one for, even if the route holds fewer."""
         return jnp.zeros((), jnp.int32)
 
     @abc.abstractmethod
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
-        """Returns all rows: the routed ones where they belong, the padding row's value everywhere else."""
+        """Returns all rows: the routed ones in their places, the padding row's value elsewhere."""
 
     def fill(self, params: Params, leaf: Array, rows: Array, route: Route, *unless: Array) -> Array:
         """Makes all rows equal to the padding row, in place, unless one of some conditions holds."""
@@ -142,8 +136,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def block(self, k: Array, rows: int, extent: int) -> Route:
-        """Returns a route to the rows of one block, whether the step touches them or not; its `rows` are their
-        numbers."""
+        """Returns a route to the rows of one block, touched or not; its `rows` are their numbers."""
 
     def sweep(
         self,
@@ -166,10 +159,9 @@ class RowBackend(abc.ABC):
     def join_others(
         self, params: Params, part: Array, others: Others | None, reduced: Callable[[Array, Route], Array]
     ) -> Array:
-        """Joins a `part` of the routed rows (of all rows, unless others are needed) with that of all others, block by
-        block.
+        """Joins a `part` of the routed rows (of all rows, unless others are needed) with that of all others, by blocks.
 
-        `reduced`: a block's rows and their route -> the reduction of those of them that are others.
+        `reduced`: reduces the untouched rows of a block, from its rows and their route.
         """
         if others is None:
             return part

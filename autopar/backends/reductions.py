@@ -1,4 +1,4 @@
-"""Reductions over all rows of a table from its routed rows: the others all are what the padding row, the last, is."""
+"""Reduces over all rows of a table from its routed rows; all others equal the last one, the padding row."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ from autopar.jax_types import Array, Leaf, Params
 
 @dataclass(frozen=True)
 class Others:
-    """Rows that the step doesn't touch, where they may differ from the padding row.
+    """Untouched rows, where they may differ from the padding row."""
 
-    Attributes:
-      needed: Whether they do.
-      rows: Route to some rows -> what is reduced, of these, as if none were touched.
-      block: How many are taken at a time.
-    """
-
-    needed: Array
-    rows: Callable[[Leaf], Array]
-    block: int
+    needed: Array  #: They do differ.
+    rows: Callable[[Leaf], Array]  #: Returns what is reduced of the rows of a route, as if none were touched.
+    block: int  #: Number of rows that are taken at a time.
 
 
 def reduce_some(params: Params, rows: Array, which: Array) -> Array:

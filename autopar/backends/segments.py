@@ -1,4 +1,4 @@
-"""Log segments: what the full parts of an update log multiply scale-only rows by (`backends.deferred`)."""
+"""Log segments: the factors by which full parts of an update log multiply scale-only rows (`backends.deferred`)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ from autopar.jax_types import Array
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """An update log, but for the stamps.
+    """An update log without the stamps."""
 
-    Attributes:
-      now: int32[], where the next step goes: from K to 2 K.
-      segment: int32[], how many parts were closed before.
-      records: [2 K, ...] each, what the steps wrote down.
-      segments: [M] each, what the closed parts multiply scale-only rows by, leaf by leaf (logarithms where near one).
-    """
-
-    now: Array
-    segment: Array
-    records: Sequence[Array]
+    now: Array  #: int32[], the position of the next step, from K to 2 K.
+    segment: Array  #: int32[], how many parts were closed before.
+    records: Sequence[Array]  #: [2 K, ...] each, the steps' records.
+    #: [M] each, the closed parts' factors of scale-only rows, leaf by leaf (logarithms where near one).
     segments: Sequence[Array]
 
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Entries:
-        """Returns entries from flat arrays."""
         n = len(replay.records)
         return Entries(flat[0], flat[1], flat[2 : 2 + n], flat[2 + n :])
 
@@ -39,8 +32,9 @@ class Entries:
 def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[Array]]:
     """Closes a part of the update log as a segment.
 
-    Returns: Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room;
-    the next segment's number; and the segments with this one.
+    Returns:
+      Whether scale-only rows can't wait any longer; how many of the oldest segments are dropped, to make room; the next
+        segment's number; and the segments with this one.
     """
     none = jnp.zeros((), jnp.int32)
     if replay.scale_only is None:
@@ -49,7 +43,7 @@ def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[A
     is_full = entries.segment >= replay.waiting + replay.dropped
     segments = []
     for known, by in zip(entries.segments, tables, strict=True):
-        own = by[entries.segment]  # from this segment on: this part alone
+        own = by[entries.segment]  # this part alone
         known = jax.lax.dynamic_update_index_in_dim(known, own, entries.segment, 0)
         segments.append(jnp.where(is_full, jnp.roll(known, -replay.dropped), known))
     dropped = jnp.where(is_full, jnp.int32(replay.dropped), none)
@@ -59,7 +53,7 @@ def close(replay: Replay, entries: Entries) -> tuple[Array, Array, Array, list[A
 def scales(replay: Replay, entries: Entries) -> tuple[list[Array], list[Array], Array]:
     """Returns for each scaled leaf [M], by segment, the factor of a row that has waited since then.
 
-    Logarithms where factors are near one, and sums of them: a product would round each factor.
+    Factors near one are logarithms that are summed, since a product would round each factor.
 
     Returns:
       With the newer part's steps, without them, and whether the first may be used.
@@ -105,36 +99,28 @@ def multiplied(replay: Replay, changed: Sequence[Array], stamps: Array, scales: 
     return changed
 
 
-# --- rows that have faded (`ir.deferred.Fading`): the steps that they still miss only scale them ---
-
-#: What replaying a row to its end may add to an element, as a share of the distance to the next floating-point number.
+# --- rows that have faded (`ir.deferred.Fading`), which missed steps only scale ---
+#: The most that replaying a row to its end may add to an element, in units of the last place.
 _NEGLIGIBLE = 1 / 4
 
 
 @dataclass(frozen=True, slots=True)
 class Suffixes:
-    """For each step of an update log, what it and those after it do to a row together. All are [K], but for reaches.
-
-    Attributes:
-      holds: Whether they may be used.
-      scales: Of each scaled leaf, what it is multiplied by (a logarithm where factors are near one).
-      fades: Of each leaf that fades, what it is multiplied by.
-      sinks: Of each leaf that may have a floor, what it is multiplied by, or zero if it ever grows.
-      reaches: Of each pair, how many times an element of the leaf that fades is added to one of the scaled leaf, at
-        most; by floor, [K, F].
-    """
+    """For each step of an update log, the joint effect of it and those after it on a row. All are [K], except
+    reaches."""
 
     scale_only: ScaleOnly
     fading: Fading
-    holds: Array
-    scales: Sequence[Array]
-    fades: Sequence[Array]
-    sinks: Sequence[Array]
+    holds: Array  #: They may be used.
+    scales: Sequence[Array]  #: Factor of each scaled leaf (a logarithm where factors are near one).
+    fades: Sequence[Array]  #: Factor of each fading leaf.
+    sinks: Sequence[Array]  #: Factor of each leaf that may have a floor, or zero if it ever grows.
+    #: For each pair, the most times that an element of the fading leaf is added to one of the scaled leaf; by floor,
+    #: [K, F].
     reaches: Sequence[Array]
 
     @staticmethod
     def of(replay: Replay, flat: Sequence[Array]) -> Suffixes:
-        """Returns suffixes from flat arrays."""
         scale_only, fading = replay.scale_only, replay.fading
         assert scale_only is not None and fading is not None, "there are rows that fade"
         rest = list(flat[1:])
@@ -146,9 +132,9 @@ class Suffixes:
         """Returns the flat arrays with one step more.
 
         Args:
-          now: Which step it is: what is there of it and of later ones is of no meaning.
-          rates, holds: What scale-only rows are scaled by, and whether that may be used.
-          numbers: What `analysis.scale_only` finds: factors of leaves that fade, and each pair's reaches.
+          now: The number of the step; entries from it on are meaningless before.
+          rates, holds: The step's factors of scale-only rows, and whether they may be used.
+          numbers: Findings of `analysis.scale_only`: factors of fading leaves, and each pair's reaches.
         """
         scale_only, fading = self.scale_only, self.fading
         new = jax.lax.iota(jnp.int32, self.holds.size) >= now
@@ -162,7 +148,7 @@ class Suffixes:
             for scale, rate, near_one in zip(self.scales, rates, scale_only.near_one, strict=True)
         ]
         fades = [jnp.where(new, 1, fade) for fade in self.fades]
-        # What elements don't fall below sinks by each step's factor; one outside of [0, 1] leaves no bound.
+        # A lower bound of elements sinks by each step's factor; one outside of [0, 1] leaves no bound.
         sinks = [
             jnp.where(new, 1, sink) * jnp.where((by[leaf] >= 0) & (by[leaf] <= 1), by[leaf], 0)
             for leaf, sink in zip(fading.floors, self.sinks, strict=True)
@@ -175,10 +161,8 @@ class Suffixes:
         return [jnp.where(new, True, self.holds) & holds, *scales, *fades, *sinks, *reaches]
 
     def ends(self, changed: Sequence[Array], k: Array) -> dict[int, Array]:
-        """Returns the sizes of each scaled leaf's elements, if the steps from `k` ([] or [B]) on only scale them.
-
-        Zero where that isn't known.
-        """
+        """Returns the sizes of each scaled leaf's elements if the steps from `k` ([] or [B]) on only scale them;
+        zero if unknown."""
         sizes = {}
         for leaf, by, near_one in zip(self.scale_only.scaled, self.scales, self.scale_only.near_one, strict=True):
             scale = jnp.where(self.holds[k], abs(jnp.exp(by[k]) if near_one else by[k]), 0)
@@ -187,12 +171,11 @@ class Suffixes:
         return sizes
 
     def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
-        """Returns bool[B]: rows ([B, ...], of changed leaves) that the steps from `k` on do no more to than scale them.
+        """Returns bool[B], the rows ([B, ...] of changed leaves) that the steps from `k` on only scale.
 
         Args:
           changed: Rows after the steps before `k`.
-          usual: `ends` of these rows some steps earlier: what rounding did to them then is small enough.
-          k: The step.
+          usual: `ends` of these rows some steps earlier, whose rounding is a measure of what is negligible.
         """
         scale_only, fading = self.scale_only, self.fading
         usable = self.holds[k]
@@ -216,7 +199,8 @@ class Suffixes:
         return good
 
     def _reach(self, changed: Sequence[Array], reach: Array, leaf: Array, k: Array) -> Array:
-        """Returns, for each element of a pair's scaled leaf, that of the highest floor above which all leaves stay."""
+        """Returns, for each element of a pair's scaled leaf, the reach of the highest floor above which all leaves
+        stay."""
         reached = reach[k, 0]
         if self.fading.floors:
             least = [
@@ -227,7 +211,7 @@ class Suffixes:
         return reached
 
     def without_fading(self, changed: Sequence[Array], k: Array) -> list[Array]:
-        """Returns rows after the steps from `k` on, if they have faded."""
+        """Returns rows that have faded, after the steps from `k` on."""
         scale_only, fading = self.scale_only, self.fading
         done = list(changed)
         count = changed[0].shape[:1]
@@ -244,7 +228,7 @@ def beside(flags: Array, rows: Array) -> Array:
 
 
 def times(rows: Array, by: Array, near_one: bool) -> Array:
-    """Multiplies rows by `by` [B], or by e^by: where that is near one, without rounding it."""
+    """Multiplies rows by `by` [B], or by e^by without rounding the factor where it is near one."""
     if not near_one:
         return rows * beside(by, rows).astype(rows.dtype)
     small = by < -0.5

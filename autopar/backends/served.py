@@ -1,4 +1,4 @@
-"""The compiled programs of a step whose state servers keep."""
+"""Compiles the programs of a step whose state servers keep."""
 
 from __future__ import annotations
 
@@ -22,26 +22,21 @@ from autopar.ir.program import Block, Program, known
 from autopar.ir.served import LocalWorker, ServedStep, ServerPart
 from autopar.jax_types import AnyType, Array, Leaf
 
-#: What a server runs: leaves and ids -> what is pulled; leaves, clocks and what was pushed -> new leaves and clocks.
+#: Maps (leaves, ids) to pulled values.
 PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
+#: Maps (leaves, clocks, pushed values) to new leaves and clocks.
 UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
-#: (Number of an input, its array, where it is to be, what brings it there) -> the array there.
+#: Maps (number of an input, its array, a sharding, a function that places it) to the placed array.
 Keep = Callable[[int, Array, Any, Callable[[Array], Array]], Array]
 
 
 class ServedPrograms:
-    """Holds what workers and servers run.
+    """The programs of workers and servers.
 
     Args:
-      program: A program that `split_servers` has cut.
-      analysed: The analysed one, which knows the types of results.
-      devices: Those of a worker, over which its minibatch is divided; None: one.
-      keep: Brings inputs that are no state to the devices, unless they are there from an earlier step; None: each time.
-
-    Attributes:
-      step: What each of them does.
-      servers: Of each server the pull, and the update by a push, in place.
-      digest: Tells these programs from others.
+      program: A program that `split_servers` has cut. analysed: The analysed one, which knows the types of results.
+        devices: Those of a worker, over which its minibatch is divided; None: one. keep: Places inputs that are no
+        state, unless an earlier step has; None: they are placed each time.
     """
 
     def __init__(
@@ -55,12 +50,14 @@ class ServedPrograms:
         self._states = frozenset(analysed.new_states)
         self.step = known(program.served)
         self._functions = [_server_functions(self.step, part, analysed) for part in self.step.servers]
+        #: For each server its pull, and its update by a push, which works in place.
         self.servers = [
             server_programs(*functions, len(part.leaves))
             for functions, part in zip(self._functions, self.step.servers, strict=True)
         ]
         blocks = [b for part in self.step.servers for b in (part.pull, part.update)]
         texts = ["\n".join(block_text(block)) for block in (self.step.ids, self.step.worker, *blocks)]
+        #: Identifies these programs.
         self.digest = hashlib.blake2b("\n".join(texts).encode(), digest_size=8).hexdigest()
         served, program = self.step, analysed
         types = [None] * served.pushed + [program.block.outputs[k].type for k in served.results]
@@ -70,12 +67,13 @@ class ServedPrograms:
         if devices is not None and served.local_worker is not None:
             run, axes = _mapped(served.local_worker, devices), served.local_worker.axes
         self._axes, work = axes, _typed(run, types)
-        # On several devices all results are whole on each: they are pushed, or the user's.
+        # On several devices all results, which are pushed or the user's, are whole on each.
         whole = None if devices is None else devices.sharding(None)
         self._work = jax.jit(work) if devices is None else jit_on(devices.mesh, work, out_shardings=whole)
 
     def exported(self, server: int, leaves: Sequence[Array]) -> ExportedPrograms:
-        """Returns a server's programs as another process can be sent them. `leaves`: the step's flat arguments."""
+        """Returns a server's programs in a form that can be sent to another process. `leaves`: the step's flat
+        arguments."""
         part, (pull, update) = self.step.servers[server], self._functions[server]
         kept = [self.step.kept(k, leaves) for k in part.leaves]
         ids = part.pull.inputs[len(kept) :]
@@ -88,7 +86,7 @@ class ServedPrograms:
         )
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:
-        """Returns for each server the ids of the rows that a worker needs of it. `leaves`: the step's flat
+        """Returns for each server the ids of the rows that a worker pulls from it. `leaves`: the step's flat
         arguments."""
         if self._ids is None:
             return [()] * len(self.step.servers)
@@ -98,12 +96,11 @@ class ServedPrograms:
     def work(
         self, pulled: Sequence[Sequence[Array]], leaves: Sequence[Array]
     ) -> tuple[list[Sequence[Array]], dict[int, Array], dict[int, Array]]:
-        """Returns what is pushed to each server, the worker's results by number of the output, and new clocks by that
-        of the input.
+        """Returns values pushed to each server, the worker's results by output number, and new clocks by input number.
 
         Args:
-          pulled: Of each server.
-          leaves: The step's flat arguments, of which those of the state that servers keep aren't read.
+          pulled: Values by server.
+          leaves: The step's flat arguments; state that servers keep isn't read.
         """
         given = [self._placed(x, None) for values in pulled for x in values]
         own = [
@@ -122,7 +119,7 @@ class ServedPrograms:
         return value if sharding is None else place_array(value, sharding)
 
     def _placed_input(self, k: int, leaf: Array, axis: int | None) -> Array:
-        """Puts an input there, unless it is there from an earlier step."""
+        """Places an input, unless it is in place from an earlier step."""
         sharding = self._sharding(axis)
         if sharding is None or self._keep is None or k in self._states:
             return self._placed(leaf, axis)
@@ -135,19 +132,14 @@ class ServedPrograms:
 
 @dataclass(frozen=True, slots=True)
 class ExportedPrograms:
-    """A server's programs as they travel to another process, whose devices are CPUs.
-
-    Attributes:
-      pull, update: `jax.export.Exported`.
-      count: How many leaves the server keeps.
-    """
+    """A server's programs (`jax.export.Exported`) as they travel to another process, whose devices are CPUs."""
 
     pull: Any
     update: Any
-    count: int
+    count: int  #: Number of leaves that the server keeps.
 
     def programs(self) -> tuple[PullProgram, UpdateProgram]:
-        """Returns what the server runs: leaves are updated in place."""
+        """Returns the server's programs; leaves are updated in place."""
         return server_programs(self.pull.call, self.update.call, self.count)
 
 
@@ -162,7 +154,7 @@ def _server_functions(
 def server_programs(
     pull_function: Callable[..., Any], update_function: Callable[..., Any], count: int
 ) -> tuple[PullProgram, UpdateProgram]:
-    """Returns the compiled programs of a server that keeps so many leaves."""
+    """Returns the compiled programs of a server that keeps `count` leaves."""
     run_pull = jax.jit(pull_function)
     run_update = jax.jit(update_function, donate_argnums=tuple(range(count)), keep_unused=True)
 
@@ -181,14 +173,14 @@ def server_programs(
 
 
 def copied(leaf: Array) -> Array:
-    """Returns an array that nobody else updates in place."""
+    """Returns an array that no other program updates in place."""
     if jax_compat.is_key(getattr(leaf, "dtype", None)):
         return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
     return jnp.array(leaf)
 
 
 def _own(block: Block) -> Callable[..., list[Array]]:
-    """Returns a function that runs the block and copies arguments that it returns: these are updated in place."""
+    """Returns a function that runs the block and copies arguments that it returns, as these are updated in place."""
     run, given = emit(block), set(block.inputs)
 
     def own(*inputs: Array) -> list[Array]:
@@ -219,12 +211,9 @@ def _like(value: Array, type_: AnyType) -> Array:
 
 
 def one_worker(programs: ServedPrograms, program: Program) -> Callable[..., list[Array]]:
-    """Returns the step as one worker and its servers do it, on flat arrays: what a plain step must equal. Collective
-    within a worker of several processes.
+    """Returns the step of one worker and its servers on flat arrays, which must equal the plain step.
 
-    Args:
-      programs: What they run.
-      program: The analysed step.
+    Collective within a worker of several processes. `program`: the analysed step.
     """
     served = programs.step
 
@@ -237,7 +226,7 @@ def one_worker(programs: ServedPrograms, program: Program) -> Callable[..., list
         ]
         pushed, results, new = programs.work(pulled, leaves)
         for (part, (_, update)), values in zip(parts, pushed, strict=True):
-            kept = [copied(served.kept(k, leaves)) for k in part.leaves]  # which are updated in place
+            kept = [copied(served.kept(k, leaves)) for k in part.leaves]  # they are updated in place
             updated, clocks = update(kept, [leaves[k] for k in part.clocks], [*map(local, values)])
             new |= zip((*part.leaves, *part.clocks), (*updated, *clocks), strict=True)
         results |= {program.new_states[k]: x for k, x in served.whole_leaves(new).items()}

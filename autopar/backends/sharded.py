@@ -1,10 +1,9 @@
-"""Row space with the rows of a table and its slots spread over the devices: a parameter server made of devices (`ps`).
+"""Row space with the rows of a table and its slots spread over the devices, a parameter server made of devices (`ps`).
 
-Each device owns a shard of the stored rows (`ir.layout`). Three exchanges (all_to_all) a step, each of at most
-`capacity` rows from one device to one other: ids to the owners, rows to who asked, gradients (summed on each device
-first) to the owners. Everything else happens where the rows are: an array "at the routed rows" is spread over the
-devices along its row axis, each owner's rows in its shard of it. Source: Parallax, sections 3.2 and 4.3 (PS with local
-aggregation).
+Each device owns a shard of the stored rows (`ir.layout`). There are three exchanges (all_to_all) a step, each of at
+most `capacity` rows from one device to one other: ids to the owners, rows to the devices that asked, gradients (summed
+on each device first) to the owners. Everything else happens at the owners: an array "at the routed rows" is spread over
+the devices along its row axis. Source: Parallax, sections 3.2 and 4.3 (PS with local aggregation).
 """
 
 from __future__ import annotations
@@ -39,27 +38,19 @@ from autopar.jax_types import Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """A device's own arrays.
+    """A device's own arrays."""
 
-    Attributes:
-      rows: int32[Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
-      requested: int32[F], sorted places of the rows that the device asks for; one past the last for padding.
-      spare: int32[1], a row of the owner's share that the step doesn't touch: what its last padding row is.
-      load: int32[1], the most rows that the device asks an owner for, be they more than C.
-      slot: int32[F], where each of them is in what the device sends; N C for padding.
-      back: int32[N C], for each id that the owner was asked for its place among `rows`; Uo for none.
-    """
-
-    rows: Array
-    spare: Array
-    load: Array
-    requested: Array
-    slot: Array
-    back: Array
+    rows: Array  #: int32[Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
+    spare: Array  #: int32[1], an untouched row of the owner's shard, which its last padding row reads.
+    load: Array  #: int32[1], the most rows that the device asks an owner for, even above C.
+    requested: Array  #: int32[F], sorted places of the rows that the device asks for; one past the last for padding.
+    slot: Array  #: int32[F], the place of each requested row in what the device sends; N C for padding.
+    back: Array  #: int32[N C], for each id that the owner was asked for its place among `rows`; Uo for none.
 
 
 class ShardedRows(RowBackend):
-    """Each of N devices has a shard of the rows; this one's. `capacity`: C, the most rows that one asks another for."""
+    """The view of one of N devices, each of which has a shard. `capacity`: C, the most rows that one asks another
+    for."""
 
     is_spread = True
 
@@ -80,7 +71,7 @@ class ShardedRows(RowBackend):
         return self._devices.position() * self._shard_rows
 
     def _exchange(self, parts: Array) -> Array:
-        """Exchanges [N C, ...]: the k-th C go to device k; what comes back is ordered by sender."""
+        """Exchanges [N C, ...]: the k-th C rows go to device k; the result is ordered by sender."""
         split = parts.reshape(self._devices.count, self._capacity, *parts.shape[1:])
         received = as_bits(lambda sent: jax.lax.all_to_all(sent, self._devices.axis, 0, 0), split)
         return received.reshape(parts.shape)
@@ -127,12 +118,12 @@ class ShardedRows(RowBackend):
         return jnp.moveaxis(start.at[route.back].add(self._exchange(sent), mode="drop"), 0, axis)
 
     def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        """Updates that every device has: each owner takes those of its rows."""
+        """Scatters updates that every device has; each owner takes those of its rows."""
         assert params["batch"] is None or params["op"] != "scatter-add", "what each device has by itself is aggregated"
         axis, local = params["axis"], self._local(params, self._owned(route.rows), index, own=True)
         if not params["clip"]:
             return scatter_rows(params, base, local, updates)
-        # What belongs to other owners goes to one more row, for here nothing is dropped.
+        # Nothing is dropped here, so other owners' updates go to an additional row.
         more = [(0, int(d == axis)) for d in range(base.ndim)]
         wider = scatter_rows(params, jnp.pad(base, more), local, updates)
         return jax.lax.slice_in_dim(wider, 0, base.shape[axis], axis=axis)

@@ -1,10 +1,10 @@
 """Row space on one device, or on several that all hold the table: a route is the sorted unique ids, nothing travels.
 
-Out-of-range ids map to V before they are made unique; the padding entries of a route are V. A commit gives padding
-the numbers V, V+1, ...: the indices are then unique and sorted, and what is out of range is dropped.
+Out-of-range ids map to V before they are made unique; the padding entries of a route are V. A commit gives padding the
+numbers V, V+1, ..., so that indices are unique and sorted; those out of range are dropped.
 
-Under XLA's partitioner the very same operations are the method `allreduce_rows`: each device scatters the gradients of
-its part of the batch into zeros of the routed rows, and the partitioner sums them with an AllReduce.
+Under XLA's partitioner the same operations are the method `allreduce_rows`: each device scatters the gradients of its
+part of the batch into zeros of the routed rows, and the partitioner sums them with an AllReduce.
 """
 
 from __future__ import annotations
@@ -37,19 +37,13 @@ from autopar.jax_types import Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Route:
-    """Holds the rows that a step touches.
+    """The rows that a step touches."""
 
-    Attributes:
-      rows: int32[U], sorted unique row numbers; V for padding.
-      spare: int32[], a row that the step doesn't touch: what the last padding row is.
-    """
-
-    rows: Array
-    spare: Array
+    rows: Array  #: int32[U], sorted unique row numbers; V for padding.
+    spare: Array  #: int32[], an untouched row, which the last padding row reads.
 
 
 def route_types(type_: RouteType) -> Route:
-    """Returns the types of a one-device route's arrays."""
     return Route(jax.ShapeDtypeStruct((type_.rows,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32))
 
 

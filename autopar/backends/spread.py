@@ -1,4 +1,4 @@
-"""A planned step over several devices: the backend of each family, and where inputs and outputs are."""
+"""Runs a planned step on several devices: each family's backend, and the placement of inputs and outputs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.jax_types import Array
 
 
 def backends(bound: ProgramPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
-    """Maps families to their backends; `allreduce_rows` needs none but that of `emit`."""
+    """Maps families to their backends; `allreduce_rows` has that of `emit`."""
     by_family: dict[int, RowBackend] = {}
     for family in bound.families:
         if family.layout is not None and family.bounds.capacity is not None:
@@ -29,7 +29,7 @@ def backends(bound: ProgramPlan, devices: OwnPart) -> Mapping[int, RowBackend]:
 
 
 def mapped(program: Program, bound: ProgramPlan, devices: Devices) -> Callable[..., Sequence[Array]]:
-    """Runs the program of one device on all of them: a function of global arrays."""
+    """Maps the program of one device over all of them, as a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
     run = emit(program.block, backends(bound, inside), inside)
@@ -38,7 +38,7 @@ def mapped(program: Program, bound: ProgramPlan, devices: Devices) -> Callable[.
     if program.local.tensor is not None:
         tensors = [bound.tensors.get(k) for k in range(len(axes))], _axes_of(program.local.tensor)
     methods = [family.method for family in bound.families]
-    share = len(methods) > len(set(methods))  # families whose exchanges are of one kind
+    share = len(methods) > len(set(methods))  # exchanges of one kind can share messages
     fun = combined(run) if share else lambda *xs: tuple(run(*xs))
     return devices.mapped(fun, axes, _axes_of(program.local), tensors=tensors)
 
@@ -50,11 +50,11 @@ def _axes_of(local: LocalFacts) -> tuple[int | None, ...]:
 def spread(
     run: Callable[..., Sequence[Array]], bound: ProgramPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
-    """Returns the function of global arrays, with XLA told where its inputs and the new states are."""
+    """Returns the function of global arrays, with the placement of inputs and new states as constraints."""
     types = [v.type for v in program.block.inputs]
 
     def constrained(value: Array, k: int) -> Array:
-        if k >= len(types) or not isinstance(types[k], ArrayType):  # an update log's entry is where its rows are
+        if k >= len(types) or not isinstance(types[k], ArrayType):  # an update log's entry follows its rows
             return value
         return devices.constrain(value, *bound.place(k))
 
@@ -70,7 +70,7 @@ def spread(
 def on_ordinary_arrays(
     run: Callable[..., Sequence[Array]], bound: ProgramPlan, program: Program, devices: Devices
 ) -> Callable[..., Sequence[Array]]:
-    """Returns the function of arrays whose rows are in their own order."""
+    """Wraps a function of stored tables as one of tables whose rows are in their own order."""
     outputs = {out: bound.layouts[k] for k, out in program.new_states.items() if k in bound.layouts}
 
     def ordinary_run(*inputs: Array) -> Sequence[Array]:

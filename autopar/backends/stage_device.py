@@ -1,4 +1,4 @@
-"""`StageDevice`: what runs the programs of a pipeline's stage, a device or several that divide its products."""
+"""Runs the programs of a pipeline's stage on one device, or on several that divide its products."""
 
 from __future__ import annotations
 
@@ -17,27 +17,22 @@ from autopar.jax_types import Array, Leaf
 
 @dataclass(frozen=True)
 class StageDevice:
-    """One place in a pipeline.
-
-    Attributes:
-      devices: One, or the T devices of a tensor axis, all of one process.
-    """
+    """One place in a pipeline: a device, or the T devices of a tensor axis, all of one process."""
 
     devices: tuple[Any, ...]
 
     @property
     def process_index(self) -> int:
-        """Whose it is."""
+        """The process that has it."""
         return self.devices[0].process_index
 
     @property
     def platform(self) -> str:
-        """The platform, in JAX's words."""
         return self.devices[0].platform
 
     @functools.cached_property
     def mesh(self) -> Devices | None:
-        """Several devices, over which products are divided; None of one."""
+        """The devices over which products are divided; None for one device."""
         return None if len(self.devices) == 1 else _mesh([self])
 
     def sharding(self, axis: int | None = None) -> Any:
@@ -53,14 +48,14 @@ class StageDevice:
 
 
 def sharding_over(places: Sequence[StageDevice], axis: int | None = None) -> Any:
-    """Returns the sharding of an array that each of several places has whole, or divided within each along an axis."""
+    """Returns the sharding of an array that several places have whole, or divided within each along an axis."""
     if len(places) == len(places[0].devices) == 1:
         return jax.sharding.SingleDeviceSharding(places[0].devices[0])
     return _mesh(places).sharding(None, axis)
 
 
 def array_over(values: Sequence[Array], places: Sequence[StageDevice], axis: int | None = None) -> Array:
-    """Makes one array of what each of several places has."""
+    """Makes one array of the arrays of several places."""
     return values[0] if len(values) == 1 else _of_shards(values, sharding_over(places, axis))
 
 

@@ -34,19 +34,14 @@ from autopar.jax_types import Leaf
 
 
 class LogPrograms(abc.ABC):
-    """Brings rows of some tables up to date: what a planned step runs on its update logs between steps.
+    """Brings rows of some tables up to date: what a planned step runs on its update logs between steps."""
 
-    Attributes:
-      replay: What steps write down.
-      times: How many times some rows are brought up to date until all were.
-    """
-
-    times: int
+    times: int  #: How many times some rows are brought up to date until all were.
 
     def __init__(self, deferred: Deferred, tables: Any) -> None:
         """Takes the update that rows wait for; `tables` tells these tables from others, by its text."""
         self._deferred = deferred
-        self.replay: Replay = deferred.replay
+        self.replay: Replay = deferred.replay  #: What steps write down.
         self._signature = [str(tables), *block_text(deferred.body)]
 
     def continues(self, other: LogPrograms) -> bool:
@@ -79,27 +74,16 @@ Programs = TypeVar("Programs", bound=LogPrograms)
 
 @dataclass(eq=False, repr=False)
 class UpdateLog(Generic[Programs]):
-    """Leaves of tables, some rows lagging behind, and what they missed.
+    """Leaves of tables, some rows lagging behind, and what they missed."""
 
-    Attributes:
-      programs: Bring rows up to date. They are compiled, and stay the same where a step is planned again.
-      leaves: Of each table changed ones, then those that are only read.
-      stamps: Of each table, by row, the step up to which it has moved.
-      steps: What steps wrote down: now, segment, records, segments.
-      now: As in `steps`, or more if some steps were done again.
-      is_up_to_date: No row lags behind.
-      older: The older part when it was closed: now, records; None: no row needs it.
-      seen: How many times some rows were brought up to its end.
-    """
-
-    programs: Programs
-    leaves: list[Leaf]
-    stamps: list[Leaf]
-    steps: list[Leaf]
-    now: int
-    is_up_to_date: bool = True
-    older: list[Leaf] | None = None
-    seen: int = 0
+    programs: Programs  #: Bring rows up to date. They are compiled, and stay the same where a step is planned again.
+    leaves: list[Leaf]  #: Of each table changed ones, then those that are only read.
+    stamps: list[Leaf]  #: Of each table, by row, the step up to which it has moved.
+    steps: list[Leaf]  #: What steps wrote down: now, segment, records, segments.
+    now: int  #: As in `steps`, or more if some steps were done again.
+    is_up_to_date: bool = True  #: No row lags behind.
+    older: list[Leaf] | None = None  #: The older part when it was closed: now, records; None: no row needs it.
+    seen: int = 0  #: How many times some rows were brought up to its end.
 
     @property
     def entries(self) -> list[Leaf]:
@@ -175,15 +159,7 @@ class UpdateLog(Generic[Programs]):
 
 
 class DeviceLogPrograms(LogPrograms):
-    """Brings rows on devices up to date.
-
-    Attributes:
-      leaves: The inputs of the planned step that the leaves of its tables are.
-      layouts: Of each table how its rows are stored; None where each device has all of them.
-      shardings: Those of stamps and steps.
-      everywhere: The sharding of what every device has, such as numbers of rows.
-      blocks: Of each table how many rows `catch_up` takes without a program of their own.
-    """
+    """Brings rows on devices up to date."""
 
     def __init__(
         self,
@@ -200,10 +176,12 @@ class DeviceLogPrograms(LogPrograms):
         n, m = replay.changed, len(replay.leaves)
         k = count * m  # leaves, then stamps
         operand_axes, returned = deferred.spread(spread)
+        #: The inputs of the planned step that the leaves of its tables are.
         self.leaves = [leaf for table in tables for leaf in table.leaves]
-        self.layouts = layouts
-        self.shardings = tuple(map(devices.sharding, operand_axes[k:]))
-        self.everywhere = devices.sharding(None)
+        self.layouts = layouts  #: Of each table how its rows are stored; None where each device has all of them.
+        self.shardings = tuple(map(devices.sharding, operand_axes[k:]))  #: Those of stamps and steps.
+        self.everywhere = devices.sharding(None)  #: The sharding of what every device has, such as numbers of rows.
+        #: Of each table how many rows `catch_up` takes without a program of their own.
         self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
         pairs = zip(sizes, spread, strict=True)

@@ -1,9 +1,8 @@
-"""`jit_on`: programs for the devices of a mesh, those of several processes with marks by which the watchdog knows who
-waits for whom.
+"""Compiles programs for the devices of a mesh; the watchdog learns which processes wait for which.
 
-Whoever makes a program for the devices of a mesh makes it here (`tests/unit/backends/test_watched.py` checks that), for
-a process may wait in it: JAX dispatches programs, runs them while Python goes on, and blocks the caller wherever it
-reads a result, in code that nobody can mark.
+Every program for the devices of a mesh is made here (`tests/unit/backends/test_watched.py` checks that), since a
+process may wait in it: JAX runs programs while Python goes on, and blocks the caller wherever it reads a result, in
+code that can't be marked.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the device
     """Returns `jax.jit(run, **options)`, a function with `lower`, for the devices of a mesh.
 
     Args:
-      mesh: They may be of several processes, which then call it together.
+      mesh: Its devices may be of several processes, which then call the function together.
       run: A function of arrays.
-      what: What messages call a wait in it.
+      what: The name of a wait in it, for messages.
       options: As for `jax.jit`.
     """
     members = {device.process_index for device in mesh.devices.flat}
@@ -37,9 +36,9 @@ def jit_on(mesh: Mesh, run: Callable[..., Pytree], *, what: str = "on the device
 class Watched:
     """A program that several processes run together.
 
-    It is compiled by itself first, which waits for nobody and may take its time. A call is a wait for the others: some
-    programs run within it, others go on after it. They have one more result, which stays here: results of the user's
-    may be gone, as others' memory or unread, while the program is under way.
+    It is compiled separately first, which waits for nobody and may take its time. A call is a wait for the others: some
+    programs run within it, others go on after it. An extra result stays here, since the user's results may be gone
+    (their memory reused, or never read) while the program is still running.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Watched:
         self._what, self._is_compiled, self._progress = what, False, progress
 
     def lower(self, *operands: Leaf) -> Any:
-        """Lowers the program as `jax.jit(...).lower` does: what is compiled of it is called."""
+        """Lowers the program as `jax.jit(...).lower` does; compiling it serves later calls."""
         return self._program.lower(*operands)
 
     def __call__(self, *operands: Leaf) -> Pytree:
