@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.printer import format_program
 from autopar.ir.program import Block, Program
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.stacked import StackedProgram
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
 
@@ -39,6 +40,10 @@ class HasPasses(Protocol):
     @property
     def analyses(self) -> tuple[Analysis, ...]:
         """The analyses of a traced program, in order."""
+        ...
+
+    def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
+        """Returns the program that is run in its place, whose tables are stacked; None if there is none."""
         ...
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
@@ -68,6 +73,7 @@ class Compiled:
     program: Program
     records: tuple[Record, ...]
     fallback: Program | None = None
+    stacked: StackedProgram | None = None
 
     @property
     def plan(self) -> Plan:
@@ -106,9 +112,12 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
     """
     with paused_collection():
         bound, decided = decide(analysed, way, measured)
-        program, bound, followed = run_passes(way.passes(bound, measured), analysed.program, bound)
+        stacked = way.stacked(analysed.program, bound)
+        source, followed = (analysed.program, bound) if stacked is None else (stacked.program, stacked.plan)
+        program, done, records = run_passes(way.passes(followed, measured), source, followed)
+        bound = done if stacked is None else dataclasses.replace(bound, plan=done.plan)
         fallback = follow(analysed.program, bound.without_limits(), way) if bound.fallback else None
-        return Compiled(analysed.program, bound, program, (*analysed.records, decided, *followed), fallback)
+        return Compiled(analysed.program, bound, program, (*analysed.records, decided, *records), fallback, stacked)
 
 
 def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:

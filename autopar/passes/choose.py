@@ -81,7 +81,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     ]
     order = {input_.path: k for k, input_ in enumerate(program.inputs)}
     safe, tight = [f for f, _ in families], [f for _, f in families]
-    placements, layouts = _placements(program, safe)
+    placements, layouts = input_placements(program, safe)
     chosen = {f.family for f in safe}
     rows = {leaf for space in program.facts.spaces if space.family in chosen for leaf in space.leaves}
     states = frozenset(k for k, input_ in enumerate(program.inputs) if input_.role == "state")
@@ -268,7 +268,7 @@ def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> 
     return list(by_path.values())
 
 
-def _placements(
+def input_placements(
     program: Program, families: Sequence[FamilyPlan]
 ) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
     """Returns the inputs' axes over the devices: examples of batches, rows of sharded tables; and the tables' layouts.

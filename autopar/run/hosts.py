@@ -16,7 +16,7 @@ from autopar.backends import across
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
-from autopar.backends.host.storage import HostRows
+from autopar.backends.host.storage import HostRows, stacked
 from autopar.backends.host.update_log import HostLogPrograms, common_host_log
 from autopar.backends.update_log import UpdateLog
 from autopar.compile import Compiled, follow
@@ -25,6 +25,8 @@ from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
 from autopar.ir.program import ArrayType, Block, Program, known
+from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.stacked import StackedTable
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.launch.notices import noticing
 from autopar.launch.progress import PROGRESS, mark
@@ -51,7 +53,16 @@ class HostRunner(Runner):
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
         self._donate = donate
+        stack = compiled.stacked
         bound, self._program = compiled.bound, compiled.analysed
+        #: Tables on hosts as the caller gives them, and of which outputs they are the new values.
+        self._hosted, self._updated = _hosted(self._program, bound), self._program.new_states
+        #: Of each input and output of the program the caller's numbers; of a stack several.
+        self._given: Sequence[int | StackedTable] = range(len(self._program.inputs))
+        self._wanted: Sequence[Sequence[int]] = [(k,) for k in range(len(self._program.outputs))]
+        if stack is not None:
+            bound, self._program = stack.plan, stack.program
+            self._given, self._wanted = stack.inputs, stack.outputs
         self._bound = bound
         self._check_others()
         exchange_ = exchange()
@@ -62,13 +73,7 @@ class HostRunner(Runner):
         self._way = in_buckets(bucket_bytes)
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
-        hosted = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
-        self._tables: dict[int, tuple[int, RowLayout]] = {
-            leaf: (axis, hosted[space.family])
-            for space in self._program.facts.spaces
-            if space.family in hosted
-            for leaf, axis in zip(space.leaves, space.axes, strict=True)
-        }
+        self._tables = _hosted(self._program, bound)
         read = {*self._program.block.outputs, *(a for e in self._program.block.equations for a in e.inputs)}
         self._unread = {k for k, leaf in enumerate(self._program.block.inputs) if leaf not in read}
         self._states = {k for k, input_ in enumerate(self._program.inputs) if input_.role == "state"}
@@ -136,12 +141,13 @@ class HostRunner(Runner):
         self._ranks.step = PROGRESS.last.step
         self._look_for_smaller()  # before anything has changed
         self._require_memory(leaves)
-        tables = self._storages(leaves)
-        leaves = self._separated(leaves)
+        shards = self._storages(leaves)
+        tables = self._stacked(shards)
+        own = self._separated([leaves[k] if isinstance(k, int) else None for k in self._given])
         logs, lagging = self._logs(tables)
-        inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(leaves)]
+        inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(own)]
         inputs += [x for log in logs for x in log.entries]
-        before = {out: _read(tables[k] if k in tables else leaves[k]) for out, k in self._old.items()}
+        before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._old.items()}
         step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes}, lagging=lagging)
         try:
             results = self._ran(inputs, step)
@@ -151,16 +157,17 @@ class HostRunner(Runner):
                 returned = [self._on_all(x) for x in returned]
         except BaseException:
             if step.has_written:  # else the tables are as they were
-                self._hand_on(leaves, tables)
+                self._hand_on(leaves, shards)
             raise
-        new = self._hand_on(leaves, tables)
+        new = self._hand_on(leaves, shards)
         self._returned = {
             k: weakref.ref(returned[out])
             for out, k in self._new.items()
             if k not in self._tables and isinstance(returned[out], jax.Array)
         }
-        pairs = enumerate(returned)
-        return self._out_tree.unflatten([new[self._new[o]] if self._new.get(o) in new else x for o, x in pairs])
+        wanted = {k: x for of, x in zip(self._wanted, returned, strict=True) for k in of}
+        wanted |= {self._updated[k]: table for k, table in new.items()}
+        return self._out_tree.unflatten([wanted[k] for k in range(len(wanted))])
 
     def _ran(self, inputs: Sequence[Leaf], step: RunningStep) -> Sequence[Leaf]:
         """Runs the step and returns its results. It begins in the last step's program, and changes to another where
@@ -245,43 +252,49 @@ class HostRunner(Runner):
         Raises:
           HostMemoryError: they haven't.
         """
-        coming = {k: leaves[k] for k in self._tables if not self._is_placed(k, leaves[k])}
+        coming = {k: leaves[k] for k in self._hosted if not self._is_placed(k, leaves[k])}
         if coming:
             wanted = {}
             for k, leaf in coming.items():
-                axis, layout = self._tables[k]
+                axis, layout, path = self._hosted[k]
                 shape = (layout.shard_rows, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
-                wanted[self._program.inputs[k].path] = shape, leaf.dtype
+                wanted[path] = shape, leaf.dtype
             require_memory(self._ranks.exchange, wanted)
 
     def _is_placed(self, k: int, leaf: Leaf) -> bool:
-        return isinstance(leaf, HostTable) and leaf.layout == self._tables[k][1]
+        return isinstance(leaf, HostTable) and leaf.layout == self._hosted[k][1]
 
     def _storages(self, leaves: Sequence[Leaf]) -> dict[int, HostRows]:
-        """Returns the tables' storages by input. A table that is given twice is copied, as each is updated by
+        """Returns the tables' storages as they are given. A table that is given twice is copied, as each is updated by
         itself."""
         storages: dict[int, HostRows] = {}
-        for k, (axis, layout) in self._tables.items():
+        for k, (axis, layout, path) in self._hosted.items():
             leaf = leaves[k]
             if not self._is_placed(k, leaf):
                 leaf = np.asarray(leaf) if is_table(leaf) else across.local(leaf)
-                path = self._program.inputs[k].path
                 storages[k] = HostRows.of(leaf, axis, layout, self._ranks.exchange.rank, path)
                 continue
             storage = leaf.waiting
-            is_new = k in self._new.values()
             again = any(storage is other for other in storages.values())
-            storages[k] = storage.copy() if is_new and (again or not self._donate) else storage
+            storages[k] = storage.copy() if k in self._updated and (again or not self._donate) else storage
         return storages
 
-    def _hand_on(self, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> dict[int, HostTable]:
+    def _stacked(self, shards: Mapping[int, HostRows]) -> dict[int, HostRows]:
+        """Returns the tables as the program takes them."""
+        tables: dict[int, HostRows] = {}
+        for k, (_, layout, _) in self._tables.items():
+            of = self._given[k]
+            tables[k] = shards[of] if isinstance(of, int) else stacked([shards[j] for j in of.inputs], layout)
+        return tables
+
+    def _hand_on(self, leaves: Sequence[Leaf], shards: Mapping[int, HostRows]) -> dict[int, HostTable]:
         """Returns new handles of the updated tables, and deletes those of the arguments."""
         handles = {}
-        for k in self._new.values():
-            if k in tables:
+        for k, shard in shards.items():
+            if k in self._updated:
                 leaf = leaves[k]
-                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.waiting is tables[k]
-                handles[k] = leaf.handed_on() if same else HostTable(tables[k])
+                same = isinstance(leaf, HostTable) and not leaf.is_deleted() and leaf.waiting is shard
+                handles[k] = leaf.handed_on() if same else HostTable(shard)
         return handles
 
     def _separated(self, leaves: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -374,6 +387,17 @@ class HostRunner(Runner):
         shape = (*part.shape[:along], part.shape[along] * self._ranks.exchange.size, *part.shape[along + 1 :])
         sharding = jax.sharding.NamedSharding(mesh, spec)
         return jax.make_array_from_process_local_data(sharding, np.asarray(part), shape)
+
+
+def _hosted(program: Program, bound: ProgramPlan) -> dict[int, tuple[int, RowLayout, str]]:
+    """Returns the inputs that are tables on hosts -> (row axis, layout, path)."""
+    layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
+    return {
+        leaf: (axis, layouts[space.family], program.inputs[leaf].path)
+        for space in program.facts.spaces
+        if space.family in layouts
+        for leaf, axis in zip(space.leaves, space.axes, strict=True)
+    }
 
 
 def _read(value: Leaf) -> jax.Array:

@@ -47,7 +47,7 @@ class HostTable(PlacedLeaf):
 
     def __init__(self, storage: HostRows) -> None:
         self._storage = storage
-        self._generation = storage.generation
+        self._handed = storage.handed
 
     @property
     def storage(self) -> HostRows:
@@ -102,7 +102,7 @@ class HostTable(PlacedLeaf):
         return HostTable(self.waiting.copy())
 
     def is_deleted(self) -> bool:
-        return self._generation != self._storage.generation
+        return self._handed != self._storage.handed
 
     def handed_on(self) -> HostTable:
         """Returns the rows under a new handle; this one is deleted."""

@@ -16,6 +16,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.stacked import StackedProgram
 from autopar.launch.group import everyone
 from autopar.mpi.machines import exchange
 from autopar.passes.classify import classify
@@ -25,6 +26,7 @@ from autopar.passes.place import place
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
+from autopar.passes.stack_tables import stack_tables
 from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import ON_DEVICES, Planner
@@ -79,6 +81,19 @@ class OnHosts(Way):
         program, note = classify(program, self.options.strategy)
         program, pulled = pull_whole(program, self.options.strategy)
         return program, f"{note}{pulled}"
+
+    def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
+        """Stacks tables that are alike."""
+        if not bound.on_hosts:
+            return None
+        *_, rows, batch = (run for _, run in self.analyses)
+
+        def analyze(program: Program) -> Program:
+            for run in (partial(classify, strategy=self.options.strategy), rows, batch):
+                program, _ = run(program)
+            return program
+
+        return stack_tables(program, bound, analyze)
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns no passes if nothing can be on hosts: the step is then planned for devices."""

@@ -17,6 +17,7 @@ from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.stacked import StackedProgram
 from autopar.jax_types import Leaf
 from autopar.measure.machine import looked_up
 from autopar.passes.analyze_batch import analyze_batch
@@ -174,6 +175,10 @@ class Way:
             return Measurements(memory=memory, stages=stages)
         rates = machine.rates() if machine.rates is not None and compares_methods(program, options) else None
         return Measurements(rates, memory, looked_up(program, example), stages)
+
+    def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
+        """Returns the program that is run in place of an analysed one, whose tables are stacked; None: that one is."""
+        return None
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns the passes that turn a planned program into compiled ones, in order; only those that do something."""

@@ -254,8 +254,8 @@ class StagedProgram:
         if not isinstance(leaf, HostRows):  # an array with as many rows that is no leaf: a mask
             layout = self._layouts[equation.inputs[1].type.family]
             leaf = HostRows(rows_first(np.asarray(leaf), axis), layout, 0, axis, "")
-        elif leaf in step.lagging and leaf.log is not None:
-            leaf.log.catch_up(route.rows[: route.count])
+        elif leaf in step.lagging:
+            leaf.catch_up(route.rows[: route.count])
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:

@@ -6,7 +6,7 @@ storage has one current generation: a state that was given to a step is gone, as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,7 @@ class HostRows:
       path: Of the leaf, for messages.
       generation: How often the rows were handed on.
       log: What some rows still miss, if they are deferred.
+      stack: The storage of several tables' shards of which `rows` is a part, from row `start` on.
     """
 
     rows: np.ndarray
@@ -40,6 +41,8 @@ class HostRows:
     path: str
     generation: int = 0
     log: UpdateLog[Any] | None = None
+    stack: HostRows | None = None
+    start: int = 0
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
@@ -73,13 +76,33 @@ class HostRows:
         """Brings all rows up to date, those of the whole family."""
         if self.log is not None:
             self.log.bring_up_to_date()
+        if self.stack is not None:
+            self.stack.bring_up_to_date()
+
+    def catch_up(self, rows: np.ndarray) -> None:
+        """Brings some rows of the shard up to date."""
+        if self.log is not None:
+            self.log.catch_up(rows)
+        if self.stack is not None:
+            self.stack.catch_up(rows + self.start)
 
     def without_log(self) -> None:
-        """Ends the family's update log, all rows up to date: for who is to change some of them otherwise."""
+        """Ends the update logs, all rows up to date: for who is to change some of them otherwise."""
+        self.without_own_log()
+        if self.stack is not None:
+            self.stack.without_own_log()
+
+    def without_own_log(self) -> None:
+        """Ends the family's update log, but not that of a stack."""
         if self.log is not None:
             self.log.bring_up_to_date()
             for leaf in self.log.leaves:
                 leaf.log = None
+
+    @property
+    def handed(self) -> int:
+        """How often the rows were handed on, or lost with those of a whole stack."""
+        return self.generation + (0 if self.stack is None else self.stack.generation)
 
     def copy(self) -> HostRows:
         """Returns another storage with the same rows, all up to date."""
@@ -115,6 +138,30 @@ class HostRows:
     def spread_last(self, new: np.ndarray) -> None:
         """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
+
+
+def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
+    """Returns one storage of several tables' shards, which are parts of it from now on.
+
+    Args:
+      members: Shards with their rows first, in order.
+      layout: Of the stack.
+    """
+    first = members[0]
+    starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()
+    places = zip(members, starts, strict=False)
+    if first.stack is not None and all(m.stack is first.stack and m.start == start for m, start in places):
+        for member in members:
+            member.without_own_log()
+        return first.stack
+    for member in members:
+        member.without_log()
+    stack = HostRows.empty((layout.extent, *first.rows.shape[1:]), first.rows.dtype, 0, layout, first.rank, first.path)
+    for member, start in zip(members, starts, strict=False):  # one after the other: each one's own memory goes at once
+        part = stack.rows[start : start + len(member.rows)]
+        np.copyto(part, member.rows)
+        member.rows, member.stack, member.start = part, stack, start
+    return stack
 
 
 def rows_first(array: np.ndarray, axis: int) -> np.ndarray:

@@ -1,0 +1,36 @@
+"""A program in which tables that are alike are one table (`passes.stack_tables`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.program import Program
+from autopar.ir.program_plan import ProgramPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedTable:
+    """An input that stands for the same leaf of several tables' families: for the tables, or for one of their slots.
+
+    Attributes:
+      inputs: Those leaves, inputs of the program before, in the order in which their rows lie.
+    """
+
+    inputs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StackedProgram:
+    """A program whose tables are stacked.
+
+    Attributes:
+      program: The program, analysed.
+      plan: The plan, as this program follows it.
+      inputs: The number of each input in the program before; of a stack the leaves.
+      outputs: The numbers of each output in the program before; several of a stack.
+    """
+
+    program: Program
+    plan: ProgramPlan
+    inputs: tuple[int | StackedTable, ...]
+    outputs: tuple[tuple[int, ...], ...]
