@@ -150,7 +150,7 @@ class _Finder:
 
     def __init__(self, program: Program) -> None:
         self._program, self._facts = program, program.facts
-        self._makers = {v: e for e in program.block.equations for v in e.outputs}
+        self._makers: dict[Atom, Equation] = {v: e for e in program.block.equations for v in e.outputs}
         self._equations: dict[int, list[Equation]] = {}
         for equation in program.block.equations:
             for family in {_family(self._facts, a) for a in (*equation.inputs, *equation.outputs)}:
@@ -196,7 +196,7 @@ class _Walk:
     """Names a family's values by what makes them."""
 
     facts: RowFacts
-    makers: Mapping[Var, Equation]
+    makers: Mapping[Atom, Equation]
     space: RowSpace
     program: Program
     key: list[Hashable] = field(default_factory=list)
@@ -258,7 +258,7 @@ class _Walk:
             _require(not maker.bodies and not maker.effects)
             self._append(maker, self._operation(maker))
             return self.names[atom]
-        _require(isinstance(atom, Var) or atom.type.size == 1)
+        _require((isinstance(atom, Var) or atom.type.size == 1) and atom.shape[:1] != (self.space.extent,))
         return "dense", atom_key(atom)
 
     def _batch(self, ids: Atom) -> Hashable:

@@ -49,6 +49,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_nonfinite",
             "check_growth",
             "check_once_per_row",
+            "check_stacked_tables",
             "check_shape_buckets",
             "check_whole_reads",
             "check_what_cannot_be",
@@ -61,8 +62,9 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_batches_that_devices_do_not_divide",
             "check_ids_of_other_examples",
             "check_models_in_which_examples_meet",
+            "check_stacked_tables",
         ),
-        (3, 1): ("check_some_of_the_contract",),
+        (3, 1): ("check_some_of_the_contract", "check_stacked_tables"),
     },
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {

@@ -25,7 +25,7 @@ from autopar.passes import once_per_row
 from autopar.planning.verify import compare_runs
 from autopar.tables.host import HostTable
 from tests.support import entry_steps as by_rows
-from tests.support import host_reads
+from tests.support import host_reads, stacked_tables
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
@@ -391,3 +391,23 @@ def check_deferred_growth() -> None:
     assert step.plan is not None and step.plan.defers
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=2e-3, atol=1e-3)
+
+
+def check_stacked_tables() -> None:
+    """Tables that are alike have one exchange of ids, of rows and of gradients a step."""
+    for name, tx in stacked_tables.OPTIMIZERS.items():
+        step = stacked_tables.step_of(tx, stacked_tables.LOOKUPS["in bags"])
+        planned = autopar.parallelize(step, strategy=HOSTS)
+        mine, theirs, plain = stacked_tables.start(tx), stacked_tables.start(tx), jax.jit(step)
+        for k in range(12):
+            given = stacked_tables.batch(k, out_of_range=k % 3 == 2)
+            (mine, loss), (theirs, wanted) = planned(mine, given), plain(theirs, given)
+            np.testing.assert_allclose(loss, wanted, rtol=1e-4, err_msg=name)
+            if k == 5:
+                table, like = (s["params"]["tables"]["t1"] for s in (mine, theirs))
+                np.testing.assert_allclose(np.asarray(table), like, rtol=1e-3, atol=1e-4)
+        assert stacked_tables.stacks(planned) == [5]
+        operations = [e.op for e in planned.latest.compiled.program.block.walk()]
+        assert [operations.count(op) for op in ("ap.route", "ap.fetch", "ap.deliver")] == [2, 2, 2]  # and of t5
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
+            np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-3, atol=1e-4, err_msg=f"{name}{path}")
