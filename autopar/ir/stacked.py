@@ -34,3 +34,11 @@ class StackedProgram:
     plan: ProgramPlan
     inputs: tuple[int | StackedTable, ...]
     outputs: tuple[tuple[int, ...], ...]
+
+    def input_of(self, number: int) -> int:
+        """Returns the input that an input of the program before is, or is a part of."""
+        return next(k for k, of in enumerate(self.inputs) if number == of or _has(of, number))
+
+
+def _has(of: int | StackedTable, number: int) -> bool:
+    return isinstance(of, StackedTable) and number in of.inputs

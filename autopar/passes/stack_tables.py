@@ -97,20 +97,22 @@ def _plan(
     """Returns the plan for the stacked program; None if a stack can't be what its tables were."""
     numbers = {was if isinstance(was, int) else was.inputs[0]: k for k, was in enumerate(inputs)}
     kept = {space.family: space for space in before.spaces}
-    firsts = {stack.members[0].space.family for stack in stacks}
-    stacked = {m.space.family for stack in stacks for m in stack.members}
+    firsts = {stack.members[0].space.family: stack.members for stack in stacks}
+    others = {m.space.family for stack in stacks for m in stack.members[1:]}
+    log_steps = {f.family: f.table.log_steps for f in plan.families}
     families: list[FamilyPlan] = []
     for planned in plan.families:
-        if planned.family in stacked - firsts:
+        if planned.family in others:
             continue
         old = kept[planned.family]
         space = program.facts.space_of(numbers[old.leaves[0]])
         if space is None or space.refusal or space.deferred != old.deferred or len(space.leaves) != len(old.leaves):
             return None
-        bounds = planned.bounds
+        table, bounds = planned.table, planned.bounds
         if planned.family in firsts:
+            table = dataclasses.replace(table, log_steps=max(log_steps[m.space.family] for m in firsts[planned.family]))
             bounds = host_bounds(space, program.ids[space.family], plan.devices)
-        families.append(dataclasses.replace(planned, family=space.family, bounds=bounds))
+        families.append(FamilyPlan(space.family, table, bounds))
     placements, layouts = input_placements(program, families)
     uneven = {numbers[k]: axis for k, axis in plan.uneven.items()}
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
@@ -120,7 +122,7 @@ def _plan(
 
 
 def _method(table: TablePlan) -> Hashable:
-    return table.method, table.where, table.log_steps, table.pulled, table.cyclic
+    return table.method, table.where, bool(table.log_steps), table.pulled, table.cyclic
 
 
 # --- which tables are alike ---

@@ -20,6 +20,7 @@ from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.program import known
 from autopar.ir.rowspace import RowSpace
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.jax_types import Leaf, Pytree
@@ -31,6 +32,7 @@ from autopar.planning.notes import (
     predicted_note,
     replica_notes,
     server_notes,
+    stack_notes,
     stage_lines,
     tensor_notes,
 )
@@ -90,7 +92,7 @@ def _explain(
     rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
-    there = emission_notes(planned, verbose)
+    there = (*stack_notes(planned), *emission_notes(planned, verbose))
     if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
         there = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *there
     bound = planned.compiled.bound
@@ -178,10 +180,14 @@ def _table_row(planned: PlannedStep, space: RowSpace, k: int, leaves: Sequence[L
 
 
 def _log_bytes(planned: PlannedStep, family: int) -> int:
-    program = planned.compiled.program
+    program, stacked, share = planned.compiled.program, planned.compiled.stacked, 1.0
+    if stacked is not None:
+        space = next(s for s in planned.compiled.analysed.facts.spaces if s.family == family)
+        whole = known(stacked.program.facts.space_of(stacked.input_of(space.leaves[0])))
+        family, share = whole.family, space.extent / whole.extent
     lead = f"update log {family}/"
     pairs = zip(program.inputs, program.block.inputs, strict=True)
-    return sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead))
+    return round(share * sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead)))
 
 
 @dataclass(frozen=True, slots=True)

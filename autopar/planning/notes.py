@@ -44,6 +44,18 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
     return "Values of all examples that every device has whole:", *shown, *more
 
 
+def stack_notes(planned: PlannedStep) -> tuple[str, ...]:
+    """Tells which tables are exchanged and updated as one."""
+    stacked, inputs = planned.compiled.stacked, planned.compiled.analysed.inputs
+    if stacked is None:
+        return ()
+    tables = {k for k, _ in stacked.program.tables}
+    stacks = [of for k, of in enumerate(stacked.inputs) if k in tables and not isinstance(of, int)]
+    named = (", ".join(fold_paths(dict.fromkeys((inputs[k].path for k in of.inputs), 0), lines=1)) for of in stacks)
+    pairs = zip(stacks, named, strict=True)
+    return tuple(f"{len(of.inputs)} tables are exchanged and updated as one: {paths}" for of, paths in pairs)
+
+
 def predicted_note(step: Prediction) -> str:
     """Tells what a step is predicted to take, by part, and what each part takes at least."""
 

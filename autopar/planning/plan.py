@@ -245,7 +245,10 @@ def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Once
       planned: Of any step.
       leaves: Its flat arguments, or those that ids depend on.
     """
-    program, bound = planned.compiled.analysed, planned.compiled.bound
+    program, bound, stacked = planned.compiled.analysed, planned.compiled.bound, planned.compiled.stacked
+    if stacked is not None:
+        program, bound = stacked.program, stacked.plan
+        leaves = leaves and [leaves[of] if isinstance(of, int) else None for of in stacked.inputs]
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.facts.spaces:
         family = bound.family(space.family)

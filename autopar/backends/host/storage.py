@@ -101,7 +101,7 @@ class HostRows:
 
     @property
     def handed(self) -> int:
-        """How often the rows were handed on, or lost with those of a whole stack."""
+        """The number of times that the rows were handed on, or lost with those of a whole stack."""
         return self.generation + (0 if self.stack is None else self.stack.generation)
 
     def copy(self) -> HostRows:
