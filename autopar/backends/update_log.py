@@ -1,7 +1,6 @@
-"""`UpdateLog`: what rows that wait have missed, and when they are brought up to date (`ir.deferred`).
+"""Decides when deferred rows are brought up to date (`ir.deferred`).
 
-The log decides when; the programs that do it run on rows on devices (`DeviceLogPrograms`), or in host memory
-(`backends/host/update_log.py`).
+The programs that do it run on rows on devices (`DeviceLogPrograms`), or in host memory (`backends/host/update_log.py`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from autopar.jax_types import Leaf
 
 
 class LogPrograms(abc.ABC):
-    """Brings rows of some tables up to date: what a planned step runs on its update logs between steps."""
+    """The programs that a planned step runs on its update logs between steps."""
 
-    times: int  #: How many times some rows are brought up to date until all were.
+    times: int  #: Number of calls of `catch_up_some` that bring all rows up to date.
 
     def __init__(self, deferred: Deferred, tables: Any) -> None:
-        """Takes the update that rows wait for; `tables` tells these tables from others, by its text."""
+        """Takes the deferred update; the text of `tables` identifies the tables."""
         self._deferred = deferred
-        self.replay: Replay = deferred.replay  #: What steps write down.
+        self.replay: Replay = deferred.replay  #: The replayed steps.
         self._signature = [str(tables), *block_text(deferred.body)]
 
     def continues(self, other: LogPrograms) -> bool:
-        """Tells whether an update log of another plan is one of this one's, too."""
+        """Returns whether an update log of another plan's programs can go on with these."""
         return self is other or self._signature == other._signature
 
     @abc.abstractmethod
@@ -54,19 +53,19 @@ class LogPrograms(abc.ABC):
 
     @abc.abstractmethod
     def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
-        """Makes the newer part the older one. Returns that: now, records; None if a flush has to do it."""
+        """Makes the newer part the older one, and returns its (now, records); None if it takes a flush instead."""
 
     @abc.abstractmethod
     def prepare(self, log: UpdateLog[Any]) -> None:
-        """Compiles, beside the steps, what is needed once the log is full."""
+        """Compiles, beside the steps, the programs for a full log."""
 
     @abc.abstractmethod
     def catch_up(self, log: UpdateLog[Any], rows: Any) -> None:
-        """Brings these rows up to date, in place."""
+        pass
 
     @abc.abstractmethod
     def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
-        """Brings some rows, in place, up to the end of the older part, `closed`; `which`: of `times`."""
+        """Brings some rows, in place, up to the end of the older part, `closed`; `which`: the call, of `times`."""
 
 
 Programs = TypeVar("Programs", bound=LogPrograms)
@@ -74,20 +73,20 @@ Programs = TypeVar("Programs", bound=LogPrograms)
 
 @dataclass(eq=False, repr=False)
 class UpdateLog(Generic[Programs]):
-    """Leaves of tables, some rows lagging behind, and what they missed."""
+    """The leaves of tables with deferred rows, and the steps that these missed."""
 
-    programs: Programs  #: Bring rows up to date. They are compiled, and stay the same where a step is planned again.
-    leaves: list[Leaf]  #: Of each table changed ones, then those that are only read.
-    stamps: list[Leaf]  #: Of each table, by row, the step up to which it has moved.
-    steps: list[Leaf]  #: What steps wrote down: now, segment, records, segments.
+    programs: Programs  #: Bring rows up to date. They are compiled, and stay the same if a step is planned again.
+    leaves: list[Leaf]  #: For each table its changed leaves, then those that are only read.
+    stamps: list[Leaf]  #: For each table, by row, the step up to which it has moved.
+    steps: list[Leaf]  #: The records of steps (now, segment, records, segments).
     now: int  #: As in `steps`, or more if some steps were done again.
     is_up_to_date: bool = True  #: No row lags behind.
-    older: list[Leaf] | None = None  #: The older part when it was closed: now, records; None: no row needs it.
-    seen: int = 0  #: How many times some rows were brought up to its end.
+    older: list[Leaf] | None = None  #: (now, records) of the older part when it was closed; None: no row needs it.
+    seen: int = 0  #: Number of calls that brought some rows up to its end.
 
     @property
     def entries(self) -> list[Leaf]:
-        """Stamps and steps: a step takes them, and returns them anew."""
+        """The stamps and steps, which a step takes and returns anew."""
         return [*self.stamps, *self.steps]
 
     def after(self, leaves: list[Leaf], entries: list[Leaf]) -> UpdateLog[Programs]:
@@ -98,17 +97,17 @@ class UpdateLog(Generic[Programs]):
         return log
 
     def wrote(self, steps: list[Leaf]) -> None:
-        """Takes what a step has written down, which updated leaves and stamps in place."""
+        """Takes the records of a step that updated leaves and stamps in place."""
         self.steps, self.is_up_to_date = steps, False
         self.now += 1
 
     def is_deleted(self) -> bool:
-        """Tells whether a step got the rows, and updated them in place."""
+        """Returns whether a step was given the rows and updated them in place."""
         return isinstance(self.leaves[0], jax.Array) and self.leaves[0].is_deleted()
 
     @jax_compat.outside_traces()
     def bring_up_to_date(self) -> None:
-        """Brings all rows up to date. The update log is empty then, and goes on with the next step."""
+        """Brings all rows up to date, which empties the update log."""
         if not self.is_up_to_date or self.is_deleted():
             self._flush()
 
@@ -132,8 +131,7 @@ class UpdateLog(Generic[Programs]):
     @uninterrupted
     @jax_compat.outside_traces()
     def make_room(self) -> None:
-        """Makes room for a step, and brings some rows up to the end of the older part, so that it can be left in
-        time."""
+        """Makes room for a step, and brings some rows up to the end of the older part, so that it is free in time."""
         replay, times = self.programs.replay, self.programs.times
         if self.now >= replay.length:
             self.now = int(local(self.steps[0]))
@@ -176,12 +174,12 @@ class DeviceLogPrograms(LogPrograms):
         n, m = replay.changed, len(replay.leaves)
         k = count * m  # leaves, then stamps
         operand_axes, returned = deferred.spread(spread)
-        #: The inputs of the planned step that the leaves of its tables are.
+        #: Inputs of the planned step, the leaves of its tables.
         self.leaves = [leaf for table in tables for leaf in table.leaves]
-        self.layouts = layouts  #: Of each table how its rows are stored; None where each device has all of them.
-        self.shardings = tuple(map(devices.sharding, operand_axes[k:]))  #: Those of stamps and steps.
-        self.everywhere = devices.sharding(None)  #: The sharding of what every device has, such as numbers of rows.
-        #: Of each table how many rows `catch_up` takes without a program of their own.
+        self.layouts = layouts  #: How each table's rows are stored; None if each device has all of them.
+        self.shardings = tuple(map(devices.sharding, operand_axes[k:]))  #: Shardings of stamps and steps.
+        self.everywhere = devices.sharding(None)  #: The replicated sharding, of numbers of rows, say.
+        #: For each table the number of rows that `catch_up` takes without a program of their own.
         self.blocks = tuple(1 << max(0, many - 1).bit_length() for many in ids)
         sizes = [max(leaf.type.size for leaf in e.inputs[:n]) for e in flushes]
         pairs = zip(sizes, spread, strict=True)
@@ -209,7 +207,7 @@ class DeviceLogPrograms(LogPrograms):
             if layout is None:
                 return ids
             ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
-            return jnp.where(ids < 0, extent, ids)  # others have them
+            return jnp.where(ids < 0, extent, ids)  # other devices have them
 
         def some(*operands: Leaf) -> Sequence[Leaf]:
             leaves, stamps, (*flat, which) = operands[:k], operands[k : k + count], operands[k + count : -count]
@@ -237,19 +235,19 @@ class DeviceLogPrograms(LogPrograms):
         self._turn = jit_on(devices.mesh, turn, out_shardings=(self.everywhere, *turned))
 
     def stored_as(self, place: int) -> tuple[RowLayout | None, int]:
-        """Returns how rows of a leaf are stored (None: as they are), and its row axis."""
+        """Returns the layout of a leaf's rows (None: a plain array), and its row axis."""
         table, leaf = divmod(place, len(self.replay.leaves))
         layout = self.layouts[table]
         return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
 
     @functools.cached_property
     def _no_rows(self) -> list[jax.Array]:
-        """Has, for each table, numbers of no rows, for a program that takes others."""
+        """Numbers of no rows for each table, for a program that takes others' rows."""
         none = [np.full(size, NEVER, np.int32) for size in self.blocks]
         return [place_array(x, self.everywhere, own=True) for x in none]
 
     def begin(self, leaves: list[jax.Array]) -> UpdateLog[DeviceLogPrograms]:
-        """Begins an empty update log for leaves that are up to date."""
+        """Returns an empty update log for leaves that are up to date."""
         entries, count = list(self._begin(*(leaves[k] for k in self._changed))), len(self.layouts)
         return UpdateLog(self, leaves, entries[:count], entries[count:], self.replay.part)
 
@@ -265,7 +263,7 @@ class DeviceLogPrograms(LogPrograms):
         count, part = len(log.stamps), self.replay.part
         records = [np.asarray(local(x))[part:] for x in log.steps[2 : 2 + len(self.replay.records)]]
 
-        def moved(x: np.ndarray) -> jax.Array:  # what is newer isn't read
+        def moved(x: np.ndarray) -> jax.Array:  # the newer half isn't read
             return place_array(np.concatenate([x, x]), self.everywhere, own=True)
 
         log.stamps, (now, segment, *segments) = rest[:count], rest[count:]
@@ -273,10 +271,10 @@ class DeviceLogPrograms(LogPrograms):
         return [place_array(np.full((), part, np.int32), self.everywhere, own=True), *map(moved, records)]
 
     def prepare(self, log: UpdateLog[Any]) -> None:
-        """Compiles what evaluations need, some rows between steps, and a full log.
+        """Compiles programs for evaluations, for some rows between steps, and for a full log.
 
-        They are begun before the programs that take longest (`run.devices.LateFallback`), behind which the step that
-        fills the log would wait.
+        They begin before the programs that take longest (`run.devices.LateFallback`), for which the step that fills the
+        log would otherwise wait.
         """
         if self._some_compilation is None:
             entries = list(map(_shape, log.entries))
@@ -288,9 +286,9 @@ class DeviceLogPrograms(LogPrograms):
             )
 
     def catch_up(self, log: UpdateLog[Any], rows: Mapping[int, jax.Array]) -> None:
-        """Brings some rows up to date. As many as `blocks` of each table take no program of their own.
+        """Brings some rows up to date; up to `blocks` rows of each table need no program of their own.
 
-        `rows`: of some tables int32[], sorted and distinct, on every device; out of range is no row.
+        `rows`: for some tables int32[], sorted and distinct, on every device; out of range is no row.
         """
         if rows:
             self._run_some(log, *log.steps, np.int32(-1), *(rows.get(t, none) for t, none in enumerate(self._no_rows)))
@@ -299,7 +297,7 @@ class DeviceLogPrograms(LogPrograms):
         self._run_some(log, *closed, np.int32(which), *self._no_rows)
 
     def _run_some(self, log: UpdateLog[Any], *operands: Leaf) -> None:
-        """Runs `Deferred.catch_up_some`; the first time it waits for what `prepare` began."""
+        """Runs `Deferred.catch_up_some`; the first time it waits for the compilation that `prepare` began."""
         if self._some_compilation is not None:
             self._some_compilation.finish()
         self._run(log, self._some, *operands)
@@ -307,7 +305,7 @@ class DeviceLogPrograms(LogPrograms):
     def _run(
         self, log: UpdateLog[Any], program: Callable[..., Sequence[jax.Array]], *operands: Leaf
     ) -> Sequence[jax.Array]:
-        """Runs a program that updates leaves and stamps of all tables in place; returns what else it returns."""
+        """Runs a program that updates leaves and stamps of all tables in place; returns its other results."""
         try:
             results = program(*log.leaves, *log.stamps, *operands)
         except BaseException as error:
