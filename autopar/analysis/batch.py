@@ -1,11 +1,10 @@
 """Follows which axis of a value runs over the examples of the batch.
 
-This says how values are best spread over devices: a device that holds an equal shard of each input along its batch
-axis holds the same shard of these values along theirs. It is never more than advice: whatever is laid out otherwise
-is moved by XLA, at a cost.
+This says how values are best spread over devices: a device with an equal shard of each input along its batch axis has
+the same shard of these values along theirs. It is advice only: XLA moves values that are laid out otherwise, at a cost.
 
-Guesses may be followed along with what is known: each is the bit of an integer, and a value's axis rests on those
-without which it would have none. An equation that a guess makes no sense of refutes it.
+Guesses may be followed along with known axes: each is the bit of an integer, and a value's axis rests on those without
+which it would have none. An equation that makes no sense with a guess refutes it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
-#: Variable -> its batch axis; variables without one are missing.
+#: Variable with a batch axis -> the axis.
 BatchAxes = MutableMapping[Var, int]
 #: A batch axis, or None, and the guesses that it rests on.
 _Found = tuple[int | None, int]
@@ -30,16 +29,11 @@ _NOTHING: _Found = (None, 0)
 
 @dataclass(eq=False)
 class Guesses:
-    """Guesses about the batch axes of inputs, and what becomes of them.
+    """Guesses about the batch axes of inputs, and their fate."""
 
-    Attributes:
-      uniform: Along which axes values are constant (`analysis.batch`): those fit every guess.
-      bases: Variable -> the guesses that its axis rests on; missing if it is known without any.
-      refuted: For each contradiction the guesses of which one at least is wrong.
-    """
-
-    uniform: Mapping[Var, int]
-    bases: MutableMapping[Atom, int]
+    uniform: Mapping[Var, int]  #: Axes along which values are constant, which fit every guess (`uniform_axes`).
+    bases: MutableMapping[Atom, int]  #: Variable -> the guesses that its axis rests on, if any.
+    #: For each contradiction the guesses of which at least one is wrong.
     refuted: list[int] = field(default_factory=list)
 
     def is_uniform(self, atom: Atom, axis: int) -> bool:
@@ -53,9 +47,9 @@ class Guesses:
 def follow_batch(
     equations: Sequence[Equation], axes: BatchAxes, guesses: Guesses | None = None, *, devices: int
 ) -> None:
-    """Adds to `axes` what the equations define, those of their bodies included.
+    """Adds to `axes` the variables of the equations, those of their bodies included.
 
-    `devices`: over how many the examples are to be spread.
+    `devices`: number of devices over which examples are to be spread.
     """
     guesses = guesses or Guesses({}, {})
     walk = _Batch(guesses, devices)
@@ -78,7 +72,7 @@ class _Batch(Interpreter[_Found]):
     def __init__(self, guesses: Guesses, devices: int) -> None:
         super().__init__()
         self.guesses, self.devices = guesses, devices
-        #: (Loop, carry) that a turn doesn't return where it was -> the guesses for it.
+        #: (loop, carry) whose axis a turn doesn't return -> the guesses for it.
         self.lost: dict[tuple[Equation, int], int] = {}
 
     def unknown(self, atom: Atom) -> _Found:
@@ -99,7 +93,7 @@ class _Batch(Interpreter[_Found]):
         bases = {k: operands[k][1] for k in axes_of_operands}
         kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
         if any(bases.values()) and not self._make_sense(equation, axes_of_operands, places, bases):
-            kept = [(p, base) for p, base in kept if not base]  # what is known is known all the same
+            kept = [(p, base) for p, base in kept if not base]  # known axes stay known
         if not kept:
             return _NOTHING
         if equation.op == "gather":  # ids say more than what they select from
@@ -115,7 +109,7 @@ class _Batch(Interpreter[_Found]):
         places: Mapping[int, int | None],
         bases: Mapping[int, int],
     ) -> bool:
-        """Returns whether operands whose axes are guesses go together with the others; refutes the guesses if not."""
+        """Returns whether operands with guessed axes fit the others; refutes the guesses if not."""
         before = len(self.guesses.refuted)
         for k, axis in axes_of_operands.items():
             if bases[k] and places[k] is None:
@@ -129,7 +123,7 @@ class _Batch(Interpreter[_Found]):
     # --- loops and branches ---
 
     def while_loop(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
-        # A sweep over a table has a body, too: of rows, not of examples.
+        # A sweep over a table also has a body, of rows rather than examples.
         return self.followed(equation, operands) if equation.op == "while" else self.unconverged(equation)
 
     def join(self, values: Sequence[_Found], atoms: Sequence[Atom]) -> _Found:
@@ -176,17 +170,18 @@ class _Batch(Interpreter[_Found]):
             self.guesses.refute(self.lost.pop(key))
 
 
-# Along which axes a value is constant: broadcasts, literals, and what is computed of such elementwise.
+# --- axes along which a value is constant: broadcasts, literals, and elementwise functions of such ---
 #
-# Random bits count as constant along all their axes: no axis of theirs means anything before they meet something else.
-
-#: Of one operand, constant along what is constant in it.
+# Random bits count as constant along all axes, which have no meaning before they meet another value.
+#: Operations whose results are constant along the operand's constant axes.
 _SHAPED = frozenset({"transpose", "squeeze", "reshape", "slice", "dynamic_slice", "split", "unstack"})
 
 
 def is_uniform(uniform: Mapping[Var, int], atom: Atom, axis: int) -> bool:
-    """Returns whether a value is constant along an axis. One that the step closes over is a constant, and says nothing
-    of its axes."""
+    """Returns whether a value is constant along an axis.
+
+    A closed-over array counts as uniform, since it says nothing of its axes.
+    """
     return isinstance(atom, Literal) or atom.shape[axis] == 1 or bool(uniform.get(atom, 0) >> axis & 1)
 
 

@@ -1,6 +1,6 @@
 """Follows an axis of an operand (of examples, of rows) into an equation's results, primitive by primitive.
 
-`place` says where it goes; `partners` says which axes of the other operands run along with it.
+`place_axes` says where it goes; `partners` says which axes of the other operands run along with it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 #: The place of an axis that is reduced or contracted away.
 SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
-#: Functions of each key of an array: its axes lead those of the result, and words come last.
+#: Functions of each key of an array; its axes lead those of the result, and words come last.
 _OF_KEYS = frozenset("random_seed random_wrap random_unwrap random_clone random_split random_bits".split())
-#: Keys and numbers; and what iterates until all elements have converged, so that they may differ in rounding.
+#: Elementwise operations on keys and numbers, and one that iterates until all elements converge (rounding may differ).
 _BY_ELEMENT = ELEMENTWISE | {"random_fold_in", "regularized_incomplete_beta"}
-#: Operands of one rank lie along each other.
+#: Operations whose operands of equal rank lie along each other.
 _ALONGSIDE = _BY_ELEMENT | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
 def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
-    """Returns where an axis of operand k is in the results: an axis, SUMMED, or None where that can't be followed.
+    """Returns where an axis of operand k is in the results: an axis, SUMMED, or None if it can't be followed.
 
-    `devices`: over how many of them it is to be spread.
+    `devices`: number of devices over which it is to be spread.
     """
     if equation.op == "reshape":
         return _reshape(equation, axis, devices)
@@ -71,7 +71,7 @@ def _broadcast(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _reshape(equation: Equation, axis: int, devices: int) -> int | None:
-    """Follows an axis through a reshape: equal shards stay equal where it leads what it is merged with or split into.
+    """Follows an axis through a reshape; equal shards stay equal where it leads a merge or a split.
 
     Of a batch that is split into fewer parts than devices (microbatches) each part is spread: its examples move.
     """
@@ -94,7 +94,7 @@ def _without(gone: Sequence[int], axis: int) -> int | None:
 
 
 def _kept(equation: Equation, k: int, axis: int) -> int | None:
-    """Follows an axis through what works along other axes: slices, pads, sorts, scans."""
+    """Follows an axis through operations along other axes: slices, pads, sorts, scans."""
     p, rank = equation.params, len(equation.inputs[k].shape)
     if equation.op == "pad" and tuple(p["padding_config"][axis]) != (0, 0, 0):  # (1, -1) keeps the size, and shifts
         return None
@@ -127,10 +127,9 @@ def _lookup(equation: Equation, k: int, axis: int) -> int | None:
 
 
 def _scattered(equation: Equation, k: int, axis: int) -> tuple[int, Mapping[int, int]] | None:
-    """Returns where an axis of a scatter's operand, indices or updates goes, and which axis of each of them runs along
-    it.
+    """Returns where an axis of a scatter's operand, indices or updates goes, and each one's axis that runs along it.
 
-    That is a batching dimension, or one that a window of updates has whole; or what is added up at examples' indices.
+    That is a batching dimension, or one that a window of updates has whole, or examples' updates that are summed.
     """
     numbers, (operand, indices, updates) = equation.params["dimension_numbers"], equation.inputs
     examples = [d for d in range(len(updates.shape)) if d not in numbers.update_window_dims]
@@ -187,7 +186,7 @@ def _group_pairs(equation: Equation) -> Sequence[tuple[int, int]]:
     return [(numbers.lhs_spec[0 if by_batch else 1], numbers.rhs_spec[0])] if by_feature or by_batch else []
 
 
-#: Of an array that is read in windows; the second operand of some has the windows' own axes.
+#: Operations that read an array in windows; the second operand of some has the windows' own axes.
 _WINDOWED = frozenset(
     "reduce_window_sum reduce_window_max reduce_window_min select_and_gather_add select_and_scatter_add".split()
 )
@@ -221,7 +220,7 @@ _PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     **{op: _kept for op in (*CUMULATIVE, "rev", "split", "top_k", "approx_top_k")},
     **{op: _kept for op in ("slice", "dynamic_slice", "dynamic_update_slice", "pad", *_WORKS_ALONG)},
 }
-#: Of the first two operands, pairs of axes along which they are matched.
+#: Pairs of axes along which the first two operands are matched.
 _PAIRED: Mapping[str, Callable[[Equation], Sequence[tuple[int, int]]]] = {
     "dot_general": _dot_pairs,
     "gather": _gather_pairs,

@@ -1,6 +1,6 @@
-"""Finds values that count along an axis: iotas, in whatever shape, also after JAX's test for negative indices.
+"""Finds values that count along an axis: iotas in any shape, also after JAX's test for negative indices.
 
-Of index vectors each component is known by itself: `h[jnp.arange(n), i]` has one that counts.
+Each component of index vectors is known by itself: `h[jnp.arange(n), i]` has one that counts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from autopar.ir.program import Atom, Block, Equation, Literal
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Holds what is known of a value.
+    """Knowledge of a value."""
 
-    Attributes:
-      axis: Each element is its own index along this axis; None if that isn't known.
-      columns: For each place of the last axis, the axis along which the elements there count; () if nothing is known.
-      is_false: Whether all elements are False.
-    """
-
-    axis: int | None = None
+    axis: int | None = None  #: Each element is its own index along this axis; None: unknown.
+    #: For each place of the last axis, the axis along which the elements there count; (): unknown.
     columns: tuple[int | None, ...] = ()
-    is_false: bool = False
+    is_false: bool = False  #: All elements are False.
 
     def moved(self, to: dict[int, int]) -> Counted:
-        """Returns what is known once axes have gone elsewhere; those that are missing in `to` are lost."""
+        """Returns the value after axes have moved; those missing in `to` are lost."""
         axis = None if self.axis is None else to.get(self.axis)
         columns = tuple(None if c is None else to.get(c) for c in self.columns)
         return Counted(axis, columns if any(c is not None for c in columns) else ())
@@ -43,14 +38,14 @@ _NOTHING = Counted()
 
 
 class Counting(Interpreter[Counted]):
-    """Finds what counts in a block, and in those nested in it."""
+    """Finds counting values in a block, and in those nested in it."""
 
     def __init__(self, block: Block) -> None:
         super().__init__()
         self.run(block.equations)
 
     def axis(self, atom: Atom) -> int | None:
-        """Returns the axis along which a value counts from 0, being the same along all others."""
+        """Returns the axis along which a value counts from 0, equal along all others."""
         return self.value(atom).axis
 
     def columns(self, atom: Atom) -> tuple[int | None, ...]:

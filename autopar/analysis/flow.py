@@ -1,8 +1,7 @@
-"""Follows what depends on what, and which inputs an output carries on.
+"""Follows dependences, and which inputs reach an output through elementwise equations, sums or writes of rows.
 
-That is: which inputs reach it through elementwise equations, a sum or a write of rows among them. This tells a new
-state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same structure, or a
-batch that is masked and handed back.
+This tells a new state (`new = old + update`) from a value that merely looks like it, such as a gradient of the same
+structure, or a batch that is masked and returned.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ _KEEP = IDENTITIES | frozenset(
 _SCALE = frozenset({"mul", "div", "neg"})
 
 
-#: By what a value may be scaled on its way: nothing, a constant that leaves more than half of it, or anything.
+#: Allowed scaling of a carried value: none, by a constant that leaves more than half of it, or any.
 Scaled = Literal["never", "little", "ever"]
 
 
 def dependent(
     equations: Iterable[Equation], starts: Iterable[Var], begins: Callable[[Equation], bool] = lambda equation: False
 ) -> set[Var]:
-    """Returns values that depend on any of `starts`, these included, or on an equation that `begins` holds of."""
+    """Returns values that depend on any of `starts`, these included, or on an equation for which `begins` holds."""
     reached = set(starts)
     for equation in equations:
         if begins(equation) or not reached.isdisjoint(equation.inputs):
@@ -40,10 +39,8 @@ def dependent(
 def carried(block: Block, *, scaled: Scaled) -> list[int]:
     """Returns for each output the set of inputs that it carries on, as the bits of an integer.
 
-    Args:
-      block: Any block.
-      scaled: Whether a value is carried on by being scaled as well (`decay * old + update`). That is less certain: so
-        is a gradient with weight decay, though not by a constant that leaves more than half of it.
+    `scaled`: whether `decay * old + update` carries `old` on, which is less certain: so does a gradient with weight
+    decay, though not with a constant that leaves more than half of it.
     """
     walk = _Carried(scaled)
     walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
@@ -52,8 +49,10 @@ def carried(block: Block, *, scaled: Scaled) -> list[int]:
 
 
 def updated(block: Block) -> int:
-    """Returns the inputs, as bits, of which the block makes a new value of their own type, returned or not: one that
-    carries the input on in a sum, scaled little."""
+    """Returns, as bits, the inputs of which the block makes a new value of their type, returned or not.
+
+    A new value carries the input on in a sum, scaled little.
+    """
     walk = _Carried("little")
     walk.values.update((var, (1 << k, 0)) for k, var in enumerate(block.inputs))
     walk.run(block.equations)
@@ -65,7 +64,7 @@ def updated(block: Block) -> int:
 
 
 class _Carried(Interpreter[tuple[int, int]]):
-    """Values are the inputs that reach them elementwise, and those of them that have been added to."""
+    """Values are (inputs that reach them elementwise, those of them that were added to), as bits."""
 
     def __init__(self, scaled: Scaled) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The one engine of the analyses: runs a block, values of a lattice in place of arrays, through branches and loops.
+"""Runs a block on values of a lattice in place of arrays, through branches and loops; the engine of all analyses.
 
-A lattice says what a single equation makes of values (`plain`), what a value is that is one of several (`join`), and
-what it is in a loop's body that is a stack outside (`inside`, `outside`). What a loop carries is a fixed point: it
-starts as what comes in, and is widened until a turn returns what went in.
+A lattice defines the results of a single equation (`plain`), the join of values (`join`), and the value in a loop's
+body of a stack outside (`inside`, `outside`). A loop's carry is a fixed point: it starts as the operand, and is widened
+until a turn returns what went in.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ V = TypeVar("V")
 
 
 class Interpreter(abc.ABC, Generic[V]):
-    """One interpretation. `values` has what is known of the variables that it has come to, inner ones too."""
+    """An interpretation of a program. `values` has the values of all variables so far, inner ones too."""
 
     def __init__(self) -> None:
         self.values: dict[Var, V] = {}
@@ -33,48 +33,47 @@ class Interpreter(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def unknown(self, atom: Atom) -> V:
-        """Returns what is said of a value of which nothing is known, such as a literal."""
+        """Returns the value of an atom of which nothing is known, such as a literal."""
 
     @abc.abstractmethod
     def join(self, values: Sequence[V], atoms: Sequence[Atom]) -> V:
-        """Returns what a value is that is one of these; `atoms` are they, each in its own block."""
+        """Returns the value of a variable that is one of these; `atoms` have them, each in its own block."""
 
     def inside(self, value: V) -> V:
-        """Returns one turn's part of a value that a loop takes apart along its first axis."""
+        """Returns one turn's slice of a value that a loop slices along its first axis."""
         return value
 
     def outside(self, value: V) -> V:
-        """Returns what a loop stacks of a value of each turn."""
+        """Returns the stack of a value of each turn."""
         return value
 
     def widen(self, equation: Equation, k: int, carry: V, result: V) -> V:
-        """Joins carry `k` of a loop with what a turn returns of it."""
+        """Joins carry `k` of a loop with a turn's result."""
         start = equation.inputs[equation.border.head + equation.border.consts + k]
         return self.join([carry, result], [start, equation.bodies[-1].outputs[k]])
 
     def end(self, carry: V, result: V) -> V:
-        """Returns a loop's result, of what it carries and what a turn returns of it."""
+        """Returns a loop's result, from its carry and a turn's result."""
         return carry
 
     def mark(self) -> Any:
-        """Returns what has been noted so far: a body is run again after `restore`."""
+        """Returns a mark for `restore`, before a body is run that may be run again."""
 
     def restore(self, mark: Any) -> None:
-        """Forgets what was noted since."""
+        """Forgets findings since the mark."""
 
     def loop_ended(self, equation: Equation, operands: Sequence[V]) -> None:
-        """Ends a loop whose carries have converged: a hook for subclasses."""
+        """Handles a loop whose carries have converged; a hook for subclasses."""
 
     def unconverged(self, equation: Equation) -> Sequence[V]:
-        """Returns the results of a loop whose carries don't converge, and of one whose bodies aren't followed."""
+        """Returns the results of a loop whose carries don't converge, or whose bodies aren't followed."""
         return [self.unknown(v) for v in equation.outputs]
 
     def while_loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Returns the results of a while loop."""
         return self.unconverged(equation)
 
     def followed(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Returns the results of a while loop of which both bodies are run."""
+        """Returns the results of a while loop by running both bodies."""
         consts = equation.border.head
         carries = self.loop(equation, operands[consts:])
         self.body(equation, equation.bodies[0], [*operands[:consts], *carries])
@@ -83,11 +82,10 @@ class Interpreter(abc.ABC, Generic[V]):
     # --- the engine ---
 
     def value(self, atom: Atom) -> V:
-        """Holds what is known of a value."""
         return self.values[atom] if isinstance(atom, Var) and atom in self.values else self.unknown(atom)
 
     def run(self, equations: Sequence[Equation]) -> None:
-        """Interprets equations, which are in an order that can be run."""
+        """Interprets equations in an order in which they can run."""
         values: dict[Leaf, V] = self.values
         unknown = self.unknown
         for equation in equations:
@@ -95,11 +93,9 @@ class Interpreter(abc.ABC, Generic[V]):
             values.update(zip(equation.outputs, self.equation(equation, operands), strict=True))
 
     def equation(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Returns the results of any equation."""
         return self.nested(equation, operands) if equation.bodies else self.plain(equation, operands)
 
     def nested(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Returns the results of a loop, a branch or a checkpoint."""
         if equation.op == "scan":
             fixed = equation.border.fixed
             return self.loop(equation, [*operands[:fixed], *map(self.inside, operands[fixed:])])
@@ -108,19 +104,19 @@ class Interpreter(abc.ABC, Generic[V]):
         return self.while_loop(equation, operands)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[V]) -> list[V]:
-        """Returns what a nested block returns."""
+        """Interprets a nested block, and returns its results."""
         self.values.update(zip(block.inputs, operands, strict=True))
         self.run(block.equations)
         return [self.value(a) for a in block.outputs]
 
     def branches(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Runs the bodies, of which one counts."""
+        """Joins the results of alternative bodies."""
         returned = [self.body(equation, body, operands) for body in equation.bodies]
         atoms = zip(*(body.outputs for body in equation.bodies), strict=True)
         return [self.join(values, outputs) for values, outputs in zip(zip(*returned, strict=True), atoms, strict=True)]
 
     def loop(self, equation: Equation, operands: Sequence[V]) -> Sequence[V]:
-        """Runs the last body over and over, on these as its inputs."""
+        """Runs the last body on these inputs until its carries converge."""
         body = equation.bodies[-1]
         first, count = equation.border.consts, equation.border.carries
         carries = list(operands[first : first + count])

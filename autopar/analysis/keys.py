@@ -1,10 +1,10 @@
 """Finds inputs that hold the words of single PRNG keys: `jax.random.PRNGKey` is an ordinary uint32[2].
 
-Such an array has no axis for examples, though it has an axis. It is told by its use: its words are made a key
-(`random_wrap`), which is the first thing that every function of `jax.random` does with it. Before that they may be
-selected, added to, taken apart and stacked again. So each value carries, for each position of its last axis, the words
-that it depends on there. A key is made of values that hold each word at a position of its own; where words reach a key
-otherwise, it isn't known whether they are those of one key or the data of as many examples, and somebody must say.
+The axis of such an array is not one of examples. Its use tells: its words are made a key (`random_wrap`), which is the
+first thing that every function of `jax.random` does. Before that they may be selected, added to, split and stacked. So
+each value carries, for each position of its last axis, the words that it depends on there. A key must be made of values
+that hold each word at a position of its own; otherwise it is unclear whether the words are one key's or the data of as
+many examples, and the user must say.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
 #: How many words a key has: threefry's two; rbg's four.
 _WORDS = (2, 4)
-#: What makes a key, and how many of its operands hold words.
+#: Operation that makes a key -> number of its operands that hold words.
 _SINKS = {"random_wrap": 1, "rng_bit_generator": 1, "threefry2x32": 2}
-#: Operations of which some operands say only which element is taken, and where the others begin and end.
+#: Operation with index operands -> slice of its operands that are data.
 _DATA = {"gather": (0, 1), "dynamic_slice": (0, 1), "dynamic_update_slice": (0, 2), "select_n": (1, None)}
 #: Up to this size a reshape is followed element by element.
 _SMALL = 4096
 
-#: For each position of a value's last axis (one position if it has no axis) the words that it depends on, as bits.
+#: For each position of a value's last axis (one if it has no axis) the words that it depends on, as bits.
 Words = tuple[int, ...]
 
 
@@ -43,8 +43,7 @@ def may_be_words(type_: ArrayType, axis: int | None) -> bool:
 def use_as_key(block: Block, var: Var) -> Named["never", "key", "unclear"]:
     """Returns whether the last axis of an input is that of a key's words.
 
-    Returns:
-      "unclear" if what is made of the input becomes part of a key, but not so that each of its words can be told.
+    "unclear": it becomes part of a key in another way than each word in a position of its own.
     """
     if not var.shape or var.shape[-1] not in _WORDS:
         return "never"
@@ -55,7 +54,7 @@ def use_as_key(block: Block, var: Var) -> Named["never", "key", "unclear"]:
 
 
 class _Keys(Interpreter[Words]):
-    """Follows words. `uses`: of each key that is made of them, whether it is clear."""
+    """Follows words. `uses`: for each key made of them, whether the use is clear."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -90,7 +89,7 @@ class _Keys(Interpreter[Words]):
         return super().body(equation, block, fitted)
 
     def widen(self, equation: Equation, k: int, carry: Words, result: Words) -> Words:
-        """Carries may take in words of others."""
+        """Joins, since carries may take in words of others."""
         return _joined([carry, _fitted(result, (len(carry),))])
 
     def while_loop(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
@@ -102,7 +101,7 @@ class _Keys(Interpreter[Words]):
 
 
 def _through(equation: Equation, output: int, operands: Sequence[Words]) -> Words:
-    """Returns what a result depends on."""
+    """Returns the words of a result."""
     op, shape = equation.op, equation.outputs[output].shape
     start, stop = (output, output + 1) if op == "optimization_barrier" else _DATA.get(op, (0, None))
     operands = [*operands[:1], *operands[2:]] if op.startswith("scatter") else operands[start:stop]

@@ -1,6 +1,6 @@
-"""Rules for what equations make of shards and partial sums (`ir.local`): `place_spread` and `keeps_partial`.
+"""Rules for equations on shards and partial sums (`ir.local`): `place_spread` and `keeps_partial`.
 
-Both are sound: what they have no rule for is refused, never guessed.
+Both are sound: an equation without a rule is refused.
 """
 
 from __future__ import annotations
@@ -24,14 +24,10 @@ from autopar.jax_types import Params
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The place of an equation's results, of spread operands.
+    """The place of an equation's results, for spread operands."""
 
-    Attributes:
-      axis: Where the shards are in the results; SUMMED if they are reduced or contracted.
-      needed: Operand -> the axis along which it must be spread as well.
-    """
-
-    axis: int
+    axis: int  #: The axis of the shards in the results; SUMMED if they are reduced or contracted.
+    #: Operand -> the axis along which it must be spread as well.
     needed: Mapping[int, int] = field(default_factory=dict)
 
 
@@ -41,10 +37,9 @@ def place_spread(
     """Returns where equal shards of some operands end up, in an equation without bodies.
 
     Args:
-      equation: The equation.
       spread: Operand -> the axis along which it is spread.
-      devices: Over how many.
-      padded: Whether they needn't divide an axis, because what is put behind it is cut off from the results.
+      devices: The number of devices.
+      padded: Shards needn't divide an axis, since padding is cut off from the results.
       examples: B, if the devices don't divide it (`Spread`).
 
     Raises:
@@ -67,7 +62,7 @@ def place_spread(
         places.add(at)
         for j, along in partners(equation, k, axis):
             is_same = equation.inputs[j].shape[along] == equation.inputs[k].shape[axis]
-            if is_same or op == "conv_general_dilated":  # groups, of any number of features each
+            if is_same or op == "conv_general_dilated":  # groups have any number of features
                 needed[j] = along
             elif equation.inputs[j].shape[along] != 1 or op not in ALIGNED:  # one for all examples
                 raise NotLocal(f"{op} works along the examples", equation.source)
@@ -84,8 +79,8 @@ def place_spread(
 
 
 def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, size: int) -> Params:
-    """Returns the parameters of an equation that is run on a part of its operands (operand -> the axis of which it is
-    one), where `axis` of its results has `size`."""
+    """Returns the parameters of an equation run on parts of operands (operand -> axis), `axis` of whose results has
+    `size`."""
     if equation.op not in RESIZE:
         return equation.params
     if equation.op == "gather":
@@ -122,7 +117,7 @@ def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], parts: in
 
 # --- partial sums ---
 
-#: Operands of what is linear in all together that aren't values but say where.
+#: Index operands of operations that are linear in all others together.
 _INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
 _TOGETHER = those_that(lambda p: p.linear is Linear.TOGETHER) | {"ap.plus"}
 
@@ -131,7 +126,7 @@ def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] 
     """Returns whether the results of partial sums add up to the result, every other operand being whole.
 
     Returns:
-      None if they don't; else the operands that are no partial sums, and of which one device only may take part.
+      None if they don't; else the operands that are no partial sums, which only one device may contribute.
     """
     op = equation.op
     if op == "gather" and not _fills_with_zeros(equation):
@@ -176,7 +171,7 @@ def _widens(equation: Equation) -> bool:
     return old.kind in "iu" and new.itemsize == old.itemsize
 
 
-#: How shards of a value are reduced by an equation over the axis along which they are spread -> how the devices' are.
+#: Equation that reduces over a spread axis -> the reduction of the devices' results.
 REDUCES: Mapping[str, str] = {**reductions.REDUCTION_PRIMITIVES} | {
     "dot_general": "sum",
     "conv_general_dilated": "sum",

@@ -1,9 +1,9 @@
 """Finds whether untouched rows can differ from each other where a number of the step isn't finite.
 
-A row may hide by a predicate of its own (its number, what it holds) what a NaN or an infinity does to others. Most
-steps have no such predicate, or one that the same NaN settles for all (`jnp.where(sum_of_squares > 0, ...)`): there
-one row tells what all are. An abstract interpretation of the row equations: an *event* is that a number of the step
-isn't finite, or is zero, or that what a loop carries has been made NaN by such a number in an earlier turn.
+A predicate of a row (on its number, its content) may hide a NaN or an infinity from it. Most steps have no such
+predicate, or one that the same NaN settles for all (`jnp.where(sum_of_squares > 0, ...)`): there one row tells the
+value of all. In this abstract interpretation an *event* is that a number of the step isn't finite, or is zero, or that
+such a number has made a loop's carry NaN in an earlier turn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 from autopar.ir.rowspace import Const, Free, Row, Value
 
-#: A variable, and what is the matter with it.
+#: A variable, and what happens to it.
 Event = tuple[Var, str]
 _NOT_FINITE, _ZERO, _NAN, _CARRIED = "not finite", "zero", "NaN", "carried"
 _NOTHING: frozenset[Event] = frozenset()
@@ -30,59 +30,48 @@ _NOTHING: frozenset[Event] = frozenset()
 
 @dataclass(frozen=True, slots=True)
 class NonfiniteOutcome:
-    """The outcome of a value at untouched rows.
+    """The outcome of a value at untouched rows. Sets of events are subsets of `events`."""
 
-    Attributes:
-      own: Whether rows may differ from each other at all.
-      zero: Whether it is 0 everywhere unless an event happens; `constant`: whether it is a constant.
-      events: What may happen to it.
-      nan: Of these, which make all of it NaN.
-      even: Which leave all rows finite, or make all NaN, at each place of a row.
-      alike: Which leave all rows like each other.
-      zero_or_nan: Which leave all of it 0, or make all of it NaN.
-      turns: Rows that loops carry, or that are those of a turn (inputs of loops' bodies), of which it is made.
-    """
-
-    own: bool = False
-    constant: bool = False
+    own: bool = False  #: Rows may differ from each other at all.
+    constant: bool = False  #: It is a constant unless an event happens; `zero`: it is 0.
     zero: bool = False
-    events: frozenset[Event] = _NOTHING
-    nan: frozenset[Event] = _NOTHING
-    even: frozenset[Event] = _NOTHING
-    alike: frozenset[Event] = _NOTHING
-    zero_or_nan: frozenset[Event] = _NOTHING
+    events: frozenset[Event] = _NOTHING  #: Events that may affect it.
+    nan: frozenset[Event] = _NOTHING  #: Those that make all of it NaN.
+    even: frozenset[Event] = _NOTHING  #: Those that leave all rows finite, or make all NaN, at each place of a row.
+    alike: frozenset[Event] = _NOTHING  #: Those that leave all rows equal.
+    zero_or_nan: frozenset[Event] = _NOTHING  #: Those that leave all of it 0, or make all of it NaN.
+    #: Rows that loops carry or slice (inputs of loops' bodies) on which it depends.
     turns: frozenset[Var] = frozenset()
 
     @property
     def may_differ(self) -> bool:
-        """Returns whether an event may make some untouched rows something else than others."""
+        """An event may make some untouched rows differ from others."""
         return self.own and not (self.constant and self.events <= self.alike)
 
     def is_even(self, event: Event) -> bool:
         return event not in self.events or event in self.even
 
     def is_alike(self, event: Event) -> bool:
-        """Returns whether rows are like each other after an event."""
+        """Returns whether rows are equal after an event."""
         return not self.own or event in self.alike or (self.constant and event not in self.events)
 
 
 class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
-    """The outcomes of all values of a block, and of those in it."""
+    """The outcomes of all values of a block, nested ones included."""
 
     def __init__(self, block: Block, rows: Mapping[Var, Value], roles: Mapping[Equation, str]) -> None:
-        """Takes the `rows` and `roles` that analysis has found (`ir.rowspace.RowFacts`)."""
+        """Takes the `rows` (values) and `roles` of `ir.rowspace.RowFacts`."""
         super().__init__()
         self._rows, self._roles = rows, roles
         self.run(block.equations)
 
     def of(self, sources: Sequence[tuple[Atom, int]], product: Equation | None = None) -> NonfiniteOutcome:
-        """Returns the outcome of a row value, given where its rows lie, or of the product of two, row by row."""
+        """Returns the outcome of a row value, given its row axis, or of the product of two, row by row."""
         outcomes = [self._operand(atom, axis) for atom, axis in sources]
         return outcomes[0] if product is None else replace(_computed(product, outcomes), constant=True, zero=True)
 
     def keeps_zero(self, sources: Sequence[tuple[Atom, int]]) -> bool:
-        """Returns whether a product of two row values, one of which is zero, is 0 or NaN in all rows whatever
-        happens."""
+        """Returns whether a product of two row values, one of them zero, is 0 or NaN in all rows after any event."""
         outcomes = [self._operand(atom, axis) for atom, axis in sources]
         pairs = ((one, other) for one, other in (outcomes, outcomes[::-1]) if one.zero)
         return any(one.events <= one.nan and other.events <= one.nan | other.even for one, other in pairs)
@@ -108,7 +97,7 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
         return replace(outcome, own=axis is not None and atom.shape != ())
 
     def _kept(self, var: Var, outcome: NonfiniteOutcome) -> NonfiniteOutcome:
-        """Returns a outcome, with what analysis knows of the variable that has it."""
+        """Refines an outcome by what analysis knows of its variable."""
         kind = self._kind(var)
         if kind is None:
             return outcome if var.shape == () and not outcome.events else self.unknown(var)
@@ -157,7 +146,7 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
     # --- loops and branches ---
 
     def join(self, values: Sequence[NonfiniteOutcome], atoms: Sequence[Atom]) -> NonfiniteOutcome:
-        """Joins branches: which one is taken is the same for all rows."""
+        """Joins branches; the same one is taken for all rows."""
         return _chosen(NonfiniteOutcome(), values)
 
     def body(self, equation: Equation, block: Block, operands: Sequence[NonfiniteOutcome]) -> list[NonfiniteOutcome]:
@@ -171,7 +160,7 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
         return self._kept(var, self.unknown(var) if varies else outcome)
 
     def loop(self, equation: Equation, operands: Sequence[NonfiniteOutcome]) -> Sequence[NonfiniteOutcome]:
-        """Carries are taken to be all NaN if anything has happened, or even, until a turn shows that they aren't."""
+        """Starts with the claim that any event makes all of a carry NaN, or keeps it even, until a turn refutes it."""
         inputs = equation.bodies[-1].inputs
         first, count = equation.border.consts, equation.border.carries
         carries = (_carried(v, 2, True, frozenset()) for v in inputs[first : first + count])
@@ -180,7 +169,7 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
         return [self._after(equation, k, out, outcome) for k, (out, outcome) in pairs]
 
     def widen(self, equation: Equation, k: int, carry: NonfiniteOutcome, result: NonfiniteOutcome) -> NonfiniteOutcome:
-        """Returns what can still be claimed of a carry, after a turn and before the first."""
+        """Returns the claim that holds for a carry after a turn and before the first."""
         at = equation.border.consts + k
         var = equation.bodies[-1].inputs[at]
         kind = self._kind(var)
@@ -191,7 +180,7 @@ class NonfiniteOutcomes(Interpreter[NonfiniteOutcome]):
         return _carried(var, claim, True, frozenset())
 
     def _after(self, equation: Equation, k: int, out: Var, outcome: NonfiniteOutcome) -> NonfiniteOutcome:
-        """Returns a result of a loop: a carry, or what was stacked, which is NaN at some turns at most."""
+        """Returns the outcome of a loop's result: a carry, or a stack, of which some turns at most are NaN."""
         body, kind = equation.bodies[-1], self._kind(out)
         if not isinstance(kind, Row):
             return self.unknown(out)
@@ -214,7 +203,7 @@ def _carried(var: Var, claim: int, own: bool, turns: frozenset[Var]) -> Nonfinit
 
 
 def _computed(equation: Equation, operands: Sequence[NonfiniteOutcome]) -> NonfiniteOutcome:
-    """Returns the outcome of a result that is computed row by row from operands."""
+    """Returns the outcome of a result that is computed row by row."""
     op, known = equation.op, PRIMITIVES.get(equation.op, Primitive())
     keeps_nan = known.keeps_nan and all(jax_compat.is_float(a.dtype) for a in (*equation.inputs, *equation.outputs))
     may_be_poles = operands[1:] if op == "div" else () if keeps_nan else operands
@@ -249,7 +238,7 @@ def _sets(outcomes: Sequence[NonfiniteOutcome]) -> tuple[list[frozenset[Event]],
 
 
 def _times_zero(op: str, zero: NonfiniteOutcome, other: NonfiniteOutcome) -> tuple[frozenset[Event], frozenset[Event]]:
-    """Returns events that make zero times (or by) something NaN, and those that make it 0 or NaN in all rows."""
+    """Returns events that make zero times (or by) a value NaN, and those that make it 0 or NaN in all rows."""
     free = frozenset(e for e in other.events if e not in zero.events)
     if other.own:
         return _NOTHING, free & other.even
@@ -265,7 +254,7 @@ def _is_of_all(event: Event) -> bool:
 
 
 def _chosen(which: NonfiniteOutcome, cases: Sequence[NonfiniteOutcome]) -> NonfiniteOutcome:
-    """Returns one of some cases, for each row."""
+    """Returns the outcome of a choice among cases for each row."""
     events = which.events | _all(c.events for c in cases)
     nan = frozenset(e for e in events if all(e in c.nan for c in cases))
     alike = frozenset(e for e in events if which.is_alike(e) and all(c.is_alike(e) for c in cases))

@@ -1,10 +1,10 @@
-"""Finds where a step that is written for one device means something else as a step for all devices.
+"""Finds where a step written for one device computes something else when it runs on all devices.
 
-That is where a device uses what it reduced over its own examples before it is reduced over the devices: to normalize
-those examples (batch norm), to clip its own gradient; and where sums over devices aren't means. What goes through
-linear equations to a `pmean` is the same in both.
+That is where a device uses a reduction over its own examples before it is reduced over the devices: to normalize those
+examples (batch norm), to clip its own gradient; and where sums over devices aren't means. Values that go through linear
+equations to a `pmean` are the same in both.
 
-Nothing rests on it: this is what `explain` tells. What can't be followed isn't told.
+Only `explain` uses this. Values that can't be followed aren't mentioned.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 
 
 class SumKind(enum.IntEnum):
-    """Says how a value differs from device to device."""
+    """Differences of a value from device to device."""
 
     SAME = 0
-    #: A reduction over the device's examples, and what is linear in it.
+    #: A reduction over the device's examples, or a linear function of it.
     OWN = 1
-    #: The device's examples, and what is computed of them; also of OWN, once that was told.
+    #: A function of the device's examples; also of OWN, once that was noted.
     EXAMPLES = 2
 
 
@@ -66,7 +66,7 @@ class _Kinds(Interpreter[SumKind]):
         return [SumKind.SAME] * len(equation.outputs)
 
     def _means(self, equations: Sequence[Equation]) -> set[Equation]:
-        """Sums over devices that are divided by their number, before or after (as derivatives of means are)."""
+        """Returns sums over devices that are divided by their number, before or after (as derivatives of means are)."""
         users: dict[Atom, list[Equation]] = {}
         for equation in equations:
             for atom in equation.inputs:
@@ -109,8 +109,10 @@ class _Kinds(Interpreter[SumKind]):
 
 
 def own_sums(block: Block, axes: Sequence[int | None], axis: str, count: int) -> list[str]:
-    """Returns what differs from a step for one device, in words, with the user's lines. `axes`: those of the examples
-    in the block's inputs; `axis`: the name by which it reduces over `count` devices."""
+    """Describes how a step differs from one for one device, with the user's lines.
+
+    `axes`: the axis of examples of each input; `axis`: the name by which the step reduces over `count` devices.
+    """
     known = {var: along for var, along in zip(block.inputs, axes, strict=True) if along is not None}
     followed = dict(known)
     follow_batch(block.equations, followed, devices=1)

@@ -1,7 +1,7 @@
-"""The table of primitives: what each is, by itself. All analyses read it.
+"""Describes each primitive, for all analyses.
 
-A primitive that isn't here is nothing of all this: it is no elementwise one, not linear, and so on. What an analysis
-has to say of one primitive alone is a rule in its own dict, such as `analysis.rules` and `analysis.batch_rules`.
+A primitive that isn't here has none of these properties. What one analysis alone knows of a primitive is a rule in its
+own dict, such as `analysis.rules` and `analysis.batch_rules`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import numpy as np
 
 
 class Linear(enum.Enum):
-    """In which operands a primitive is linear."""
+    """The operands in which a primitive is linear."""
 
     NO = enum.auto()
-    #: In all of them together, indices apart.
+    #: In all of them together, except indices.
     TOGETHER = enum.auto()
     #: In the first, whatever the others are.
     FIRST = enum.auto()
@@ -28,33 +28,22 @@ class Linear(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Primitive:
-    """The description of a primitive.
+    """The description of a primitive."""
 
-    Attributes:
-      elementwise: Whether each element of the result is made of the operands' elements in the same place.
-      moves: Whether its results have the operands' elements as they are, in whatever places.
-      core: Of a primitive that does the same with each array of a stack, the rank of one (of the first operand's): all
-        axes ahead of it are the stack's, in all operands and results.
-      linear: In which operands.
-      keeps_zero: Whether zeros give zeros.
-      keeps_nan: Of floats, whether a NaN in any operand gives NaN (in the places that are made of it), and finite
-        numbers give finite ones but at a pole.
-      compares: Whether a NaN gives the same answer whatever it is compared with.
-      sizes: The parameter that has the sizes of the result's axes; "" if none has.
-      along: The parameter that has the axes of the operand along which it works, or that it drops; "" if none has.
-      fold: NumPy's function of the same name; None if constants aren't folded.
-    """
-
-    elementwise: bool = False
-    moves: bool = False
+    elementwise: bool = False  #: Each element of the result depends on the operands' elements in the same place.
+    moves: bool = False  #: Its results have the operands' elements unchanged, in any places.
+    #: If it works on each array of a stack, the rank of one (of the first operand's): all axes ahead of it are the
+    #: stack's, in all operands and results.
     core: int | None = None
     linear: Linear = Linear.NO
-    keeps_zero: bool = False
+    keeps_zero: bool = False  #: Zeros give zeros.
+    #: A NaN in any operand gives NaN (in the places that depend on it), and finite floats give finite ones except at a
+    #: pole.
     keeps_nan: bool = False
-    compares: bool = False
-    sizes: str = ""
-    along: str = ""
-    fold: Callable[..., Any] | None = None
+    compares: bool = False  #: A NaN gives the same answer whatever it is compared with.
+    sizes: str = ""  #: The parameter with the sizes of the result's axes; "" if none has.
+    along: str = ""  #: The parameter with the operand's axes along which it works, or that it drops; "" if none has.
+    fold: Callable[..., Any] | None = None  #: NumPy's function, to fold constants.
 
 
 _ELEMENTWISE = Primitive(elementwise=True)
@@ -174,17 +163,17 @@ PRIMITIVES = described_once(
 
 
 def those_that(says: Callable[[Primitive], bool]) -> frozenset[str]:
-    """Returns the names of the primitives of which something holds."""
+    """Returns the names of the primitives for which something holds."""
     return frozenset(op for op, primitive in PRIMITIVES.items() if says(primitive))
 
 
 ELEMENTWISE = those_that(lambda p: p.elementwise)
-#: Those that give the same value in the same place, whatever part of the operands they are run on.
+#: Elementwise primitives that can run on any part of their operands with the same results.
 PLACED_ELEMENTWISE = ELEMENTWISE - {"sharding_constraint", "random_bits_like"}
-#: What hands on its operand as it is, in the same shape and dtype.
+#: Primitives that return their operand unchanged, in the same shape and dtype.
 IDENTITIES = those_that(lambda p: p.elementwise and p.moves) - {"convert_element_type"}
-#: What hands on one operand's elements as they are, all of them, in whatever shape.
+#: Primitives that return all elements of one operand unchanged, in any shape.
 MOVES = those_that(lambda p: p.moves and p.keeps_nan)
-#: Those of them that give an array another shape.
+#: Those of MOVES that change the shape.
 SHAPED = MOVES - ELEMENTWISE
 CUMULATIVE = frozenset(op for op in PRIMITIVES if op.startswith("cum"))

@@ -2,7 +2,7 @@
 
 A table's family is kept if
 
-- the step returns each of its leaves, off the touched rows, as it was or as a constant (under `lazy`: as anything);
+- the step returns each of its leaves unchanged or constant on untouched rows (under `lazy`: anything);
 - every use of it that is no row equation can read the leaf as a whole (before or after the update);
 - the ids of its lookups can be computed before its rows are read.
 """
@@ -46,14 +46,14 @@ from autopar.jax_types import Leaf
 
 @dataclass(frozen=True, eq=False)
 class Families:
-    """The meaning of an interpretation of the program for its families."""
+    """The families that an interpretation of the program finds."""
 
     program: Program
     flow: RowFlow
     lazy: bool
     defer: bool
     undeferred: Mapping[int, Refusal]
-    #: (Equations around an access, its index operand) -> what computes it: moved out of loops, and at the top.
+    #: (Equations around an access, its index operand) -> equations that compute it: moved out of loops, and at the top.
     slices: dict[tuple[tuple[Equation, ...], Atom], tuple[list[Equation], list[Equation]]] = field(default_factory=dict)
 
     def _row(self, atom: Atom, space: RowSpace) -> Row | None:
@@ -70,8 +70,11 @@ class Families:
         return members
 
     def unrelated(self) -> tuple[set[int], set[Equation]]:
-        """Returns what has as many rows as a table by chance, belongs to none, and stands in the way of something:
-        state leaves, and equations that put something into zeros."""
+        """Returns state leaves, and equations that put something into zeros, that have a table's number of rows by
+        chance.
+
+        Only those that stand in the way of something.
+        """
         troubled = self.flow.troubled()
         looked_up = {k for k, _ in self.program.tables}
         members = self._members()
@@ -81,8 +84,8 @@ class Families:
         return leaves, entries
 
     def needed_whole(self, spaces: Sequence[RowSpace]) -> list[RowSpace]:
-        """Returns the families of which all rows are needed whatever others do; if there are none, those of which all
-        rows are needed where they meet others'."""
+        """Returns the families of which all rows are needed by themselves or, if there are none, where they meet
+        others."""
         meetings: dict[int, set[int]] = {}
         for family, refusal in (*self.flow.refusals, *self.flow.dense_reads):  # one refusal for all that meet
             meetings.setdefault(id(refusal), set()).add(self.flow.find(family))
@@ -90,7 +93,7 @@ class Families:
         return by_themselves or [s for s in spaces if any(s.family in met for met in meetings.values())]
 
     def spaces(self) -> list[RowSpace]:
-        """Returns the families that hold a table, with everything in them."""
+        """Returns the families that hold a table."""
         looked_up = {k for k, _ in self.program.tables}
         spaces = []
         for family, leaves in self._members().items():
@@ -108,8 +111,10 @@ class Families:
         return _closed(spaces)
 
     def _known(self, family: int, access: Access) -> Access:
-        """Returns the access; if its ids depend on rows of its own family, with ids that don't, where some include them
-        (under `lazy`: where these are the very rows, for all others that are touched would move)."""
+        """Returns the access, with known ids that include its own if these depend on rows of its own family.
+
+        Under `lazy` they must be the very rows, since all others that are touched would move.
+        """
         family = self.flow.find(family)
         if family not in self._families_of_ids(access):
             return access
@@ -160,7 +165,7 @@ class Families:
         return refusal if refusal or self.lazy else self._carried(space)
 
     def _unliftable(self, space: RowSpace) -> Refusal | None:
-        """Returns what keeps the family dense although its new rows are known."""
+        """Returns why the family stays dense although its new rows are known."""
         if len({self.program.inputs[k].layout for k in space.leaves} - {None}) > 1:
             return Refusal("it meets rows of a table that is stored in another layout", None, APART)
         repeated = self._repeated_effect(space)
@@ -176,8 +181,10 @@ class Families:
         return None
 
     def _carried(self, space: RowSpace) -> Refusal | None:
-        """Returns a reduction over all rows of what a loop carries, where an untouched row may hide what a number that
-        isn't finite does to others: nothing has all rows as they are at a turn."""
+        """Returns why a reduction over all rows of a loop's carry can't be lifted, if it can't.
+
+        There an untouched row may hide what a non-finite number does to others, and all rows of a turn exist nowhere.
+        """
         outcomes = None
         for equation in self.flow.reduced_in_loops:
             rows = [(a, row.axis) for a in equation.inputs if (row := self._row(a, space)) is not None]
@@ -191,7 +198,7 @@ class Families:
         return None
 
     def _changes(self, space: RowSpace, leaf: int) -> Refusal | None:
-        """Returns why a leaf's new value isn't known off the touched rows."""
+        """Returns why a leaf's new value on untouched rows is unknown, if it is."""
         new = self.program.new_states
         path = self.program.inputs[leaf].path
         if leaf not in new:
@@ -229,7 +236,7 @@ class Families:
         )
 
     def _undeferred(self, space: RowSpace) -> Refusal | None:
-        """Returns why rows that a step doesn't touch can't be brought up to date later."""
+        """Returns why untouched rows can't be brought up to date later, if they can't."""
         known = next((self.undeferred[k] for k in space.leaves if k in self.undeferred), None)
         if known is not None:
             return known
@@ -241,14 +248,13 @@ class Families:
         return None if written is None else Refusal(f"all of its rows move in every step, and {written}", None, APART)
 
     def moves(self, space: RowSpace) -> bool:
-        """Returns whether a step moves rows that it doesn't touch."""
+        """Returns whether a step moves untouched rows."""
         new, block = self.program.new_states, self.program.block
         values = [self._row(block.outputs[new[k]], space) for k in space.leaves if k in new]
         return any(v is not None and not isinstance(v.untouched, (Const, Same)) for v in values)
 
     def _product(self, space: RowSpace) -> Refusal | None:
-        """Returns what makes the gradient dense (a product over all rows, a loop, a scatter): the cause, not its
-        effects."""
+        """Returns the cause of a dense gradient (a product over all rows, a loop, a scatter), not its effects."""
         telling = [kind for kind in get_args(RefusalKind) if kind != "other"]
         return next((r for kind in telling for r in self._reads(space.family) if r.kind == kind), None)
 
@@ -262,7 +268,7 @@ class Families:
         return {f for equations in self._slices(access) for part in equations for f in self._families_in(part)}
 
     def _slices(self, access: Access) -> list[tuple[list[Equation], list[Equation]]]:
-        """Returns what computes the ids of an access. Many accesses share theirs."""
+        """Returns the equations that compute the ids of an access; many accesses share them."""
         slices = []
         for atom in index_atoms(access):
             key = access.path, atom
@@ -275,12 +281,12 @@ class Families:
         return slices
 
     def own_lookups(self, space: RowSpace) -> list[Equation]:
-        """Lists lookups whose ids depend on rows of the same family, of values that can be had for all rows."""
+        """Lists lookups whose ids depend on rows of the same family, in values that can be computed for all rows."""
         lookups = [a for a in space.accesses if a.is_lookup and a.equation.inputs[0] in self.flow.whole]
         return [a.equation for a in lookups if self._on_own_rows(space, a)]
 
     def loops_to_read_whole(self, space: RowSpace) -> list[Equation]:
-        """Returns loops and checkpoints that wouldn't stand in the way if they read all rows; they look none up."""
+        """Lists loops and checkpoints without lookups that would no longer prevent lifting if they read all rows."""
         loops = [loop for family, loop in self.flow.could_read_whole if self.flow.find(family) == space.family]
         return [loop for loop in loops if not any(loop in access.path for access in space.accesses)]
 
@@ -322,26 +328,26 @@ def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
     return [dataclasses.replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]
 
 
-# --- which state leaves belong to which table, where their sizes don't tell ---
+# --- which state leaves belong to which table, where sizes are ambiguous ---
 #
-# `classify` takes every leaf with as many rows as a table for a slot that it may have. A hidden width, a batch or
-# another table's width may be of that size by chance. Such a leaf makes rows of a family that holds no table, and those
-# meet the tables' own rows and slots along other axes: who is to blame can't be read off the equation where they meet.
-# Here the analysis runs with the tables alone and grows from there: a leaf is *tied* to a table if its new value is
-# rows of the table's family, and it has its rows along the axis that this value has them.
+# `classify` takes every leaf with as many rows as a table for a possible slot. A hidden width, a batch or another
+# table's width may have that size by chance. Such a leaf makes rows of a family without a table, which meet the tables'
+# own rows and slots along other axes; the equation where they meet doesn't show which one is wrong. Here the analysis
+# runs with the tables alone and grows from there: a leaf is *tied* to a table if its new value is rows of the table's
+# family, along the same axis.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ties:
-    """The belongings of tables: leaves (the tables among them) with their row axes, and equations that make rows of
-    their families (gradients)."""
+    """The leaves that belong to tables (these included) with their row axes, and equations that make rows of their
+    families."""
 
     axes: Mapping[int, int]
     entries: frozenset[Equation]
 
 
 def find_ties(program: Program, tables: Mapping[int, int], reading_whole: Iterable[Equation] = ()) -> Ties:
-    """Returns what belongs to the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
+    """Returns the ties of the tables (input -> row axis). `reading_whole`: lookups that read all rows."""
     axes = dict(tables)
     barred: set[Equation] = set()
     while True:
@@ -379,19 +385,15 @@ def _updated(flow: RowFlow, families: set[int]) -> dict[int, int]:
 
 # --- the abstract interpreter: runs `analysis.rules` over a program, values in place of arrays ---
 #
-# It finds what each variable is along the rows of a family, which equations touch rows, and which need all of them.
-
-
-#: What to do about a table in a while loop.
+# It finds each variable's place in row space, which equations touch rows, and which need all of them.
+#: The remedy for a table in a while loop.
 _NO_WHILE = (
     "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "
     "rest by lax.cond"
 )
 
-#: Why a lookup reads all rows, and what to do.
+#: The reason why a lookup reads all rows, and the remedy.
 _OWN_LOOKUP = ("a lookup whose ids depend on rows of the same table", OWN_IDS)
-
-#: What hands values on as they are, one by one.
 
 
 @dataclass(eq=False)
@@ -409,35 +411,35 @@ class RowFlow(Interpreter[Value]):
     dense_reads: list[tuple[int, Refusal]] = field(default_factory=list)
     mixed_with_dense: list[tuple[int, Equation]] = field(default_factory=list)
     path: tuple[Equation, ...] = ()
-    #: Equations that make rows which turned out to be no table's.
+    #: Equations whose rows turned out to belong to no table.
     barred: set[Equation] = field(default_factory=set)
-    #: Lookups whose ids depend on the rows they look up, and loops of whose results something needs all rows: they read
-    #: all rows.
+    #: Equations that read all rows: lookups whose ids depend on the rows they look up, and loops where all rows of a
+    #: result are needed.
     reading_whole: set[Equation] = field(default_factory=set)
-    #: (family, loop or checkpoint): refused for something that needs all rows of its results; it could have read them.
+    #: (family, loop or checkpoint): refused since all rows of its results are needed, though it could read all.
     could_read_whole: list[tuple[int, Equation]] = field(default_factory=list)
     entries: dict[int, Equation] = field(default_factory=dict)
     #: Reductions and contractions over all rows at each turn of a loop, in order.
     reduced_in_loops: dict[Equation, None] = field(default_factory=dict)
-    #: Row values that can be had for all rows -> families whose committed leaves that needs.
+    #: Row value that can be computed for all rows -> families whose committed leaves that needs.
     whole: dict[Atom, frozenset[int]] = field(default_factory=dict)
-    #: Top-level variables -> families whose committed leaves they depend on.
+    #: Top-level variable -> families whose committed leaves it depends on.
     after: dict[Atom, frozenset[int]] = field(default_factory=dict)
-    #: Families of which every step touches all rows: what they are off these may be said to be anything.
+    #: Families of which every step touches all rows, so that any value of untouched rows may be assumed.
     pulled: set[int] = field(default_factory=set)
-    #: What a row value is made of -> the name of this function of an untouched row (`Unknown`).
+    #: Origin of a row value -> the name of this function of an untouched row (`Unknown`).
     functions: dict[Hashable, int] = field(default_factory=dict)
     _equations: Sequence[Equation] = ()
 
     def __post_init__(self) -> None:
         inputs = self.program.block.inputs
         self.table_extents = {inputs[k].shape[axis] for k, axis in self.candidates.items()}
-        #: Output variable -> the state inputs that it is the new value of.
+        #: Output variable -> the state inputs whose new value it is.
         self.updates: dict[Atom, list[int]] = {}
         for leaf, out in self.program.new_states.items():
             self.updates.setdefault(self.program.block.outputs[out], []).append(leaf)
 
-    # --- what rules ask (analysis.rules.Analysis) ---
+    # --- questions of rules (analysis.rules.Analysis) ---
 
     def find(self, family: int) -> int:
         return representative(self.parents, family)
@@ -449,13 +451,12 @@ class RowFlow(Interpreter[Value]):
         return first
 
     def new_family(self, extent: int) -> int:
-        """Returns a family by itself."""
         self.parents.append(len(self.parents))
         self.extents.append(extent)
         return len(self.parents) - 1
 
     def enter(self, equation: Equation, axis: int) -> int | None:
-        """Returns a family for what an equation puts into zeros; None where it can't be a table's gradient."""
+        """Returns a family for an equation that writes into zeros; None if it can't be a table's gradient."""
         extent = equation.outputs[0].shape[axis]
         if equation in self.barred or extent not in self.table_extents:
             return None
@@ -496,7 +497,7 @@ class RowFlow(Interpreter[Value]):
         return self.find(value.family)
 
     def troubled(self) -> set[int]:
-        """Returns families whose rows met something that needs all of them."""
+        """Returns families whose rows met an equation that needs all of them."""
         return {self.find(family) for family, _ in (*self.refusals, *self.dense_reads)}
 
     def run(self, equations: Sequence[Equation]) -> None:
@@ -507,7 +508,7 @@ class RowFlow(Interpreter[Value]):
         self._equations = outer
 
     def equation(self, equation: Equation, operands: Sequence[Value]) -> Sequence[Value]:
-        """Interprets an equation; what needs all rows is noted, and has no value."""
+        """Interprets an equation; one that needs all rows is noted, and its results are dense."""
         self.roles.pop(equation, None)
         self.accesses.pop(equation, None)
         try:
@@ -548,8 +549,8 @@ class RowFlow(Interpreter[Value]):
         return [None] * len(equation.outputs)
 
     def _named(self, equation: Equation, operands: Sequence[Value], results: Sequence[Value]) -> Sequence[Value]:
-        """Returns the results; those of which no more is known off the touched rows are named by what they are made
-        of."""
+        """Names unknown untouched values of results after the equation and its operands, so that equal ones are
+        recognized."""
         if not any(isinstance(v, Row) and v.untouched == UNKNOWN for v in results):
             return results
         sources = tuple((a.type, _source(a, v)) for a, v in zip(equation.inputs, operands, strict=True))
@@ -631,10 +632,10 @@ class RowFlow(Interpreter[Value]):
         self.path = outer
         return results
 
-    # --- what needs all rows ---
+    # --- equations that need all rows ---
 
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
-        """Handles an equation that needs all rows: reads them, or refuses the families it needs them of."""
+        """Handles an equation that needs all rows: reads them, or refuses their families."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
         refusal = self._refusal(equation, mixes, max((a.shape[v.axis] for a, v in rows), default=0))
         possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)
@@ -646,7 +647,7 @@ class RowFlow(Interpreter[Value]):
             self._note_loops(rows)
 
     def _note_loops(self, rows: Sequence[tuple[Atom, Row]]) -> None:
-        """Returns loops and checkpoints whose values can't be had for all rows, though what they are made of can."""
+        """Notes loops and checkpoints whose results can't be computed for all rows, though their operands can."""
         made: dict[Atom, Equation] = {var: e for e in self._equations for var in e.outputs}
         waiting = [(atom, row.family) for atom, row in rows]
         while waiting:
@@ -673,8 +674,7 @@ class RowFlow(Interpreter[Value]):
             self.after.update(dict.fromkeys(equation.outputs, after))
 
     def _note_whole(self, equation: Equation) -> None:
-        """Notes results that can be computed for all rows: new values of leaves, constants, and what is made of
-        such."""
+        """Notes results that can be computed for all rows: new values of leaves, constants, and functions of such."""
         sources: frozenset[int] | None = frozenset()
         for atom in equation.inputs:
             if isinstance(atom, Var) and isinstance(self.values.get(atom), Row):
@@ -720,7 +720,7 @@ def _in_turns(untouched: UntouchedValue) -> UntouchedValue:
     return UNKNOWN if isinstance(untouched, Unknown) else untouched
 
 
-# Sums over all rows of a table that have a remedy of their own: a full softmax, and what a mask takes of the rows.
+# --- sums over all rows of a table that have a remedy of their own: full softmaxes, and sums under a mask of rows ---
 
 _HANDS_ON = (ELEMENTWISE & MOVES) | {"optimization_barrier"}
 _SPREADS = SHAPED | {"convert_element_type"}
@@ -731,13 +731,13 @@ _ROWS_OF_MASK = (
 
 
 def why_summed(equation: Equation, reason: str, rows: int, equations: Sequence[Equation]) -> Refusal | None:
-    """Returns why a sum needs all rows of a table; None where there is no more to say than of others.
+    """Returns a more precise reason why a sum needs all rows of a table, if there is one.
 
     Args:
       equation: A reduction over the rows, or a product that sums over them.
-      reason: What is said of others.
-      rows: The table's.
-      equations: Those of the block that it stands in.
+      reason: The general reason.
+      rows: The table's number of rows.
+      equations: Those of the block around it.
     """
     made: dict[Atom, Equation] = {var: e for e in equations for var in e.outputs}
     if equation in _softmaxes(equations, made):
@@ -762,8 +762,8 @@ def _origin(atom: Atom, made: dict[Atom, Equation]) -> Atom:
 
 
 def _softmaxes(equations: Sequence[Equation], made: dict[Atom, Equation]) -> frozenset[Equation]:
-    """Returns the sums of exponentials in softmaxes, and the maxima that are subtracted before (logsumexp and the
-    normalizer alone are such, too). A full softmax over a table has a remedy of its own, which other sums haven't."""
+    """Returns the sums of exponentials in softmaxes (logsumexp and normalizers, too), and the maxima that are
+    subtracted."""
     softmaxes: set[Equation] = set()
     maxima = [e for e in equations if e.op == "reduce_max"]
     for equation in equations:

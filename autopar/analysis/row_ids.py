@@ -1,8 +1,7 @@
-"""Writes a family's ids, of all its accesses, as equations at the top of the program.
+"""Writes the ids of all accesses of a family as equations at the top of the program.
 
-`collect_ids` computes the ids of all lookups and scatters of a family outside of the loops they stand in, each set of
-ids once: a forward lookup and its backward scatter share one. Ids come out flat, as int32, with what is out of range
-mapped to the number of rows (no row).
+`collect_ids` computes the ids of all lookups and scatters outside of their loops, each set of ids once: a forward
+lookup and its backward scatter share one. Ids are flat int32; those out of range are the number of rows (no row).
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ def index_atoms(access: Access) -> tuple[Atom, ...]:
 def id_params(access: Access, extent: int) -> Params:
     """Returns the parameters of an access's `row_ids` (dynamic) or `row_range` (static) operation.
 
-    `position`: which component of the index vectors is the row; `clip`: whether ids out of range mean the nearest
-    row (else none); `count`: adjacent rows from each start.
+    `position`: the component of the index vectors that is the row; `clip`: ids out of range mean the nearest row (else
+    none); `count`: adjacent rows from each start.
     """
     equation, axis = access.equation, access.axis
     if equation.op == "gather":
@@ -76,7 +75,7 @@ def _mode(equation: Equation) -> str:
 
 
 def ids_equation(params: Params, index: Atom | None) -> Equation:
-    """Returns the operation that makes flat ids of an access's index operand."""
+    """Returns the operation that computes flat ids from an access's index operand."""
     if index is None:
         size = len(range(params["start"], params["stop"], params["stride"]))
         return Equation("ap.row_range", (), (Var(ArrayType((size,), np.dtype(np.int32))),), params)
@@ -96,10 +95,8 @@ def collect_ids(
     """Returns the ids of all accesses of a family, each distinct set once.
 
     Args:
-      block: The program's.
-      space: The family.
       batch: The batch axes of variables.
-      devices: N, over how many the examples are spread.
+      devices: N, the number of devices over which examples are spread.
       undivided: B, if N doesn't divide the examples: each device has the ids of ceil(B / N) of them, padded by those of
         no row (`more` in all).
     """
@@ -107,7 +104,7 @@ def collect_ids(
     spread: dict[Equation, int | None] = {}
     indices: dict[Equation, Index] = {}
     numbering = Numbering()
-    if any(access.path or access.known for access in space.accesses):  # theirs may stand in the block
+    if any(access.path or access.known for access in space.accesses):  # the block may compute their ids, too
         for equation in block.equations:
             numbering.find(equation)
     producers = {v: e for e in block.equations if e.op == "scan" for v in e.outputs}
@@ -152,9 +149,9 @@ def _padding(size: int, devices: int, undivided: int) -> int:
 
 
 def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int], devices: int) -> int | None:
-    """Returns the batch axis of an access's index operand, if each device can do its own examples' part of the access.
+    """Returns the batch axis of an access's index operand, if each device can run the access on its own examples.
 
-    The same axis must be found where the ids are computed, outside of loops: a device asks for rows by the one and
+    The same axis must be found where the ids are computed, outside of loops: a device requests rows by the one and
     looks them up by the other.
     """
     if not isinstance(atom, Var) or not isinstance(index, Var) or atom not in axes:
@@ -172,7 +169,7 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
 def _known_axes(
     access: Access, index: Atom, turns: int, axes: Mapping[Var, int], devices: int
 ) -> tuple[int | None, int | None]:
-    """Returns the batch axes of an access's index operand and of the known ids in its place.
+    """Returns the batch axes of an access's index operand, and of the known ids in its place.
 
     None: every device has all of them. Leading axes of the known ids are the turns of loops.
     """
@@ -193,7 +190,7 @@ def _returned_by_scan(value: Atom, producers: Mapping[Var, Equation]) -> tuple[l
 
 
 def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation], numbering: Numbering) -> Atom:
-    """Adds hoisted equations, those that exist already excepted; returns the value's name among them."""
+    """Appends hoisted equations that are new; returns the value's name among them."""
     env: dict[Atom, Atom] = {}
     for equation in inner:
         equation = dataclasses.replace(equation, inputs=tuple(env.get(a, a) for a in equation.inputs))
@@ -205,15 +202,14 @@ def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation]
     return value if isinstance(value, Literal) else env.get(value, value)
 
 
-# Ids that are known before a lookup's own are: those of its rows alone, or candidates among which its rows are.
+# --- ids that are known before a lookup's own: its rows alone, or candidates that include its rows ---
 #
-#     q[states, q[states].argmax(-1)]         which rows: states; the column alone depends on rows
-#     t[candidates[top_k(u @ t[candidates])]] which rows: some of the candidates
+#     q[states, q[states].argmax(-1)]         rows: states; only the column depends on rows
+#     t[candidates[top_k(u @ t[candidates])]] rows: some of the candidates
 #
 # A route needs ids before any row is read, and may have more than are looked up. So ids that depend on rows of their
-# own table don't keep it dense where others are known to include them.
-
-#: Hand all elements on, in whatever shape.
+# own table don't keep it dense if known ones include them.
+#: Operations that return all elements, in any shape.
 _SPREADS = SHAPED | {"copy"}
 
 
@@ -222,7 +218,7 @@ def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[Kn
 
     Args:
       access: A gather or scatter.
-      producers: What makes the values of the block that it stands in.
+      producers: The equations that make the values of its block.
     """
     equation = access.equation
     if not (equation.op == "gather" or equation.op.startswith("scatter")):
@@ -245,7 +241,7 @@ def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[Kn
 
 
 def _column(index: Atom, position: int, producers: Mapping[Atom, Equation]) -> Atom | None:
-    """Returns one component of index vectors, [..., 1], as it is before they are joined; None where it can't be had."""
+    """Returns one component of index vectors, [..., 1], before they are joined; None if it isn't separate."""
     if index.shape[-1] == 1:
         return index
     joined = producers.get(index)
@@ -262,21 +258,15 @@ def _column(index: Atom, position: int, producers: Mapping[Atom, Equation]) -> A
 
 @dataclass(eq=False)
 class _Candidates:
-    """Finds an array of which ids are elements, one by one the same function of them.
-
-    Attributes:
-      producers: What makes the values of the block.
-      source: The array; None until it is found.
-      scalars: What the function depends on besides.
-    """
+    """Finds an array whose elements give ids by an elementwise function."""
 
     producers: Mapping[Atom, Equation]
-    source: Atom | None = None
-    scalars: list[Atom] = field(default_factory=list)
+    source: Atom | None = None  #: The array, once it is found.
+    scalars: list[Atom] = field(default_factory=list)  #: Further arguments of the function.
     _picked: Equation | None = None
 
     def of(self, atom: Atom) -> Callable[..., Any] | None:
-        """Returns the function of (the source, the scalars) that gives all values that the ids may have, flat."""
+        """Returns the function of (source, *scalars) that gives all possible ids, flat."""
         equation = self.producers.get(atom)
         while equation is not None and equation.op in _SPREADS and equation.inputs[0].shape != ():
             atom = equation.inputs[0]
@@ -284,9 +274,9 @@ class _Candidates:
         return self._elements(atom)
 
     def _elements(self, atom: Atom) -> Callable[..., Leaf] | None:
-        """Returns the function for a value in the shape in which it was picked; None of floats.
+        """Returns the function for a value in the shape in which it was picked; None for floats.
 
-        A second computation of floats could round otherwise.
+        Recomputed floats could round otherwise.
         """
         if jax_compat.is_key(atom.dtype) or np.dtype(atom.dtype).kind not in "iub":
             return None
@@ -309,7 +299,7 @@ class _Candidates:
         def compute(values: Leaf) -> Leaf:
             operands = [part(values) for part in parts if part is not None]
             shape = max((np.shape(x) for x in operands), key=len)
-            if equation.op == "select_n":  # which takes no scalars among arrays
+            if equation.op == "select_n":  # it takes no scalars among arrays
                 operands = [jnp.broadcast_to(x, shape) for x in operands]
             return jax_compat.bind(equation.primitive, operands, params)[0]
 
@@ -324,7 +314,7 @@ class _Candidates:
         return lambda values: values[place]
 
     def _pick(self, equation: Equation) -> Callable[..., Leaf] | None:
-        """Returns the function for what is picked from the source, by one gather, so that elements belong together."""
+        """Returns the function for elements picked from the source, all by one gather so that they belong together."""
         if self._picked not in (None, equation) or np.dtype(equation.outputs[0].dtype).kind not in "iu":
             return None
         self._picked, self.source = equation, equation.inputs[0]

@@ -1,7 +1,7 @@
-"""Rules for what each primitive means along the rows and off the rows.
+"""Defines what each primitive does along the rows and to untouched rows.
 
 `RULES[op]` takes an equation, the values of its operands and the running analysis, and returns the values of its
-results. It raises `Mixes` when a result's row would depend on other rows. `RESIZE[op]` gives the parameters of the
+results. It raises `Mixes` when a result's row would depend on other rows. `RESIZE[op]` returns the parameters of the
 same equation with the row axis at another size. An op in neither table has no rule: a table that reaches it stays
 dense, and `explain` names it. To add a rule, see CONTRIBUTING.md.
 """
@@ -23,19 +23,17 @@ from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.rowspace import UNKNOWN, Const, Free, Refusal, RefusalKind, Row, Same, UntouchedValue, Value
 from autopar.jax_types import Dtype, Leaf, Params
 
-# --- why rows can't be followed, and what to write instead ---
-
-
-#: What would change anything that needs all rows.
+# --- reasons why rows can't be followed, and what to write instead ---
+#: The remedy for anything that needs all rows.
 APART = "compute it apart from the step (a metric), or of looked-up rows alone, or accept that the table stays dense"
-#: What would change an update that isn't made row by row.
+#: The remedy for an update that isn't made row by row.
 OF_ROWS = "make it for the rows that are looked up, and write these: t.at[ids].add(...), t.at[ids].set(...)"
 LAZY = "sparse='lazy' moves only the touched rows, which is another function"
 OWN_IDS = "compute the ids first, from what is no row of this table, or from a copy of it that the step doesn't update"
 _ROWS_FIRST = "look up rows first (t[ids]), and compute the rest of these alone, where that is the same"
 _OWN_NUMBERS = "look up rows by their own numbers in the table as it is stored, t[ids]"
 
-#: Operation -> what it does to a table's rows, and what to write instead.
+#: Operation that loses a table's rows -> the reason, and what to write instead.
 LOST: Mapping[str, tuple[str, str]] = {
     "reshape": ("reshapes the table so that its rows run into each other", _OWN_NUMBERS),
     "pad": (
@@ -63,8 +61,8 @@ def why_unfollowed(lost: Equation, access: Equation) -> Refusal:
     """Returns why a leaf's lookup isn't followed.
 
     Args:
-      lost: Where its rows are lost.
-      access: What reads parts of what becomes of it; `lost` itself where that is no lookup.
+      lost: The equation where its rows are lost.
+      access: The equation that reads parts of the result; `lost` itself if that is no lookup.
     """
     if lost.op in LOST:
         reason, remedy = LOST[lost.op]
@@ -81,7 +79,7 @@ def why_only_written(write: Equation, path: str) -> Refusal:
 
 
 def shards_remedy(path: str) -> str:
-    """Returns how a leaf is kept in shards although there is no update to save."""
+    """Returns how to keep a leaf in shards although no update is saved."""
     return f"strategy={{{path!r}: 'ps', '**': 'auto'}} keeps a shard of it on each of several devices"
 
 
@@ -89,7 +87,7 @@ def shards_remedy(path: str) -> str:
 
 
 class Mixes(Exception):
-    """A rule's refusal: the reason, what would change it, and of which kind it is (`ir.rowspace.Refusal`)."""
+    """Raised by a rule, with the reason, its remedy, and its kind (`ir.rowspace.Refusal`)."""
 
     def __init__(self, reason: str, remedy: str = APART, kind: RefusalKind = "other") -> None:
         super().__init__(reason)
@@ -112,21 +110,20 @@ Resize = Callable[[Equation, int, int], Mapping[str, Any]]
 
 RULES: dict[str, Rule] = {}
 RESIZE: dict[str, Resize] = {}
-#: Ops whose non-scalar operands all lie along the result's axes (so each is restricted to the rows).
+#: Ops whose non-scalar operands all lie along the result's axes, so that each is restricted to the rows.
 ALIGNED: set[str] = set()
 
 
 def row_operand(values: Sequence[Value]) -> tuple[int, Row]:
-    """Returns the first operand that is in row space; the caller knows there is one."""
+    """Returns the first operand that is in row space; there must be one."""
     return next((k, v) for k, v in enumerate(values) if isinstance(v, Row))
 
 
 def resized(shape: Sequence[int], axis: int, rows: int) -> tuple[int, ...]:
-    """Returns the shape with another size along one axis."""
     return (*shape[:axis], rows, *shape[axis + 1 :])
 
 
-# Elementwise primitives: row-parallel by nature; what matters is what they make of the untouched rows.
+# --- elementwise primitives: row-parallel by nature; rules compute their untouched values ---
 #
 # `fold` is the off-row algebra: constants fold (with NumPy), zero absorbs in products and is neutral in sums, one is
 # neutral in products. `0 * x = 0` holds for finite x only: the lifted step checks a row of its own for what it can't
@@ -137,7 +134,7 @@ _IDENTITIES = ELEMENTWISE & MOVES
 
 
 def fold(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
-    """Returns what the result is off the touched rows, from what the operands are there."""
+    """Returns the result's untouched value from the operands'."""
     op = equation.op
     if op in _INEXACT and not jnp.issubdtype(equation.outputs[0].dtype, np.inexact):
         return UNKNOWN  # integers divide and overflow in XLA's own way
@@ -157,7 +154,6 @@ def _as(equation: Equation, value: Leaf) -> Leaf:
 
 
 def is_zero(untouched: UntouchedValue) -> bool:
-    """Returns whether it is the constant zero."""
     return isinstance(untouched, Const) and untouched.is_zero
 
 
@@ -169,8 +165,7 @@ def _constants(equation: Equation, untouched_values: Sequence[UntouchedValue]) -
         return Const(_as(equation, folded(*(np.asarray(o.value) for o in untouched_values if isinstance(o, Const)))))
 
 
-#: Of two operands' constants, by operand: those that are the result whatever the other operand is, and those of which
-#: the other operand is the result. -1 has all bits set.
+#: Absorbing and neutral constants, for the first and the second operand. -1 has all bits set.
 _ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, int | None]]] = {
     "mul": ((0, 0), (1, 1)),
     "add": ((None, None), (0, 0)),
@@ -183,7 +178,7 @@ _ALGEBRA: Mapping[str, tuple[tuple[int | None, int | None], tuple[int | None, in
 
 
 def _combined(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
-    """Returns where one of two operands is a constant."""
+    """Returns the result if one of two operands is a constant that absorbs the other, or is neutral."""
     absorbing, neutral = _ALGEBRA[equation.op]
     for untouched, number in zip(untouched_values, absorbing, strict=True):
         if number is not None and _is_all(untouched, number):
@@ -194,7 +189,7 @@ def _combined(equation: Equation, untouched_values: Sequence[UntouchedValue]) ->
     return UNKNOWN
 
 
-#: What two equal operands give; None: the operand.
+#: The result of two equal operands; None: the operand.
 _OF_EQUALS: Mapping[str, int | None] = {
     "sub": 0,
     "xor": 0,
@@ -205,9 +200,9 @@ _OF_EQUALS: Mapping[str, int | None] = {
 
 
 def _of_equals(equation: Equation, untouched_values: Sequence[UntouchedValue]) -> UntouchedValue:
-    """Returns the background of an equation of two operands that are the same function of the row there.
+    """Returns the untouched value of an equation whose two operands are the same function of the row there.
 
-    One value with itself is left alone: `x != x` and `x - x` ask whether it is a NaN or an infinity.
+    One value with itself is left alone: `x != x` and `x - x` test for NaN and infinity.
     """
     one, other = equation.inputs
     if (
@@ -279,7 +274,7 @@ _SPECIAL: Mapping[str, Callable[[Equation, Sequence[UntouchedValue]], UntouchedV
 
 
 def untouched_of(atom: Any, value: Value, axis: int) -> UntouchedValue:
-    """Returns what an operand is off the rows that lie along `axis`."""
+    """Returns an operand's untouched value, for rows along `axis`."""
     if isinstance(value, Row):
         return value.untouched
     if isinstance(value, Free) and (atom.shape == () or axis in value.axes):
@@ -290,7 +285,7 @@ def untouched_of(atom: Any, value: Value, axis: int) -> UntouchedValue:
 
 
 def elementwise(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Joins rows along one axis; everything else is restricted to them."""
+    """Joins rows along one axis; other operands are restricted to them."""
     rows = [v for v in values if isinstance(v, Row)]
     if not rows:
         return [_free(equation, values)]
@@ -334,7 +329,7 @@ for _op in ELEMENTWISE:
 
 
 def constant_or_unknown(untouched: UntouchedValue) -> UntouchedValue:
-    """Returns what is left of `untouched` when elements move within rows: a row that was the leaf's is so no longer."""
+    """Returns the untouched value after elements move within rows; a row that was the leaf's no longer is."""
     return untouched if isinstance(untouched, Const) else UNKNOWN
 
 
@@ -375,13 +370,13 @@ def reshape(equation: Equation, values: Sequence[Value], analysis: Analysis) -> 
     raise Mixes(*LOST["reshape"], kind="lost")
 
 
-#: What to do in place of one table made of several.
+#: The remedy for one table made of several.
 _APART_ROWS = (
     "where rows of zeros follow, for ids of padding, look up t.at[ids].get(mode='fill', fill_value=0); else look up "
     "rows of each by itself, and select: jnp.where((ids < len(a))[..., None], a[jnp.minimum(ids, len(a) - 1)], "
     "b[jnp.maximum(ids - len(a), 0)])"
 )
-#: Why rows aren't followed along their own axis.
+#: Reasons why rows aren't followed along their own axis.
 _REFUSED = {
     "squeeze": "squeezes away the row axis",
     "split": "splits the table by rows",
@@ -440,7 +435,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
 def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> Leaf:
     """Returns a rule for scans and sorts along one axis: rows stay rows unless that axis is theirs.
 
-    `keeps`: whether the op leaves a row of equal elements as it is.
+    `keeps`: returns whether the op leaves a row of equal elements unchanged.
     """
 
     def rule(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
@@ -464,8 +459,10 @@ def along_other_axis(keeps: Callable[[Const], bool] = lambda constant: True) -> 
 
 
 def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Keeps rows times a dense matrix rows: `table @ w`. A contraction over the rows mixes them, unless one side
-    is zero on the untouched ones (the gradient of w)."""
+    """Keeps rows times a dense matrix (`table @ w`) as rows.
+
+    A contraction over the rows mixes them, unless one side is zero on untouched ones (the gradient of w).
+    """
     contract, batch = equation.params["dimension_numbers"]
     rows = [v for v in values if isinstance(v, Row)]
     if not rows:
@@ -488,7 +485,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
 
 
 def pad_other_axis(equation: Equation, values: Sequence[Value]) -> Sequence[Value]:
-    """Returns a pad of axes other than the rows' (a pad along the rows enters row space: `indexing.pad`)."""
+    """Applies a pad of axes other than the rows'; a pad along the rows enters row space (`pad`)."""
     _, row = row_operand(values)
     if tuple(equation.params["padding_config"][row.axis]) != (0, 0, 0):
         raise Mixes(*LOST["pad"], kind="lost")
@@ -580,13 +577,13 @@ for _op in REDUCTION_PRIMITIVES.keys() | _ARG:
     RULES[_op] = reduce
 
 
-# --- gathers, scatters and slices along the rows: the doors of row space ---
+# --- gathers, scatters and slices along the rows: entrances and exits of row space ---
 #
 # A value leaves it by a gather along the row axis (`table[ids]`, `jnp.take`), by `dynamic_slice` (`table[i]`) and by a
 # slice (`table[0]`). It enters it by their transposes: a scatter-add into zeros, a dynamic_update_slice into zeros, a
 # pad with zeros.
 
-#: What to write instead.
+#: Remedies.
 _IDS_FIRST = "look up the rows of ids that are needed first: t[numbers[ids]] in place of t[numbers][ids]"
 _EACH = "look up each of them: t[starts[:, None] + jnp.arange(n)]"
 _WRITE_ROWS = "write whole rows, made of looked-up ones: t.at[ids].set(f(t[ids]))"
@@ -651,7 +648,7 @@ def _window(equation: Equation, gone: Sequence[int]) -> list[int]:
 
 
 def _scatter_columns(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Returns a scatter of whole columns: each row is added to itself (the transpose of a gather of columns)."""
+    """Applies a scatter of whole columns, which adds each row to itself (the transpose of a gather of columns)."""
     numbers, (operand, _, update) = equation.params["dimension_numbers"], values
     assert isinstance(update, Row), "the caller has looked"
     if update.axis not in numbers.update_window_dims:
@@ -675,7 +672,7 @@ def _single_rows(equation: Equation) -> set[int]:
 
 
 def is_known_scatter(equation: Equation) -> bool:
-    """Returns whether what a scatter does is known: a plain 'scatter' may carry any function (`scatter_apply`)."""
+    """Returns whether a scatter's function is known: a plain 'scatter' may carry any (`scatter_apply`)."""
     if equation.op != "scatter":
         return True
     update = equation.params.get("update_jaxpr")
@@ -686,7 +683,7 @@ def is_known_scatter(equation: Equation) -> bool:
 
 
 def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Sequence[Value]:
-    """Rules for a slice of some rows, or of all of them."""
+    """Applies a slice of some rows, or of all of them."""
     row = values[0]
     if any(isinstance(v, Row) for v in values[1:]):
         raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)

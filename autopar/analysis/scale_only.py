@@ -1,12 +1,12 @@
-"""Finds by how much an untouched update scales a row's leaves, if it does no more: see `ir.deferred`.
+"""Finds by how much an untouched update scales a row's leaves, if it does nothing else (`ir.deferred`).
 
-An abstract interpretation of the untouched update's body. A value is zero; a leaf times a number, which is held as
-`unit + rest` so that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not
-negative; or anything. The rules compute with the step's numbers, so that the same walk, on arrays, gives the step's
-factors. What they take for granted of the numbers (`0 * x` needs a finite x) is collected, to be checked in each step.
+An abstract interpretation of the untouched update's body. A value is zero; a leaf times a number, held as `unit + rest`
+so that 1 - 1e-9 keeps its digits; a number of the step, the same for all rows; positive, or at least not negative; or
+anything. The rules compute with the step's numbers, so that the same walk, on arrays, returns the step's factors. Their
+assumptions about the numbers (`0 * x` needs a finite x) are collected and checked in each step.
 
-It is no `Interpreter`: the untouched update has no loops, its values are numbers of the step where it is run on arrays,
-and what a branch takes for granted must hold only where that branch is taken.
+It is no `Interpreter`: the untouched update has no loops, its values are numbers of the step when it runs on arrays,
+and a branch's assumptions must hold only where that branch is taken.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from autopar.ir.program import Atom, Block, Equation, Literal
 from autopar.ir.slicing import eliminate_dead
 from autopar.jax_types import Index, Leaf
 
-# The values and rules of `analysis.scale_only`: what equations make of zeros, of scaled leaves, and of numbers.
+# --- values, and rules for zeros, scaled leaves, and numbers ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,9 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """At least not negative, if not more than zero; perhaps infinite, unless it is bounded; never NaN.
+    """A value that is positive or not negative, never NaN, and perhaps infinite unless `bounded`.
 
-    In rows whose elements are finite: a square of a large one may overflow.
+    In rows whose elements are finite: the square of a large one may overflow.
     """
 
     positive: bool
@@ -71,28 +71,21 @@ ScaleValue = Zero | ScaledLeaf | Number | Sign | None
 
 @dataclass(eq=False)
 class Assumptions:
-    """Collects what rules assume. `xp`: NumPy or jax.numpy.
-
-    Attributes:
-      assumed: Conditions on the step's numbers.
-      not_negative: Leaves in which no element may be negative.
-    """
+    """Collects assumptions of rules. `xp`: NumPy or jax.numpy."""
 
     xp: ModuleType
-    assumed: list[Any] = field(default_factory=list)
-    not_negative: set[int] = field(default_factory=set)
+    assumed: list[Any] = field(default_factory=list)  #: Conditions on the step's numbers.
+    not_negative: set[int] = field(default_factory=set)  #: Leaves in which no element may be negative.
 
     def assume(self, condition: Any) -> None:
-        """Notes what must hold of the step's numbers."""
         self.assumed.append(self.xp.all(condition))
 
     def holds(self) -> Leaf:
-        """Returns whether all of that holds, bool[]."""
+        """Returns whether all assumptions hold, bool[]."""
         xp = self.xp
         return xp.all(xp.stack([xp.asarray(a) for a in self.assumed])) if self.assumed else xp.asarray(True)
 
     def finite(self, number: Number) -> None:
-        """Notes that a number is finite."""
         if not number.literal:
             self.assume(self.xp.isfinite(number.value))
 
@@ -276,7 +269,7 @@ def _moved(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue]) 
 
 
 def keeps_order(equation: Equation) -> bool:
-    """Returns whether an equation that moves axes has the same elements in the same order."""
+    """Returns whether an equation that moves axes keeps the elements' order."""
     old, new = (tuple(d for d in x.shape if d != 1) for x in (equation.inputs[0], equation.outputs[0]))
     dims = equation.params.get("broadcast_dimensions", ())
     return old == new and equation.op != "transpose" and list(dims) == sorted(dims)
@@ -311,7 +304,7 @@ def _select(walk: Assumptions, equation: Equation, values: Sequence[ScaleValue])
 
 
 def one_of(walk: Assumptions, index: Index, cases: Sequence[ScaleValue]) -> ScaleValue:
-    """Returns one of several, which a number of the step chooses."""
+    """Returns one of several values, chosen by a number of the step."""
     if all(isinstance(c, Zero) for c in cases):
         return cases[0]
     if all(isinstance(c, Sign) for c in cases):
@@ -367,7 +360,7 @@ SCALE_RULES: Mapping[str, ScaleRule] = {
 
 @dataclass(eq=False)
 class ScaleOnlyWalk(Assumptions):
-    """One interpretation. Subclasses know more of each value, and have all methods but `run` of their own."""
+    """One interpretation. Subclasses know more of each value, and override all methods but `run`."""
 
     def run(self, body: Block, inputs: Sequence[Leaf]) -> list[Leaf]:
         env: dict[Atom, Any] = dict(zip(body.inputs, inputs, strict=True))
@@ -387,15 +380,15 @@ class ScaleOnlyWalk(Assumptions):
         return [read(a) for a in body.outputs]
 
     def of(self, value: ScaleValue) -> Leaf:
-        """Returns what is kept of a value that no leaf entered."""
+        """Wraps a value that no leaf entered."""
         return value
 
     def unknown(self) -> Any:
-        """Returns what is kept of a value that may be anything."""
+        """Wraps a value that may be anything."""
         return None
 
     def known(self, kept: Leaf) -> ScaleValue:
-        """Returns the value in what is kept."""
+        """Unwraps a value."""
         return kept
 
     def apply(self, equation: Equation, values: Sequence[Leaf]) -> Any:
@@ -406,11 +399,11 @@ class ScaleOnlyWalk(Assumptions):
         return rule(self, equation, values)
 
     def choose(self, index: Index, cases: Sequence[Any]) -> Any:
-        """Returns one of several, which a number of the step chooses."""
+        """Returns one of several values, chosen by a number of the step."""
         return one_of(self, index, cases)
 
     def _cond(self, equation: Equation, values: Sequence[Leaf]) -> list[Leaf]:
-        """Interprets each branch by itself; what it assumes must hold only if it is taken."""
+        """Interprets each branch by itself; its assumptions must hold only if it is taken."""
         which, operands = self.known(values[0]), values[1:]
         if not isinstance(which, Number) or not is_scalar(which):
             return [self.unknown()] * len(equation.outputs)
@@ -425,10 +418,10 @@ class ScaleOnlyWalk(Assumptions):
 
 
 def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
-    """Returns the fewest leaves that must be zero for the others to be scaled only; None if there are no such."""
+    """Returns the fewest leaves that must be zero for the others to be only scaled; None if there are none."""
     dtypes = [v.dtype for v in body.inputs[:changed]]
     if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
-        return None  # a product of the factors would miss what short floats round away in each step
+        return None  # a product of the factors would miss the rounding of short floats in each step
     for size in range(changed + 1):
         for zero in itertools.combinations(range(changed), size):
             scaled = _scale_only(body, changed, read, zero)
@@ -455,8 +448,7 @@ def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> 
 def factors(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf]:
-    """Returns a step's factors (less one where they are near it), in the order of `ScaleOnly.scaled`, and whether they
-    hold."""
+    """Returns a step's factors in the order of `ScaleOnly.scaled` (less one if near one), and whether they hold."""
     walk = ScaleOnlyWalk(xp)
     numbers: list[ScaleValue] = [Number(v) for v in values]
     outputs = walk.run(body, [*leaves_of(body, changed, read, scale_only.zero), *numbers])
@@ -473,48 +465,37 @@ def factors(
 
 
 def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list[ScaleValue]:
-    """Returns leaves that are only read may hold anything: nobody looks whether they are finite."""
+    # Leaves that are only read may hold anything: they aren't checked for finiteness.
     types = [v.dtype for v in body.inputs[:changed]]
     mine = [Zero() if k in zero else ScaledLeaf(k, 1, np.zeros((), dtype)) for k, dtype in enumerate(types)]
     return [*mine, *[None] * read]
 
 
-# --- how far a nearly scale-only row still moves: what a small momentum does, bounded (`ir.deferred.Fading`) ---
+# --- bounds on how far a nearly scale-only row still moves, by a small momentum, say (`ir.deferred.Fading`) ---
 #
-# The walk above says what becomes of a row some of whose leaves are zero. Here they needn't be. The same walk carries
-# with each value how far it may be from what it would be then: for each of these leaves a number, *reach*, so that it
-# is at most reach times the leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and
-# within 1e4 |m| where v is at least 1e-8: reaches are computed for several such *floors*. Whatever isn't known to be
-# bounded so isn't bounded.
+# The walk above assumes that some leaves are zero. Here they needn't be: with each value the same walk carries a bound
+# on its distance from the value that it would then be. For each of these leaves it is a number, *reach*, times the
+# leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and within 1e4 |m| where v is
+# at least 1e-8: reaches are computed for several such *floors*.
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A value, and how far it is from it.
+    """A value, and how far it may be from it."""
 
-    Attributes:
-      value: What it would be if the leaves in question were zero.
-      reach: For each of these leaves that enter: at most so many times its element is added to it. None: unknown.
-      least: No element is smaller, by floor; of values that no such leaf enters.
-    """
-
-    value: ScaleValue
-    reach: Mapping[int, Any] | None
-    least: Any = 0.0
+    value: ScaleValue  #: Its value if the leaves in question were zero.
+    reach: Mapping[int, Any] | None  #: Leaf that enters -> the most times that its element is added; None: unknown.
+    least: Any = 0.0  #: Lower bound of all elements, by floor, of values that no such leaf enters.
 
     @property
     def steady(self) -> bool:
-        """Returns whether it is what it would be."""
+        """It equals `value`."""
         return self.reach is not None and not self.reach
 
 
 @dataclass(eq=False)
 class FadingWalk(ScaleOnlyWalk):
-    """The walk of `analysis.scale_only`, with what is near.
-
-    Attributes:
-      floors: What no element of a leaf falls below, [F].
-    """
+    """Walk that also bounds distances. `floors`: lower bounds of a leaf's elements, [F]."""
 
     floors: Mapping[int, Any] = field(default_factory=dict)
 
@@ -544,7 +525,7 @@ class FadingWalk(ScaleOnlyWalk):
         return Near(value, _largest(self, cases), least)
 
 
-# --- what values are at least ---
+# --- lower bounds of values ---
 
 
 def _least_of(walk: FadingWalk, near: Near) -> Leaf:
@@ -556,13 +537,13 @@ def _least_of(walk: FadingWalk, near: Near) -> Leaf:
 
 
 def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Leaf:
-    """Returns the least of a result that isn't negative, or zero where that isn't known."""
+    """Returns a lower bound of a result that isn't negative; zero if unknown."""
     xp, op = walk.xp, equation.op
     least = [_least_of(walk, v) for v in values]
     numbers = [v for v in values if isinstance(v.value, Number)]
     if op in ("add", "add_any"):
         return xp.maximum(least[0] + least[1], 0)
-    if op == "mul" and len(numbers) == 1:  # the walk takes for granted that the number is more than zero
+    if op == "mul" and len(numbers) == 1:  # the walk assumes that the number is positive
         return least[0] * least[1]
     if op == "div" and isinstance(by := values[1].value, Number):
         return least[0] / xp.max(by.value)
@@ -575,7 +556,7 @@ def _least(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> Leaf
     return least[0] if op in _SAME else 0.0
 
 
-# --- how far values are from what they would be ---
+# --- reaches of results ---
 
 _Reach = Mapping[int, Any] | None
 
@@ -639,11 +620,11 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
 }
 
 
-# --- a family's ---
+# --- the findings for a family ---
 
 
 def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> Fading | None:
-    """Returns what is to be written down so that replaying can stop early; None if it can't."""
+    """Returns the numbers to write down so that replaying can stop early; None if it can't."""
     if not scale_only.zero:
         return None
     elements = [tuple(d for d in v.shape if d != 1) for v in body.inputs[:changed]]
@@ -665,7 +646,7 @@ def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> 
 def fading_numbers(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, fading: Fading, values: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf]:
-    """Returns a step's factor of each leaf that fades (NaN: not known), and each pair's reaches, [F]."""
+    """Returns a step's factor of each fading leaf (NaN: unknown), and each pair's reaches, [F]."""
     own = _own(body, changed, read, scale_only, values, xp)
     assert own is not None, "as it was when it was planned"
     near = _near(body, changed, read, scale_only, fading.floors, values, xp)
@@ -683,7 +664,7 @@ def _near(
     values: Sequence[Leaf],
     xp: ModuleType,
 ) -> list[Leaf]:
-    """Returns the new rows of changed leaves, nearly."""
+    """Returns the new rows of changed leaves with bounds."""
     leaves = [
         Near(Zero(), {k: np.ones((), v.dtype)})
         if k in scale_only.zero
@@ -697,7 +678,7 @@ def _near(
 def _own(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf] | None:
-    """Returns what leaves that fade are multiplied by, whatever finite rows hold; None if they aren't."""
+    """Returns the factors of fading leaves, whatever finite rows hold; None if they aren't scaled."""
     alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
     walk = ScaleOnlyWalk(xp)
     outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])

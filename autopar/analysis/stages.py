@@ -1,10 +1,10 @@
-"""Assigns each equation of a gradient program to a stage, forward or backward: no markers needed.
+"""Assigns each equation of a gradient program to a stage, forward or backward; no markers are needed.
 
 Weights are ordered by their first use, and cut into stages in that order. For each equation there is the deepest stage
-whose weights it depends on, and the deepest whose gradients it feeds. What doesn't depend on the last stage is the
-forward of the former; what does is the backward of the latter, raised to the stage of any weight or forward value that
-it reads: `dy @ W.T` feeds what is ahead of W, and belongs to W's stage. What depends on no weight (masks, positions)
-has no stage: each computes what it reads. Source: docs/pipelines.md.
+whose weights it depends on, and the deepest whose gradients it feeds. An equation that doesn't depend on the last stage
+belongs to the forward of the former. Others belong to the backward of the latter, raised to the stage of any weight or
+forward value that they read: `dy @ W.T` feeds what is ahead of W, and belongs to W's stage. Equations that depend on no
+weight (masks, positions) have no stage: each stage computes those that it reads. Source: docs/pipelines.md.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from autopar.analysis.primitives import MOVES
 from autopar.ir.program import Atom, Block, Equation, Var
 from autopar.ir.schedule import Kind
 
-#: Of what depends on no weight.
+#: The stage of equations that depend on no weight.
 NOWHERE = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """The stage of an equation, and its direction; `NOWHERE` for what each stage computes by itself."""
+    """The stage of an equation (`NOWHERE`: each stage computes it), and its direction."""
 
     direction: Kind
     stage: int
@@ -35,8 +35,8 @@ def label_equations(
 
     Args:
       block: The program of one microbatch.
-      weights: Inputs that depend on weights -> the deepest stage of these.
-      gradients: Outputs that are gradients -> the stage of their weight.
+      weights: Input that depends on weights -> the deepest stage of these.
+      gradients: Output that is a gradient -> the stage of its weight.
       stages: S.
     """
     last = stages - 1
@@ -66,7 +66,7 @@ def label_equations(
 
 
 def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, Label]:
-    """Returns what only moves a value of a backward is done where that is made: so a transposed gradient is that
+    """Moves equations that only move a backward value to the stage that makes it: a transposed gradient is that
     stage's."""
     made: dict[Var, Label] = {}
     for equation in block.equations:
@@ -81,8 +81,7 @@ def _with_moves(block: Block, labels: dict[Equation, Label]) -> dict[Equation, L
 
 
 def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equation, Label]:
-    """Returns the labels with "W" in place of "B" for what no other stage waits for: gradients of a stage's own
-    weights."""
+    """Relabels "B" as "W" where no other stage waits for the result: gradients of a stage's own weights."""
     split: dict[Equation, Label] = {}
     read: dict[Var, set[Label]] = {}
     for equation in reversed(block.equations):
@@ -108,7 +107,7 @@ def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
 
 
 def _feeds(block: Block, gradients: Mapping[Atom, int], last: int) -> tuple[dict[Var, int], set[Var]]:
-    """Maps values to the deepest stage whose gradients they feed; and returns those that feed other results."""
+    """Maps values to the deepest stage whose gradients they feed; also returns those that feed other results."""
     deepest_fed: dict[Var, int] = {}
     measured = {a for a in block.outputs if isinstance(a, Var) and a not in gradients}
     for atom in block.outputs:

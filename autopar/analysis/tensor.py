@@ -1,9 +1,10 @@
-"""Along which axis each weight of a product is divided over the devices of a tensor axis, and what they exchange then.
+"""Decides the axis along which each weight of a product is divided over a tensor axis, and the exchanges that follow.
 
 A first product is divided by columns: each device has some features of its result, and computes with these as long as
 equations keep features apart. The next product, which sums over them, is divided by rows: each device has a partial
 sum, and one AllReduce adds them up. Attention is such a pair, over its heads; a product with a vocabulary is followed
 by sums over it. The rest of the state (biases, optimizer slots) is divided as its new value is.
+
 Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 """
 
@@ -22,58 +23,44 @@ from autopar.ir.figures import wire_bytes
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Atom, Equation, Program, Source, Var
 
-#: In place of an axis: each device has a partial sum.
+#: An axis' value for partial sums on each device.
 PARTIAL = -1
-#: Rounds that leaves take to follow others, slots of slots: if more, nothing is divided.
+#: Most rounds in which leaves follow others (slots of slots); with more, nothing is divided.
 _ROUNDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Something that the devices of a tensor axis exchange in a step.
+    """An exchange of the devices of a tensor axis in a step."""
 
-    Attributes:
-      collective: "all-reduce" or "all-gather", as XLA calls it.
-      nbytes: Bytes of the value, of a device's examples.
-      times: How often: iterations of a loop.
-      source: The user's line.
-    """
-
-    collective: str
-    nbytes: float
-    times: int
-    source: Source | None
+    collective: str  #: XLA's name, "all-reduce" or "all-gather".
+    nbytes: float  #: Bytes of the value, for a device's examples.
+    times: int  #: Iterations of a loop.
+    source: Source | None  #: The user's line.
 
     def sent(self, devices: int) -> float:
-        """Returns the bytes that each device sends."""
         return wire_bytes(self.collective, devices, self.times * self.nbytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
-    """Weights that are divided together or not at all.
+    """Weights that are divided together or not at all."""
 
-    Attributes:
-      axes: Leaf of the state -> the axis along which it is divided; leaves that follow a weight among them.
-      weights: Those of them that products read, in order.
-      exchanges: What they take.
-      flops: Operations of the products that are divided.
-    """
-
+    #: Leaf of the state -> the axis along which it is divided; leaves that follow a weight among them.
     axes: Mapping[int, int]
-    weights: tuple[int, ...]
+    weights: tuple[int, ...]  #: Those of them that products read, in order.
     exchanges: tuple[Exchange, ...]
-    flops: float
+    flops: float  #: Operations of the divided products.
 
 
 def divide_products(program: Program, leaves: Collection[int], devices: int, examples: int) -> list[TensorGroup]:
-    """Returns the groups in which weights can be divided over so many devices, in the order of their first products.
+    """Returns the groups of weights that can be divided, in the order of their first products.
 
     Args:
       program: An analysed program.
       leaves: Inputs of the state that may be divided.
       devices: T.
-      examples: N, over how many devices examples are spread.
+      examples: N, the number of devices over which examples are spread.
     """
     inputs, new = program.block.inputs, program.new_states
     decided: dict[int, int] = {}
@@ -97,23 +84,16 @@ def divide_products(program: Program, leaves: Collection[int], devices: int, exa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Division:
-    """Says how the values of some equations are divided, their leaves being decided.
+    """The division of the values of some equations, with the leaves decided."""
 
-    Attributes:
-      devices: T.
-      axes: Value -> the axis of which each device has a part; of all others each has all.
-      flops: Equation -> the operations of its products that are divided.
-      exchanges: Equation -> what is exchanged in it, or for it to read.
-    """
-
-    devices: int
-    axes: Mapping[Var, int]
-    flops: Mapping[Equation, float]
-    exchanges: Mapping[Equation, Sequence[Exchange]]
+    devices: int  #: T.
+    axes: Mapping[Var, int]  #: Divided value -> its axis.
+    flops: Mapping[Equation, float]  #: Equation -> the operations of its divided products.
+    exchanges: Mapping[Equation, Sequence[Exchange]]  #: Equation -> exchanges in it, or for its operands.
 
 
 class Divider:
-    """Follows leaves that are divided through equations.
+    """Follows divided leaves through equations.
 
     Args:
       leaves: Leaf -> the axis along which it is divided.
@@ -128,11 +108,11 @@ class Divider:
         self._exchanges: dict[Equation, Sequence[Exchange]] = {}
 
     def same(self, new: Var, old: Atom) -> None:
-        """Says that a value is another one."""
+        """Records that a new value is an old one."""
         self._walk.values[new] = self._walk.value(old)
 
     def run(self, equations: Iterable[Equation]) -> None:
-        """Follows them through equations, in an order that can be run."""
+        """Follows leaves through equations, in an order in which they can run."""
         for equation in equations:
             before = self._walk.mark()
             self._walk.run([equation])
@@ -146,7 +126,7 @@ class Divider:
 
     @property
     def division(self) -> Division:
-        """Returns what was found."""
+        """The findings."""
         places = {v: value.axis for v, value in self._walk.values.items()}
         axes = {v: axis for v, axis in places.items() if axis is not None and axis != PARTIAL}
         return Division(self._devices, axes, self._flops, self._exchanges)
@@ -154,16 +134,11 @@ class Divider:
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A device's part of a value.
+    """A device's part of a value."""
 
-    Attributes:
-      axis: Of which it has an equal part; `PARTIAL`; None: all of it.
-      weight: The weight that is divided for it.
-      leaf, axes: The leaf of the state whose elements it has as they are, and the leaf's axis of each of its own.
-    """
-
-    axis: int | None = None
-    weight: int | None = None
+    axis: int | None = None  #: The divided axis; `PARTIAL`; None: the device has all of it.
+    weight: int | None = None  #: The weight that it is divided for.
+    #: The leaf of the state whose elements it has unchanged, and the leaf's axis for each of its own.
     leaf: int | None = None
     axes: tuple[int | None, ...] = ()
 
@@ -184,9 +159,9 @@ class _Walk(Interpreter[_Value]):
 
     Args:
       batch: The axis of examples of each variable that has one.
-      examples: Over how many devices these are spread.
+      examples: Number of devices over which these are spread.
       devices: T.
-      decided: Leaf -> axis, of those that are decided.
+      decided: Leaf -> its decided axis.
     """
 
     def __init__(self, batch: Mapping[Var, int], examples: int, devices: int, decided: dict[int, int]) -> None:
@@ -213,7 +188,7 @@ class _Walk(Interpreter[_Value]):
         return [result] * len(equation.outputs)
 
     def join(self, values: Sequence[_Value], atoms: Sequence[Atom]) -> _Value:
-        """Returns one that is divided, if any is: what is whole is divided without an exchange."""
+        """Returns a divided value, if any is; whole ones are divided without an exchange."""
         values = [self.located(v) for v in values]
         first = next((v for v in values if v.axis is not None and v.axis != PARTIAL), _WHOLE)
         for value, atom in zip(values, atoms, strict=True):
@@ -222,7 +197,7 @@ class _Walk(Interpreter[_Value]):
         return first
 
     def inside(self, value: _Value) -> _Value:
-        """Keeps the axis within one layer: layers aren't divided, a stack of weights is, along the axes of each."""
+        """Keeps the axis within one layer: a stack of weights is divided along the axes of each layer."""
         if value.leaf is not None:
             return dataclasses.replace(value, axes=value.axes[1:])
         return dataclasses.replace(value, axis=value.axis - 1) if value.axis else _WHOLE
@@ -256,22 +231,22 @@ class _Walk(Interpreter[_Value]):
     def restore(self, mark: _Notes) -> None:
         self._notes = mark
 
-    # --- what is found ---
+    # --- findings ---
 
     def located(self, value: _Value) -> _Value:
-        """Returns where a value is; of a leaf's elements where they are, once that is decided."""
+        """Returns a device's part of a value; of a leaf's elements, once the leaf is decided."""
         if value.leaf is None:
             return value
         axis = self._decided.get(value.leaf)
         return _Value(value.axes.index(axis), value.leaf) if axis in value.axes and axis is not None else _WHOLE
 
     def brought(self, atom: Atom, value: _Value, axis: int) -> None:
-        """Notes that a value is wanted in parts along an axis."""
+        """Notes that a value is needed in parts along an axis."""
         if value.axis != axis:
             self._whole(atom, value)
 
     def groups(self, followed: Mapping[int, _Value]) -> list[TensorGroup]:
-        """Returns the weights that are divided together; `followed`: leaves that are where their new values are."""
+        """Returns the weights that are divided together; `followed`: leaves that follow their new values."""
         axes: dict[int, dict[int, int]] = {}
         for leaf, axis in self._decided.items():
             axes.setdefault(self._root(leaf), {})[leaf] = axis
@@ -307,7 +282,7 @@ class _Walk(Interpreter[_Value]):
             self._notes.exchanges[key] = Exchange(collective, size, self._trips, source)
 
     def _moved(self, equation: Equation, operands: Sequence[_Value]) -> _Value | None:
-        """Returns a leaf's elements as they are, cast or in another shape."""
+        """Returns a leaf's unchanged elements, cast or in another shape."""
         if equation.op not in MOVES or len(operands) != 1 or operands[0].leaf is None:
             return None
         (atom,), (out,) = equation.inputs, equation.outputs
@@ -319,8 +294,7 @@ class _Walk(Interpreter[_Value]):
         return _Value(leaf=operands[0].leaf, axes=tuple(axes))
 
     def _decide(self, equation: Equation, operands: Sequence[_Value]) -> None:
-        """Decides how a product's weight is divided: by rows if its other operand's features are divided and summed
-        over, else by columns."""
+        """Decides a product's weight: by rows if the product sums over divided features, else by columns."""
         if equation.op != "dot_general":
             return
         contract, batch = equation.params["dimension_numbers"]
@@ -339,7 +313,7 @@ class _Walk(Interpreter[_Value]):
                 self.decided_more = True
 
     def _place(self, equation: Equation, operands: Sequence[_Value]) -> _Value:
-        """Returns what becomes of operands that are divided."""
+        """Returns the result of divided operands."""
         operands = list(operands)
         for k, value in enumerate(operands):
             if value.axis == PARTIAL:
@@ -369,7 +343,7 @@ class _Walk(Interpreter[_Value]):
         return _WHOLE
 
     def _without_some(self, equation: Equation, operands: Sequence[_Value], spread: Mapping[int, int]) -> _Value:
-        """Returns operands that aren't all had in parts: of a product the larger one is, else none."""
+        """Makes operands whole that have no rule in parts; a product keeps the larger one divided, others none."""
         kept = max(spread, key=lambda k: equation.inputs[k].type.size)
         if equation.op != "dot_general" or len(spread) == 1:
             kept = None
@@ -390,7 +364,7 @@ def _scattered(equation: Equation, spread: Mapping[int, int]) -> int | None:
     return spread[0] if set(spread) == {0} and spread[0] in numbers.inserted_window_dims else None
 
 
-#: What devices do with the part that they have of an axis along which others are selected.
+#: Rules for operations that select along a divided axis.
 _LOOKUPS: Mapping[str, Callable[[Equation, Mapping[int, int]], int | None]] = {
     "gather": _gathered,
     "scatter-add": _scattered,

@@ -1,4 +1,4 @@
-"""Value numbering: which equations compute the same value."""
+"""Numbers values: finds equations that compute the same value."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 
 from autopar.ir.program import Atom, Block, Equation, Literal, Var
 
-#: Equations that are not merged although they are pure: a barrier is there to keep things apart.
+#: Pure equations that are not merged all the same: a barrier is there to keep things apart.
 _NEVER = frozenset({"optimization_barrier", "remat", "while", "cond"})
-#: Functions that a scatter's name already says.
+#: Parameters that a scatter's name implies.
 _IMPLIED = frozenset({"update_jaxpr", "update_consts"})
 
 
@@ -62,7 +62,7 @@ def _bodies_key(equation: Equation) -> Hashable:
 
 
 def block_key(block: Block) -> Hashable:
-    """Returns a key that is equal for blocks that compute the same of their inputs.
+    """Returns a key that is equal for blocks that compute the same function.
 
     Raises:
       TypeError: a parameter can't be hashed.

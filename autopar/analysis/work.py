@@ -1,6 +1,6 @@
-"""Counts what a step computes, on all devices together: operations of its products, and sums over examples.
+"""Counts a step's work on all devices together: operations of its products, and sums over examples.
 
-It is no `Interpreter`: it counts equations, and says nothing of values.
+It is no `Interpreter`, since it counts equations and ignores values.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from autopar.analysis.primitives import MOVES
 from autopar.ir.figures import Work
 from autopar.ir.program import Block, Equation, Program, Var
 
-#: What multiplies; what adds up over an axis of its operands.
+#: Operations that multiply and sum; all operations that sum over an axis.
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _SUMS = PRODUCTS | {"reduce_sum", "reduce_max", "reduce_min"}
-#: What XLA needs no pass of its own for.
+#: Operations that XLA fuses away.
 _PASSED = MOVES | {"optimization_barrier"}
 
 
 def count_work(program: Program) -> Work:
     """Counts the work of an analysed program.
 
-    Loops count by their trips, a `while` once (nobody knows its trips), of a branch the one with the most work.
+    A loop counts by its trips (a `while` once, since they are unknown), a cond by the branch with the most work.
     """
     return _of(program.block, program.batch)
 
 
 def products(block: Block) -> float:
-    """Counts the floating-point operations of a block's products."""
     return _of(block, {}).parameters
 
 
@@ -74,7 +73,7 @@ def _moved(equation: Equation, spread: Mapping[Var, int]) -> float:
 
 
 def flops(equation: Equation) -> float:
-    """Counts the floating-point operations of a product: two for each term that is added; 0 for other equations."""
+    """Counts the floating-point operations of a product (two for each term); 0 for other equations."""
     if equation.op == "dot_general":
         (contracted, _), _ = equation.params["dimension_numbers"]
         summed = np.prod([equation.inputs[0].shape[k] for k in contracted])

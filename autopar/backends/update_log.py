@@ -61,6 +61,7 @@ class LogPrograms(abc.ABC):
 
     @abc.abstractmethod
     def catch_up(self, log: UpdateLog[Any], rows: Any) -> None:
+        """Brings these rows up to date, in place."""
         pass
 
     @abc.abstractmethod
