@@ -17,6 +17,7 @@ BENCHMARKS = {
     "devices": ("devices",),
     "choice": ("choice",),
     "hosts": ("hosts", "binding"),
+    "torchrec": ("torchrec", "one_table", "one_device"),
     "exchange": ("exchange", "rings", "overlap"),
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),

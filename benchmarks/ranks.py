@@ -106,6 +106,7 @@ def started(
     flags: Sequence[str] = (),
     wrapper: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    python: str = sys.executable,
     within_s: float = 300,
 ) -> Iterator[Ranks]:
     """Starts `count` ranks of `python -m module ADDRESS arguments`, which must call `serve(ADDRESS, ...)`.
@@ -113,6 +114,7 @@ def started(
     Args:
       flags: Of mpiexec.
       wrapper: What comes before each rank's command.
+      python: The ranks' interpreter.
 
     Raises:
       RankError: they don't start within `within_s` seconds.
@@ -125,7 +127,7 @@ def started(
         # mpiexec can't bear a pipe that closes, so ranks print to a file.
         with output.open("wb") as file:
             process = subprocess.Popen(
-                [mpiexec(), *flags, "-n", str(count), *wrapper, sys.executable, "-m", module, address, *arguments],
+                [mpiexec(), *flags, "-n", str(count), *wrapper, python, "-m", module, address, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
