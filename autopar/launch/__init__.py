@@ -1,1 +1,1 @@
-"""Starting ranks, and what is done when one of them fails."""
+"""Starts ranks, and says which one failed."""

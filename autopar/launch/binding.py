@@ -1,12 +1,12 @@
-"""`bind`: keeps each rank on one core, where the ranks of a machine take all its cores and nobody has bound them.
+"""`bind`: keeps each rank on one core, if the ranks of a machine take all its cores and nobody has bound them.
 
-Launchers differ: srun and Open MPI's mpirun bind ranks as a rule, mpich's mpirun doesn't. Ranks that aren't bound sleep
-while they wait for each other, and a core on which all of them do so comes back late (`mpi/waiting.py`). Smaller jobs
-aren't bound: two of them on one machine would both get its first cores.
+Launchers differ: srun and Open MPI's mpirun bind ranks as a rule, mpich's mpirun doesn't. Unbound ranks sleep while
+they wait for each other, and a core on which all of them sleep comes back late (`mpi/waiting.py`). Smaller jobs aren't
+bound, since two of them on one machine would both get its first cores.
 
-Linux binds threads, not processes, and a new thread is bound as its maker was. So this happens before JAX's backend
-makes its threads, and those that are there already are bound by their numbers. A BLAS library has started as many as it
-saw cores; they would now take turns on one, so it is told to use one.
+Linux binds threads, and a new thread inherits its maker's binding. So this happens before JAX's backend makes its
+threads, and existing threads are bound one by one. A BLAS library has started a thread for each core that it saw; they
+would now take turns on one, so it is told to use one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,13 @@ from autopar.launch.notices import LOG
 from autopar.mpi.limits import machine_name
 from autopar.mpi.world import World
 
-#: "core": each rank keeps to one, however many there are. "none": none does. Unset: where they take all cores.
+#: "core": each rank keeps to one core. "none": none does. Unset: they do if they take all cores.
 BIND_VARIABLE = "AUTOPAR_BIND"
 
 
 @dataclass(frozen=True)
 class Bindable:
-    """Says what counts of a rank.
-
-    Attributes:
-      machine: Where it runs.
-      cores: Those that it may run on.
-      computes_on_one: Whether one core is all that it computes on by itself.
-    """
+    """A rank's machine, the cores that it may run on, and whether it computes on one core alone."""
 
     machine: str
     cores: frozenset[int]
@@ -42,15 +36,8 @@ class Bindable:
 
 
 def bind(here: World, *, computes_on_one: bool) -> None:
-    """Binds this process to a core, if its machine's ranks are to be bound. Collective.
-
-    Args:
-      here: All processes of the job.
-      computes_on_one: Whether this rank has one device, a CPU.
-
-    Raises:
-      LaunchError: `AUTOPAR_BIND` is neither "core" nor "none".
-    """
+    """Binds this process to a core, if its machine's ranks are to be bound; raises LaunchError if `AUTOPAR_BIND` is
+    wrong. Collective over `here`. `computes_on_one`: this rank has one device, a CPU."""
     wish = os.environ.get(BIND_VARIABLE, "")
     if wish not in ("", "core", "none"):
         raise LaunchError(f"{BIND_VARIABLE}={wish!r} is neither core nor none")
@@ -71,13 +58,7 @@ def bind(here: World, *, computes_on_one: bool) -> None:
 
 
 def choose_core(ranks: Sequence[Bindable], rank: int, *, always: bool = False) -> int | None:
-    """Returns the core that a rank is to keep to; None if it isn't to be bound.
-
-    Args:
-      ranks: All ranks of the job.
-      rank: This one.
-      always: Whether each keeps to a core even if they don't take all.
-    """
+    """Returns the core for a rank; None: it isn't bound. `always`: bind ranks even if they don't take all cores."""
     own = ranks[rank]
     beside = [number for number, other in enumerate(ranks) if other.machine == own.machine]
     are_free = len(own.cores) > 1 and all(ranks[number].cores == own.cores for number in beside)

@@ -57,7 +57,7 @@ from autopar.ir.cluster import Device, Link
 from autopar.ir.typed_json import MalformedError, from_json
 from autopar.jax_types import Json
 
-#: What `measured` may name: collectives on the devices, and between ranks MPI's, in rings, and beside programs.
+#: Names in `measured`: collectives on devices; and between ranks by MPI, in rings, and beside programs.
 DEVICE_COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 RANK_COLLECTIVES = ("mpi_all_reduce", "mpi_all_to_all", "ring_all_reduce", "beside_all_reduce")
 COLLECTIVES = DEVICE_COLLECTIVES + RANK_COLLECTIVES
@@ -68,11 +68,11 @@ class Host:
     """A machine.
 
     Attributes:
-      address: Where it is reached: what mpirun gets.
-      processes: Ranks on it.
+      address: Its address, for mpirun.
+      processes: Number of ranks on it.
       devices: CPU devices of each rank.
-      accelerators: The accelerators' numbers of each rank; empty where the file gives none.
-      where: The file and line, or table, that it comes from.
+      accelerators: Numbers of each rank's accelerators; () if the file gives none.
+      where: Its file and line, or table, for messages.
     """
 
     name: str
@@ -85,12 +85,8 @@ class Host:
 
 @dataclass(frozen=True)
 class HostFile:
-    """The machines of a job, in the order of their ranks.
-
-    Attributes:
-      hosts: The machines; none in a file that only says how many there are, for planning.
-      hardware: What the file says of them besides [[host]] tables, as nested mappings.
-    """
+    """The machines of a job, in the order of their ranks; none if the file only has their number, for planning.
+    `hardware` is the rest of the file, without [[host]] tables."""
 
     hosts: tuple[Host, ...]
     hardware: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +98,7 @@ class HostFile:
 
 @dataclass(frozen=True)
 class _HostTable:
-    """A [[host]] table. Its checks raise ValueErrors, to which `from_json` adds where they are."""
+    """A [[host]] table. Its checks raise ValueErrors, to which `from_json` adds the place."""
 
     name: str = ""
     address: str = ""
@@ -153,7 +149,7 @@ class _Links(_Levels):
 
 @dataclass(frozen=True)
 class _File:
-    """A `cluster.toml`: what may be in it, and of which type."""
+    """The schema of a `cluster.toml`."""
 
     name: str = ""
     machines: int | None = None
@@ -182,10 +178,10 @@ class _File:
 
 
 def read_cluster(path: str | Path, *, named: bool = True) -> HostFile:
-    """Returns the machines in a file: TOML if its name ends so, else Parallax's format.
+    """Returns the machines in a file: TOML if its name says so, else Parallax's format.
 
     Args:
-      named: Whether it has to name them: to plan for them, their number is enough.
+      named: Whether the file has to name them; their number is enough for planning.
 
     Raises:
       LaunchError: the file is missing or wrong; the message says where.

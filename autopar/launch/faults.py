@@ -37,7 +37,7 @@ INTERRUPTED = 130
 
 
 def abort(world: World, message: str, code: int = 1) -> NoReturn:
-    """Prints a message (`report`) and ends all ranks, with this exit code of the job. Doesn't return."""
+    """Prints a message (`report_fault`) and ends all ranks with this exit code. Doesn't return."""
     report_fault(message)
     PROGRESS.flag(REPORTED)
     time.sleep(SPEAKING_S)
@@ -52,7 +52,7 @@ def abort(world: World, message: str, code: int = 1) -> NoReturn:
 
 
 def report_fault(message: str) -> None:
-    """Prints a message of autopar's in one piece, after all that was printed before."""
+    """Prints a message in one piece, after everything that was printed before."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
@@ -61,13 +61,13 @@ def report_fault(message: str) -> None:
 
 
 def name_rank(world: World) -> str:
-    """Returns what messages call this process."""
+    """Returns this process's name in messages."""
     role = "a server, " if world.is_server else ""
     return f"rank {world.rank} ({role}process {os.getpid()} on {socket.gethostname()})"
 
 
 class Hooks:
-    """The interpreter's hooks of one rank. Outside of it (in forked children) they do what was done before."""
+    """The interpreter's hooks of one rank. In forked children the hooks before are called."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -88,18 +88,19 @@ class Hooks:
                 signal.signal(signal.SIGINT, self._on_interrupt)
 
     def answers_interrupts(self) -> bool:
-        """Returns whether these hooks, and no handler of the user's, are known to answer an interrupt."""
+        """Says whether these hooks, and no handler of the user's, answer an interrupt."""
         handler = signal.getsignal(signal.SIGINT)
         return (handler.previous if isinstance(handler, Handler) else handler) == self._on_interrupt
 
     @property
     def answered_s(self) -> float:
-        """`time.monotonic()` when Python last got round to an interrupt, if only to hold it back until a step ends."""
+        """Time (`time.monotonic()`) at which Python last handled an interrupt, if only to hold it back until a step
+        ends."""
         return max(self._answered_s, INTERRUPTS.received_s)
 
     @staticmethod
     def have_set(handler: Any) -> bool:
-        """Returns whether a handler of interrupts is a rank's, in place of Python's own."""
+        """Says whether a handler is a rank's."""
         return getattr(handler, "__func__", None) is Hooks._on_interrupt
 
     def _on_interrupt(self, number: int, frame: Any) -> None:
@@ -133,7 +134,7 @@ class Hooks:
         thread: str,
         show: Callable[[], object] | None,
     ) -> None:
-        """Reports an exception, by `show` if another hook was there before, and ends the job."""
+        """Reports an exception, by `show` if there was another hook before, and ends the job."""
         name, where = name_rank(self._world), PROGRESS.last
         if issubclass(kind, KeyboardInterrupt):
             abort(self._world, f"{name} was interrupted, {where}.", INTERRUPTED)
@@ -148,7 +149,7 @@ class Hooks:
 
 
 def exit_code(error: BaseException | None) -> int:
-    """Returns the exit code that an exception gives its process: of a SystemExit its own, else 1."""
+    """Returns the exit code of a process that this exception ends."""
     if not isinstance(error, SystemExit):
         return 1
     if error.code is None:
@@ -157,7 +158,7 @@ def exit_code(error: BaseException | None) -> int:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    """Returns whether an exception says that another process is gone, rather than that this one failed."""
+    """Says whether an exception means that another process is gone, rather than that this one failed."""
     if type(error).__module__.startswith("mpi4py"):
         return True
     text = str(error)

@@ -1,13 +1,12 @@
-"""`Group`: processes that take part in something together, and what they must agree on before they do.
+"""`Group`: processes that do something together, and the exchanges by which they agree on it.
 
-Two kinds, which speak by other means: ranks by MPI (`MpiGroup`), and processes that `jax.distributed` connects by its
-key-value store (`StoreGroup`), on the host. Neither goes through the devices: a message doesn't wait for the programs
-in flight there, needs no compilation, and may be of any size. Every process must come to every exchange, in the same
-order.
+Ranks exchange by MPI (`MpiGroup`). Processes that `jax.distributed` connects exchange by its key-value store
+(`StoreGroup`), on the host. Neither uses the devices: a message waits for no program in flight, needs no compilation,
+and may have any size. All processes must make the same exchanges in the same order.
 
-A process that fails alone leaves the others waiting for it, in the next exchange or for ever. So where work may fail
-each says how it went (`together`, `led`), and what went wrong anywhere is raised everywhere, with the process's number.
-What is read of the store is data (`messages`): only ranks, which MPI connects, pickle objects (`MpiGroup.objects`).
+A process that failed alone would leave the others waiting. Where work may fail each process therefore says how it went
+(`together`, `led`), and all raise the same error with the failed process's number. Messages are read as data: only
+ranks, which MPI connects, pickle objects (`MpiGroup.objects`).
 """
 
 from __future__ import annotations
@@ -42,19 +41,19 @@ T = TypeVar("T")
 
 _logger = logging.getLogger("autopar")
 
-#: How long is waited in the store before it is said for whom, in seconds.
+#: Seconds of waiting in the store after which a warning says for whom.
 _PATIENCE_S = 20
-#: Seconds between two looks at whether the other ranks are there: files take long, and whoever writes wants the core.
+#: Seconds between two looks at whether the other ranks have come: they may be writing files, and need the core.
 _PAUSE_S = 5e-4
-#: Exchanges so far between some processes: each has a name of its own in the store. Unavoidably global, as those are.
+#: Number of exchanges so far by members: each has a name of its own in the store. Global, as the store is.
 _exchanges: Counter[tuple[int, ...]] = Counter()
 
-#: Called before a process waits for others in a group. Unavoidably global, as whom others wait for is.
+#: Functions to call before this process waits in a group. Global, as other ranks wait for the process.
 _before_waiting: list[Callable[[Group], None]] = []
 
 
 def before_waiting(call: Callable[[Group], None]) -> None:
-    """Has something called with a group before this process waits for its others."""
+    """Registers a function to be called with a group before this process waits for its others."""
     if call not in _before_waiting:
         _before_waiting.append(call)
 
@@ -77,25 +76,24 @@ class Group(abc.ABC):
 
     @property
     def size(self) -> int:
-        """The number of processes."""
         return len(self.members)
 
     @property
     def several(self) -> bool:
-        """The group has more than this process: arrays then have parts that it can't read."""
+        """Says whether there are other processes, so that arrays may have parts that this one can't read."""
         return self.size > 1
 
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """This process's place among them."""
+        """This process's place in the group."""
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Returns each process's value, in their order. Collective; says for whom it waits, or leaves the core to them.
+        """Returns each process's value, in order. Collective.
 
         Args:
-          value: This process's.
-          about: What it is for; every process must say the same.
+          value: This process's value.
+          about: The purpose; every process must give the same.
 
         Raises:
           AutoparError: another process exchanges something else.
@@ -112,40 +110,39 @@ class Group(abc.ABC):
 
     @abc.abstractmethod
     def share(self, array: np.ndarray, source: int) -> None:
-        """Fills an array on every process with that of the one at a place. Collective."""
+        """Overwrites an array on every process with that of the process at `source`. Collective."""
 
     def name(self, number: int) -> str:
-        """Gives what messages call the process at this place among them."""
         return f"{self.noun} {self.members[number]}"
 
     def values(self, value: Json, about: str) -> list[Json]:
-        """Asks each process for a value that JSON holds; gives them in their order. Collective."""
+        """Returns each process's value (JSON), in order. Collective."""
         sent = self.gather(json.dumps(value).encode(), about)
         return self._read(sent, about, lambda data: read_json(data, value))
 
     def arrays(self, own: Sequence[np.ndarray], about: str) -> list[list[np.ndarray]]:
-        """Gives each process's arrays, in their order; all have the shapes and dtypes of this one's. Collective."""
+        """Returns each process's arrays, in order; all have the shapes and dtypes of this one's. Collective."""
         sent = self.gather(b"".join(x.tobytes() for x in own), about)
         return self._read(sent, about, lambda data: read_arrays(data, own))
 
     def first(self, value: Json, about: str) -> Json:
-        """Takes the first process's value, which JSON holds: all must choose by the same figures. Collective."""
+        """Returns the first process's value (JSON): all must choose by the same figures. Collective."""
         return self.values(value, about)[0]
 
     def together(
         self, kind: type[AutoparError], work: Callable[[], Any], about: str, read: Callable[[Any], T] = _as_it_is
     ) -> list[T]:
-        """Runs `work()`, which exchanges nothing, on each process; gives what it returns, in their order. Collective.
+        """Runs `work()` on each process; returns all results in order. Collective.
 
         Args:
-          kind: What an error that isn't autopar's own is raised as.
-          work: What this process does. What it returns is sent to all of them as JSON.
-          about: What it is.
-          read: Makes what the work found of the JSON; a ValueError, TypeError or LookupError if it can't be that.
+          kind: The class of errors that aren't autopar's own.
+          work: This process's work, without exchanges. Its result is sent as JSON.
+          about: The purpose, for messages.
+          read: Reads a result from JSON; raises ValueError, TypeError or LookupError if it can't be one.
 
         Raises:
-          AutoparError: on every process, if any failed: of the class of the first failing one's error where that is
-            one of autopar's, else of `kind`.
+          AutoparError: on every process if any failed: of the class of the first failure if that is one of autopar's,
+            else of `kind`.
         """
         own: Exception | None = None
         result: Json = None
@@ -173,9 +170,9 @@ class Group(abc.ABC):
     def led(
         self, kind: type[AutoparError], work: Callable[[], Any], about: str, read: Callable[[Any], T] = _as_it_is
     ) -> T:
-        """Runs `work()` on the first process alone, and gives what it returns to all of them. Collective.
+        """Runs `work()` on the first process alone; returns its result to all. Collective.
 
-        Errors as of `together`, but one of autopar's own as the first process raised it.
+        Errors as for `together`; the first process raises one of autopar's own unchanged.
         """
         failure: AutoparError | None = None
 
@@ -194,11 +191,8 @@ class Group(abc.ABC):
         return self._read([result], about, read)[0]
 
     def _read(self, sent: Sequence[S], about: str, read: Callable[[S], T], first: int = 0) -> list[T]:
-        """Gives what processes sent, from one place on, as a function reads it.
-
-        Raises:
-          LaunchError: one of them isn't autopar's.
-        """
+        """Returns messages of processes, from the place `first` on, as `read` reads them; raises LaunchError if one
+        isn't autopar's."""
         values = []
         for number, value in enumerate(sent, first):
             try:
@@ -214,11 +208,7 @@ class Group(abc.ABC):
 
 
 class MpiGroup(Group):
-    """Ranks of an MPI job, or this process alone.
-
-    Attributes:
-      comm: Their communicator; None of a process alone.
-    """
+    """Ranks of an MPI job, or this process alone (`comm` is None)."""
 
     noun, nouns = "rank", "ranks"
 
@@ -228,7 +218,6 @@ class MpiGroup(Group):
 
     @property
     def rank(self) -> int:
-        """This rank's place among them."""
         return self._rank
 
     def share(self, array: np.ndarray, source: int) -> None:
@@ -236,7 +225,7 @@ class MpiGroup(Group):
             self.comm.Bcast(array.reshape(-1).view(np.uint8), root=source)  # MPI doesn't know all dtypes
 
     def objects(self, value: Json, about: str) -> list[Json]:
-        """Asks each rank for an object that can be pickled; gives them in their order. Collective."""
+        """Returns each rank's picklable object, in order. Collective."""
         return [pickle.loads(data) for data in self.gather(pickle.dumps(value), about)]
 
     @contextlib.contextmanager
@@ -263,7 +252,7 @@ class MpiGroup(Group):
 
 @functools.cache
 def part_of_ranks(own: int, count: int) -> MpiGroup:
-    """Returns a group of the ranks of one of so many equal parts of the job. Collective, the first time."""
+    """Returns the `own`th of `count` equal parts of the job's ranks. Collective, the first time."""
     ranks = world()
     each = ranks.size // count
     comm = ranks.comm.Split(own, ranks.rank)
@@ -272,7 +261,7 @@ def part_of_ranks(own: int, count: int) -> MpiGroup:
 
 @dataclass(frozen=True)
 class StoreGroup(Group):
-    """The processes that own devices of a mesh, in order. One that waits for another says for whom."""
+    """The processes that own devices of a mesh, in order. Whoever waits says for whom."""
 
     members: tuple[int, ...]
     noun, nouns = "process", "processes"
@@ -284,16 +273,11 @@ class StoreGroup(Group):
 
     @staticmethod
     def of(mesh: Mesh) -> StoreGroup:
-        """Makes the group that owns the devices of a mesh."""
         return StoreGroup(tuple(sorted({d.process_index for d in mesh.devices.flat})))
 
     @property
     def rank(self) -> int:
-        """This process's place among them.
-
-        Raises:
-          ArgumentsError: it has none.
-        """
+        """This process's place in the group; raises ArgumentsError if it has none."""
         me = jax.process_index()
         if me not in self.members:
             raise ArgumentsError(
@@ -348,17 +332,17 @@ class StoreGroup(Group):
 
 
 def odd_one(values: Sequence[object]) -> int | None:
-    """Returns the place of the first value that isn't like the first one; None if all are alike."""
+    """Returns the place of the first value that differs from the first one; None if all are equal."""
     return next((k for k, value in enumerate(values) if value != values[0]), None)
 
 
 def everyone() -> Group:
-    """Returns all processes of the job: ranks of an MPI launcher, else those that `jax.distributed` connects.
+    """Returns all processes of the job: ranks of an MPI launcher, or else those that `jax.distributed` connects.
 
     Collective under a launcher, the first time.
     """
     ranks = world()
-    count = jax_compat.process()[1] if ranks.size == 1 else 1  # which starts no backend
+    count = jax_compat.process()[1] if ranks.size == 1 else 1  # without starting a backend
     return StoreGroup(tuple(range(count))) if count > 1 else MpiGroup(ranks)
 
 
@@ -370,23 +354,18 @@ def go_on(what: str) -> None:
 
 # --- messages, read as data ---
 #
-# Whoever reaches the port of JAX's store can write to it, so nothing there is pickled. A process reads JSON, arrays
-# whose types it knows, and errors by their names, which are those of a fixed list. A function here that reads raises a
-# ValueError (a TypeError, a LookupError) of anything else.
+# Whoever reaches the port of JAX's store can write to it, so nothing there is pickled. Processes read JSON, arrays of
+# known types, and errors by names from a fixed list. Readers raise ValueError, TypeError or LookupError for anything
+# else.
 
-#: The errors that a process can tell others of, by name.
+#: The errors that processes can send, by name.
 _ERRORS: dict[str, type[AutoparError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AutoparError)
 }
 
 
 class Failure(NamedTuple):
-    """An error of a process.
-
-    Attributes:
-      kind: What it is raised as elsewhere.
-      machine: Where the process runs.
-    """
+    """An error of a process: the class that others raise, its text, and the process's machine."""
 
     kind: type[AutoparError]
     text: str
@@ -394,22 +373,20 @@ class Failure(NamedTuple):
 
     @staticmethod
     def of(error: Exception, kind: type[AutoparError]) -> Failure:
-        """Makes it of an error, which is raised as `kind` elsewhere if it isn't one of autopar's."""
+        """Makes one of an error; others raise it as `kind` if it isn't one of autopar's."""
         known = next((c for c in type(error).__mro__ if c in _ERRORS.values()), kind)
         return Failure(known, text_of(error), machine_name())
 
     def told(self) -> list[str]:
-        """Returns what is sent."""
         return [self.kind.__name__, self.text, self.machine]
 
 
 def text_of(error: Exception) -> str:
-    """Returns what a message says of an error."""
     return str(error) if isinstance(error, AutoparError) else f"{type(error).__name__}: {error}"
 
 
 def read_outcome(value: Json) -> tuple[Failure | None, Json]:
-    """Reads the failure of a process's work, or None, and what the work returned."""
+    """Reads the failure of a process's work, if any, and the work's result."""
     match value:
         case [None, result]:
             return None, result
@@ -419,7 +396,7 @@ def read_outcome(value: Json) -> tuple[Failure | None, Json]:
 
 
 def read_json(data: bytes, like: Json) -> Json:
-    """Reads a value of the same kind as another one: an object, a list, a text, or anything else."""
+    """Reads a value of the same kind as another: an object, a list, a text, or anything else."""
     value = json.loads(data)
     kinds = ((dict, dict), (list, (list, tuple)), (str, str))
     theirs, ours = (next((kind for kind, types in kinds if isinstance(x, types)), None) for x in (value, like))
@@ -429,7 +406,6 @@ def read_json(data: bytes, like: Json) -> Json:
 
 
 def read_arrays(data: bytes, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Reads arrays of the shapes and dtypes of others."""
     ends = list(itertools.accumulate((x.nbytes for x in like), initial=0))
     if len(data) != ends[-1]:
         raise ValueError(f"{len(data)} bytes instead of {ends[-1]}")

@@ -1,11 +1,10 @@
-"""The watchdog's thread: each rank tells others what it does, and ends the job when one hangs.
+"""The watchdog's thread: ranks tell each other what they do, and end the job when one hangs.
 
-Once a beat (a second, or less under a short allowance) a rank sends what it knows of all ranks to one other rank, the
-neighbour 1, 2, 4, ... further on in turn, so that news has reached everyone after log2(size) beats, around any rank
-that has stopped. Messages go through a communicator of their own and are looked for at each beat, never waited for,
-and a rank that has fallen silent is sent a few more and then none (MPI's buffers, once full of messages that nobody
-takes, stop the sender's messages to all others): a stopped rank stops nobody's thread. The thread costs well below a
-thousandth of a core.
+Once a beat (a second, or less under a short allowance) a rank sends all that it knows to one other rank, the neighbour
+1, 2, 4, ... further on in turn: news reaches everyone after log2(size) beats, around any rank that has stopped. The
+messages have a communicator of their own and are polled, never waited for. A silent rank is sent a few more and then
+none, since MPI's buffers, once full of messages that nobody takes, stop the sender's messages to all others. The thread
+costs well below a thousandth of a core.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from autopar.launch.progress import ANYBODY, KINDS, PROGRESS, TEXT_BYTES, MarkKi
 from autopar.mpi.waiting import as_bytes
 from autopar.mpi.world import World
 
-#: How long a rank may hang if nothing else is said.
+#: Seconds that a rank may hang by default.
 ALLOWANCE_S = 300.0
 
 #: "off", or seconds: set by the launcher.
@@ -41,16 +40,16 @@ ALLOWANCE_VARIABLE = "AUTOPAR_WATCHDOG"
 #: Seconds between beats, at most and at least, and beats in an allowance.
 LONGEST_BEAT_S, SHORTEST_BEAT_S, BEATS = 1.0, 0.05, 20
 
-#: A main thread that hasn't answered an interrupt after this long is held up in foreign code.
+#: Seconds after which a main thread that hasn't answered an interrupt is held up in foreign code.
 ANSWER_S = 3.0
 
-#: So many messages a rank is sent before it is heard of again.
+#: Messages that a silent rank is sent.
 UNANSWERED = 4
 
 _TAG = 1
 _UNKNOWN_CODE = -1
 
-#: What is known of one rank, as it travels.
+#: The message about one rank.
 _STATE = np.dtype(
     [
         ("beat", "<i8"),
@@ -67,14 +66,14 @@ _STATE = np.dtype(
 
 
 def allowance(seconds: float | None) -> float:
-    """Returns an allowance as it travels, infinity for None; an ArgumentsError for one that isn't positive."""
+    """Returns an allowance in seconds, infinity for None; raises ArgumentsError if it isn't positive."""
     if seconds is not None and not (isinstance(seconds, (int, float)) and seconds > 0):
         raise ArgumentsError(f"watchdog: {seconds!r} seconds; it must be a positive number, or None for no watchdog")
     return math.inf if seconds is None else float(seconds)
 
 
 class Heartbeat:
-    """Tells the other ranks of this one, and hears of them."""
+    """Tells other ranks what this one does, and hears of them."""
 
     def __init__(self, world: World, hooks: Hooks, allowance_s: float | None) -> None:
         from mpi4py import MPI
@@ -82,7 +81,7 @@ class Heartbeat:
         self._world = world
         self._hooks = hooks
         self.pid = hooks.pid
-        #: For the heartbeat, and the barrier at exit, alone.
+        #: For the heartbeat and the barrier at exit alone.
         self.comm = world.comm.Dup()
         self._names: list[str] = self.comm.allgather(name_rank(world))
         self._states = np.zeros(world.size, _STATE)
@@ -98,10 +97,10 @@ class Heartbeat:
         self._thread: threading.Thread | None = None
         self._interrupts: socket.socket | None = None
         self._interrupted_s: float | None = None
-        #: It came after the first of these times; the second one is the latest.
+        #: The time of the last look before an interrupt, and of the last look.
         self._before_interrupt_s = self._listened_s = time.monotonic()
         self._detected_s: float | None = None
-        #: Ranks and their steps that were said to make no progress, though nobody waits for them.
+        #: Ranks and their steps that were reported by `_name_unawaited`.
         self._named: set[tuple[int, int]] = set()
         self.allowance_s = allowance(allowance_s)
         self._states["allowance_s"] = self.allowance_s  # Until the others have said theirs.
@@ -120,7 +119,7 @@ class Heartbeat:
         self._left = True
 
     def stop(self) -> None:
-        """Ends the thread, when all ranks have left. Collective."""
+        """Ends the thread after all ranks have left. Collective."""
         self._stop.set()
         if self._thread is None:
             return
@@ -140,7 +139,7 @@ class Heartbeat:
 
     @property
     def staying(self) -> list[int]:
-        """The ranks that haven't left, as far as is known; servers leave when all others have."""
+        """The ranks that haven't left, as far as is known. Servers, which leave last, don't count."""
         return [r for r in range(self._world.workers) if not self._states[r]["left"] and r != self._world.rank]
 
     def _run(self) -> None:
@@ -196,10 +195,8 @@ class Heartbeat:
             self._unanswered[newer] = 0
 
     def _detect(self, now_s: float) -> None:
-        """Ends the job if a rank hangs.
-
-        The first rank that is not to blame says so, the others wait a little, in case that one can't.
-        """
+        """Ends the job if a rank hangs. The first rank that is not to blame reports it; the others wait a little, in
+        case that one can't."""
         seen = self._seen(now_s)
         verdict = detect(seen)
         if verdict is None:
@@ -217,7 +214,7 @@ class Heartbeat:
             abort(self._world, verdict.message)
 
     def _name_unawaited(self, seen: Sequence[Seen]) -> None:
-        """Says once of each rank that others go on without it; the first of these does."""
+        """Reports once of each rank that the others go on without it; the first of these does."""
         stuck = unawaited(seen)
         numbers = {r.rank for r in stuck}
         if not stuck or self._world.rank != next(r.rank for r in seen if not r.left and r.rank not in numbers):
@@ -248,11 +245,8 @@ class Heartbeat:
         ]
 
     def _listen_to_interrupts(self) -> None:
-        """Has the numbers of signals written where this thread reads them.
-
-        It reads them even while the main thread is held up in a collective, where Python's own handlers don't get their
-        turn.
-        """
+        """Makes Python write signals' numbers where this thread reads them, even while the main thread is held up in a
+        collective and its handlers can't run."""
         if threading.current_thread() is not threading.main_thread():
             return
         reading, writing = socket.socketpair()
@@ -294,15 +288,15 @@ def _main_stack() -> str:
 
 # --- who hangs, from what the ranks were last seen doing ---
 #
-# In synchronous training one rank that hangs makes all others wait, so standing still is no proof. Blamed is, in
-# this order: who gives no sign of life; who has left while others wait for it in a later step; who neither waits nor
-# goes on while others wait; and, where all wait for each other, who is in the earliest step. A compilation takes its
-# time: nobody is blamed while a rank compiles. A dedicated server that nobody asks has nothing to do, and isn't blamed.
+# In synchronous training one rank that hangs makes all others wait, so standing still is no proof. These are to blame,
+# in this order: ranks without a sign of life; ranks that have left while others wait for them in a later step; ranks
+# that neither wait nor go on while others wait; and, if all wait for each other, those in the earliest step. Nobody is
+# to blame while a rank compiles, which takes its time. A dedicated server without requests isn't either.
 
-#: For this long a rank waits in a later step for one that has left before that is a fault.
+#: Seconds that a rank waits in a later step for one that has left before that is a fault.
 LATE_S = 1.0
 
-#: The same where all that are left wait in the step in which it left: its last messages may be on their way.
+#: The same if all others wait in the step in which it left: its last messages may be on their way.
 LAST_S = 10.0
 
 FAULT_REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks more time; None (off) any"
@@ -310,16 +304,16 @@ FAULT_REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks mor
 
 @dataclass(frozen=True)
 class Seen:
-    """Holds what is known of a rank.
+    """The last news of a rank.
 
     Attributes:
-      name: The rank, in messages.
+      name: The rank's name in messages.
       age_s: Seconds since its last mark.
-      silent_s: Seconds since the last sign of life.
-      allowance_s: How long it may hang; None: for ever.
+      silent_s: Seconds since its last sign of life.
+      allowance_s: Seconds that it may hang; None: for ever.
       left: Whether it waits for the others at its exit.
-      code: Its exit code, where known.
-      needs: The ranks that it waits for, if it waits.
+      code: Its exit code, if known.
+      needs: The ranks that it waits for.
     """
 
     rank: int
@@ -342,7 +336,7 @@ class Seen:
         return self.kind in ("waits", "pulls") and not self.left
 
     def waits_for(self, other: Seen) -> bool:
-        """Returns whether it can't go on if the other one has left: servers answer all the same."""
+        """Says whether it can't go on if the other one has left; servers answer all the same."""
         return self.kind == "waits" and not self.left and other.rank in self.needs
 
     @property
@@ -352,14 +346,14 @@ class Seen:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is to blame, and what is said about it."""
+    """The ranks to blame, and the message about them."""
 
     culprits: tuple[int, ...]
     message: str
 
 
 def detect(ranks: Sequence[Seen]) -> Verdict | None:
-    """Finds the ranks that hang; None while nobody does. `ranks`: all of them, in order."""
+    """Returns who hangs among all ranks, in order; None while nobody does."""
     silent = [r for r in ranks if r.exceeds(r.silent_s)]
     if silent:
         lines = [
@@ -393,17 +387,15 @@ def detect(ranks: Sequence[Seen]) -> Verdict | None:
 
 
 def unawaited(ranks: Sequence[Seen]) -> list[Seen]:
-    """Lists ranks that make no progress in a step while others go on without them, as in asynchronous training.
-
-    That is no fault, but somebody should know. `ranks`: all of them, in order.
-    """
+    """Returns ranks that make no progress in a step while others go on without them, as in asynchronous training. That
+    is no fault, but worth a report."""
     running = [r for r in ranks if not r.left and r.step >= 0]
     stuck = [r for r in running if r.kind == "computes" and r.exceeds(r.age_s)]
     return stuck if any(not r.exceeds(r.age_s) for r in running) else []
 
 
 def _left_while_awaited(left: Sequence[Seen], running: Sequence[Seen]) -> Verdict | None:
-    """Finds ranks that have left while others wait for them."""
+    """Returns the ranks that have left while others wait for them."""
     for r in left:
         waiting = [w for w in running if w.waits_for(r) and w.step > r.step and w.age_s > LATE_S]
         if waiting:

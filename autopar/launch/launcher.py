@@ -1,8 +1,7 @@
 """`python -m autopar launch`: starts the ranks of a job with mpirun, and prints the line that does it.
 
-Nothing of it is needed: `mpirun -n 4 python train.py` is the same job. What it adds: the mpiexec of the environment's
-own MPI, devices a rank, a cluster file, and a supervisor for each rank (`launch/supervise.py`), which names a rank that
-is killed.
+`mpirun -n 4 python train.py` is the same job. The launcher adds the mpiexec of the environment's own MPI, devices a
+rank, a cluster file, and a supervisor for each rank (`launch/supervise.py`), which names a rank that is killed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from autopar.mpi.world import CLIENTS_VARIABLE, RANK_PID_VARIABLE, SERVERS_VARIA
 
 Flavor = Literal["hydra", "open-mpi", "other"]
 
-#: How long a host may take to start a process, when a job is started again.
+#: Seconds that a host may take to start a process when a job is restarted.
 REACHING_S = 30.0
 
-#: Variables that other hosts need, too. Hydra passes the whole environment on by itself.
+#: Variables that other hosts need, too. Hydra passes on the whole environment by itself.
 _PASSED = ("PYTHONPATH", "LD_LIBRARY_PATH", "XLA_FLAGS")
 
 
@@ -50,14 +49,14 @@ class Mpirun:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that follow each other and are started alike."""
+    """Consecutive ranks that are started alike."""
 
     count: int
     variables: tuple[tuple[str, str], ...]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the command line; returns the exit code: that of the rank that failed, 2 for a wrong command line."""
+    """Runs the command line; returns the exit code of the rank that failed, or 2 for a wrong command line."""
     options = _parser().parse_args(arguments)
     try:
         mpirun = find_mpirun(options.mpirun)
@@ -100,7 +99,7 @@ def _plan(options: argparse.Namespace, mpirun: Mpirun, cluster: HostFile | None)
 
 
 def find_mpirun(mpirun: str | None = None) -> Mpirun:
-    """Finds the mpirun to use: the one that is given, that of the environment's mpich wheel, or the system's."""
+    """Returns the given mpirun, that of the environment's mpich wheel, or the system's."""
     beside = [str(Path(sys.executable).parent / name) for name in ("mpiexec", "mpirun")]
     tried = [mpirun] if mpirun else [*beside, "mpirun", "mpiexec"]
     path = next((executable for name in tried if (executable := shutil.which(name))), None)
@@ -136,9 +135,9 @@ def plan_ranks(
 ) -> list[RankGroup]:
     """Returns the groups of ranks of a job, each with its environment variables.
 
-    `count` and `devices` (CPU devices a rank) are None with a cluster, which says both. `watchdog`: seconds or "off".
-    `bind`: "core" or "none".
-    `servers`: how many of the ranks are dedicated servers. `clients`: how many clients the others are, or "machines".
+    `count` and `devices` (CPU devices a rank) are None with a cluster, which has both. `watchdog`: seconds or "off".
+    `bind`: "core" or "none". `servers`: number of dedicated servers among the ranks. `clients`: number of clients that
+    the others are, or "machines".
     """
     total = count if cluster is None else cluster.processes
     if servers is not None and total is not None and servers >= total:
@@ -181,7 +180,7 @@ def _accelerators(host: Host, process: int) -> tuple[tuple[str, str], ...]:
 def mpirun_command(
     mpirun: Mpirun, ranks: Sequence[RankGroup], cluster: HostFile | None, script: Sequence[str]
 ) -> list[str]:
-    """Returns the command that starts all ranks of a script (its absolute path, or -m and a module; arguments)."""
+    """Returns the command that starts all ranks; `script`: its absolute path, or -m and a module, and arguments."""
     code = importlib.util.find_spec("autopar.launch.supervise")
     assert code is not None and code.origin is not None, "autopar/launch/supervise.py is a part of the package"
     program = [sys.executable, "-I", code.origin, *script]
@@ -207,7 +206,7 @@ def _global_flags(flavor: Flavor, cluster: HostFile | None) -> list[str]:
         return ["-hosts", hosts] if hosts else []
     if flavor == "other":
         return []
-    # Open MPI binds by itself, which a rank with several devices, of which each has threads, can't do with.
+    # Open MPI binds by default, which would leave one core to all devices of a rank.
     flags = ["--bind-to", "none", "--oversubscribe"]
     if os.geteuid() == 0:
         flags.append("--allow-run-as-root")
@@ -226,7 +225,7 @@ def _check_hosts(cluster: HostFile) -> None:
 
 
 def _reachable(mpirun: Mpirun, cluster: HostFile, reaching_s: float = REACHING_S) -> HostFile:
-    """Returns the hosts on which mpirun can start this Python; names the others."""
+    """Returns the hosts on which mpirun can start this Python; reports the others."""
     program = ["-n", "1", sys.executable, "-I", "-S", "-c", ""]
     tries = [
         subprocess.Popen(
@@ -322,19 +321,19 @@ def _watchdog(text: str) -> str:
 
 # --- starting a failed job again: `--max-restarts N` ---
 #
-# MPI ends a job that has lost a rank. So all ranks are started again, as torchrun does, and the script goes on from its
-# last checkpoint. The job before is over by then: mpirun has ended its ranks, and if one lived on where it can't be
-# reached, it couldn't save: a checkpoint needs all ranks of its job.
+# MPI ends a job that has lost a rank. All ranks are then started again, as by torchrun, and the script goes on from its
+# last checkpoint. The job before is over: mpirun has ended its ranks, and one that lived on out of reach couldn't save,
+# since a checkpoint needs all ranks of its job.
 
-#: How long ranks may take to end after a second signal, and mpirun after that.
+#: Seconds that ranks may take to end after a second signal, and mpirun after that.
 ENDING_S, KILLING_S = 10.0, 5.0
 
-#: How long hydra's process on a machine may live on behind mpirun.
+#: Seconds that hydra's process on a machine may outlive mpirun.
 _PROXY_S = 1.0
 
 #: Signals that end a job, and others that ranks may wait for.
 _ENDING, _TOLD = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP), (signal.SIGUSR1, signal.SIGUSR2)
-#: Begin names of variables by which MPI tells a process that it is a rank; the launcher may be one of another job.
+#: Prefixes of variables by which MPI tells a process that it is a rank; the launcher may be one of another job.
 _RANKS_ENVIRONMENT = (
     *("PMI_", "PMI2_", "PMIX_RANK", "PMIX_NAMESPACE", "PMIX_SERVER", "PALS_RANKID"),
     *("OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", RANK_PID_VARIABLE),
@@ -356,13 +355,13 @@ def run_job(
     ending_s: float = ENDING_S,
     killing_s: float = KILLING_S,
 ) -> int:
-    """Runs mpirun until it ends well, was interrupted, or has failed once more often than `restarts`.
+    """Runs mpirun until it ends well, is interrupted, or has failed once more often than `restarts`.
 
     Args:
       command: The line of the first run.
-      restarts: How often the job is started again.
-      plan_again: Gives the line of another run, for the hosts that are there by then.
-      ending_s, killing_s: How long ranks may take to end after a second signal, and mpirun after that.
+      restarts: Number of restarts.
+      plan_again: Returns the line of another run, for the hosts that are there by then.
+      ending_s, killing_s: Seconds that ranks may take to end after a second signal, and mpirun after that.
 
     Returns:
       The exit code of the last run; 128 + the signal's number if mpirun was killed.
@@ -386,22 +385,19 @@ def run_job(
 
 
 def say(text: str) -> None:
-    """Prints a line of the launcher's own on stderr."""
     print(f"autopar launch: {text}", file=sys.stderr, flush=True)
 
 
 def remove_topologies(
     since_s: float, folder: Path = Path("/tmp"), processes: Path = Path("/proc"), *, proxy_s: float = _PROXY_S
 ) -> None:
-    """Removes files with the machine's topology, which hydra leaves where its job fails.
-
-    Nothing says whose they are: where another job of hydra's runs, all stay.
+    """Removes files with the machine's topology, which hydra leaves where its job fails. Nothing says whose they are:
+    all stay while another job of hydra's runs.
 
     Args:
       since_s: When the job began, by `time.time()`.
-      folder: Where hydra writes them.
-      processes: Where the kernel lists processes.
-      proxy_s: How long hydra's process may live on behind mpirun.
+      folder, processes: Where hydra writes them, and where the kernel lists processes.
+      proxy_s: Seconds that hydra's process may outlive mpirun.
     """
     end_s = time.monotonic() + proxy_s
     while is_there := any(_text(process / "comm") == "hydra_pmi_proxy" for process in processes.glob("[0-9]*")):
@@ -426,13 +422,9 @@ def _environment() -> dict[str, str]:
 
 
 class _Runner:
-    """Runs mpirun in a session of its own. Within its context signals go to all ranks, but for a SIGHUP under nohup.
-    The first one that ends a program may have them save a checkpoint, which takes its time; ranks that stay after a
-    second one are killed.
-
-    Attributes:
-      interrupted: Whether there was a signal: the job isn't to be started again.
-    """
+    """Runs mpirun in a session of its own, and passes signals to all ranks (but no SIGHUP under nohup). After the first
+    signal that ends a program, ranks may save a checkpoint, which takes its time; ranks that stay after a second one
+    are killed. `interrupted`: there was a signal, so the job isn't restarted."""
 
     def __init__(self, ending_s: float, killing_s: float) -> None:
         self.interrupted = False
@@ -464,7 +456,7 @@ class _Runner:
         while self._early:
             self._process.send_signal(self._early.pop())
         code = None
-        while code is None:  # a wait without end hears of no signal that came just before it, or to another thread
+        while code is None:  # an endless wait misses signals that came just before it, or to another thread
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = self._process.wait(timeout=0.5)
         self._process = None

@@ -1,11 +1,11 @@
-"""`noticing`: says on stderr what takes longer than a second: what is traced, planned, compiled or measured.
+"""`noticing`: says on stderr what takes longer than a second: tracing, planning, compiling, measuring.
 
-On a terminal and in a notebook it is one line that counts the seconds and goes when the work is done. Elsewhere each
-phase is a record of the logger "autopar", at level INFO, and a line on stderr, unless the user gives that logger a
-handler. `logging.getLogger("autopar").setLevel(logging.WARNING)` silences both. Of a job's processes the first one says
+On a terminal and in a notebook it is one line that counts the seconds and disappears when the work is done. Elsewhere
+each phase is a record of the logger "autopar", at level INFO, and a line on stderr, unless the user gives that logger a
+handler. `logging.getLogger("autopar").setLevel(logging.WARNING)` silences both. Only the first process of a job says
 it.
 
-A thread waits for the second to pass. It is a daemon, ends with the block, and writes nothing after it.
+A daemon thread waits for the second to pass. It ends with the block, and writes nothing after it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import jax
 
 from autopar.mpi.world import world
 
-#: What takes less than this isn't said.
+#: Seconds of work before it is said.
 AFTER_S = 1.0
-#: How often a line on a terminal is written anew.
+#: Seconds between updates of a terminal's line.
 _EVERY_S = 0.5
 #: Characters of a bar.
 _BAR = 20
 
 
 class _ToStderr(logging.Handler):
-    """Writes records to stderr once, and alike whoever has configured the root logger (`basicConfig`, absl): the root's
-    handlers get them as well, but for those that write to the console. Where the logger has another handler, that one
-    and all of the root's get them instead."""
+    """Writes records to stderr once, whoever has configured the root logger (`basicConfig`, absl). The root's handlers
+    get them as well, except those that write to the console. If the logger has another handler, that one and all of the
+    root's get them instead."""
 
     def emit(self, record: logging.LogRecord) -> None:
         of_root = logging.getLogger().handlers
@@ -48,7 +48,7 @@ class _ToStderr(logging.Handler):
 
 
 def _is_console(handler: logging.Handler) -> bool:
-    """Returns whether a handler writes to stderr or stdout: one of `logging`, of absl, or of rich."""
+    """Says whether a handler, of `logging`, absl or rich, writes to stderr or stdout."""
     writer = getattr(handler, "python_handler", handler)
     stream = getattr(writer, "stream", None) or getattr(getattr(writer, "console", None), "file", None)
     return stream is not None and stream in (sys.stderr, sys.stdout, sys.__stderr__, sys.__stdout__)
@@ -58,7 +58,7 @@ LOG = logging.getLogger("autopar")
 if not LOG.handlers:
     LOG.addHandler(_handler := _ToStderr())
     _handler.setFormatter(logging.Formatter("autopar: %(message)s"))
-    LOG.propagate = False  # the handler does it
+    LOG.propagate = False  # `_ToStderr` does it
 if LOG.level == logging.NOTSET:
     LOG.setLevel(logging.INFO)
 
@@ -67,12 +67,12 @@ _open: list[Notice] = []
 
 
 class Notice:
-    """Says what a block of work does. `tell` says which part of it begins; the rest is `noticing`'s.
+    """The line on a block of work (`noticing`).
 
     Args:
       what: Whose work it is: the step's name.
-      parts: How many parts it has, 0 if that isn't known.
-      logs: Whether phases are lines of a log, where there is no terminal.
+      parts: Number of parts; 0: unknown.
+      logs: Whether phases are lines of a log if there is no terminal.
     """
 
     def __init__(self, what: str, parts: int, *, logs: bool) -> None:
@@ -83,18 +83,12 @@ class Notice:
         self._written = 0
 
     def tell(self, phase: str, *, parts: int | None = None, done: int = 0) -> None:
-        """Says what is done from now on.
-
-        Args:
-          phase: A few words, such as "compiling".
-          parts: How many parts that has, None for as many as before.
-          done: How many of them are done.
-        """
+        """Sets the phase in a few words, such as "compiling", with its number of parts (None: as before), and those
+        done."""
         self._phase, self._done = phase, done
         self._parts = self._parts if parts is None else parts
 
     def show(self) -> None:
-        """Writes the line."""
         with self._lock:
             if self._ended.is_set() or _open[-1:] != [self] or not LOG.isEnabledFor(logging.INFO):
                 return
@@ -105,7 +99,7 @@ class Notice:
             self._said = self._phase
 
     def end(self) -> None:
-        """Writes nothing more, and takes away what is on a terminal."""
+        """Writes nothing more, and clears the terminal's line."""
         self._ended.set()
         with self._lock:
             if self._written:
@@ -114,7 +108,7 @@ class Notice:
                 sys.stderr.flush()
 
     def wait(self, first_s: float) -> None:
-        """Writes the line after some time, and again as long as the block runs."""
+        """Writes the line after `first_s` seconds, and again while the block runs."""
         seconds = first_s
         while not self._ended.wait(seconds):
             try:
@@ -124,7 +118,7 @@ class Notice:
             seconds = _EVERY_S
 
     def _line(self) -> str:
-        """Returns the line for a terminal, which must not wrap: it couldn't be taken back."""
+        """Returns the line for a terminal. It must not wrap, or it couldn't be cleared."""
         width = max(1, shutil.get_terminal_size().columns - 1)
         what, time_s = f"autopar: {self._what}: {self._phase}", time.monotonic() - self._start
         bar = count = ""
@@ -148,10 +142,10 @@ def noticing(
 
     Args:
       what: Whose work it is.
-      phase: What is done first.
-      parts: How many parts the work has, 0 if that isn't known.
-      at_once: For work that is known to take its time, a line that is said before. In a log it is the only one, of
-        what that work consists of, too.
+      phase: The first phase.
+      parts: Number of parts; 0: unknown.
+      at_once: A line to write before work that is known to take its time. A log has this line only, also for what that
+        work consists of.
       shown: Whether this process says it; None: the first one of the job does.
     """
     notice = Notice(what, parts, logs=not at_once and all(outer.logs for outer in _open))
@@ -174,7 +168,7 @@ def noticing(
 
 
 def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:
-    """Says what the innermost block does from now on, as `Notice.tell` does; nothing outside of blocks."""
+    """Sets the phase of the innermost block, as `Notice.tell` does; does nothing outside of blocks."""
     if _open:
         _open[-1].tell(phase, parts=parts, done=done)
 
@@ -184,7 +178,7 @@ def _is_first() -> bool:
 
 
 def _is_live() -> bool:
-    """Returns whether what is written can be taken back: on a terminal, or in a notebook."""
+    """Says whether a written line can be cleared: on a terminal, or in a notebook."""
     stream = sys.stderr
     if stream is None or type(stream).__module__ == "ipykernel.iostream":
         return stream is not None

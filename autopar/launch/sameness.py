@@ -1,7 +1,7 @@
-"""`check_same`: that all ranks are about to do the same.
+"""`check_same`: compares ranks before they begin.
 
-Ranks that run another plan, other code or another batch size don't fail: they compute something else, or wait for
-each other for ever. So fingerprints are compared before the first step, and the odd rank is named.
+Ranks with another plan, other code or another batch size don't fail: they compute something else, or wait for each
+other for ever. Their fingerprints are compared before the first step, and the odd rank is named.
 """
 
 from __future__ import annotations
@@ -12,15 +12,14 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import LaunchError
 from autopar.mpi.world import World
 
-#: Values longer than this are shortened in messages, after where they begin to differ.
+#: Characters of a value in messages.
 SHOWN = 200
 
 
 def check_same(world: World, facts: Mapping[str, str]) -> None:
-    """Compares what ranks say about themselves. Collective.
+    """Compares ranks' facts, such as {"JAX version": "0.10.2", "batch size": "64"}. Collective.
 
-    `facts`: values that must be equal everywhere, by what they are: {"JAX version": "0.10.2", "batch size": "64"}.
-    Short ones (fingerprints) rather than whole programs: each rank receives all of them.
+    They should be short (fingerprints, no programs), as each rank receives all of them.
 
     Raises:
       LaunchError: on every rank, naming those that differ from the majority (from rank 0, in a tie), and in what.
@@ -39,7 +38,7 @@ def check_same(world: World, facts: Mapping[str, str]) -> None:
 
 
 def _differences(name: str, values: Sequence[str | None]) -> list[str]:
-    """Returns a line for each value that isn't the most frequent one."""
+    """Returns a line for each value other than the most frequent one."""
     counts = collections.Counter(values)
     reference = max(counts, key=lambda value: (counts[value], value == values[0], -values.index(value)))
     lines = []
@@ -56,7 +55,7 @@ def _ranks(ranks: Sequence[str]) -> str:
 
 
 def shown(value: str | None, other: str | None) -> str:
-    """Returns a value, from where it begins to differ if it is long."""
+    """Returns a value; a long one from shortly before its first difference."""
     if value is None:
         return "(missing)"
     if len(value) <= SHOWN:

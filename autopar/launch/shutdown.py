@@ -1,14 +1,14 @@
-"""Exit of a rank: with all others, or as a fault.
+"""Exit of a rank: together with all others, or as a fault.
 
-A rank that comes to its end, by the last line of its script or by SystemExit, waits for all others to come to theirs.
-That is what JAX's exit handler and MPI_Finalize would do next anyway; here it is done first, and with knowledge of
-what the others do. A rank that leaves with a code other than 0 while others stay has failed, and ends the job. With
-code 0 that is a fault as soon as another rank waits for it in a later step (`heartbeat.detect`); otherwise the
-others may have their own last work to do, an evaluation or a checkpoint, and are waited for.
+A rank at its end, by the last line of its script or by SystemExit, waits for all others to come to theirs. JAX's exit
+handler and MPI_Finalize would do so anyway; here it is done first, knowing what the others do. A rank that leaves with
+a code other than 0 while others stay has failed, and ends the job. With code 0 that is a fault as soon as another rank
+waits for it in a later step (`heartbeat.detect`); otherwise the others may have last work of their own, an evaluation
+or a checkpoint, and are waited for.
 
-Python shows its exit code to nobody: SystemExit meets no hook. From Python 3.12 on `sys.monitoring` shows the
-exception as it leaves the script. On 3.11 `sys.exit` is watched instead, and a SystemExit that was raised by hand
-leaves with an unknown code, which is taken for 0.
+Python tells its exit code to no hook. From Python 3.12 on `sys.monitoring` shows the SystemExit as it leaves the
+script. On 3.11 `sys.exit` is wrapped instead; a SystemExit that was raised by hand has an unknown code, which counts as
+0.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from autopar.launch.progress import LEFT, PROGRESS
 from autopar.mpi.service import stop_service
 from autopar.mpi.world import World
 
-#: For this long a rank with an exit code other than 0 waits for others that may be leaving, too.
+#: Seconds that a rank with an exit code other than 0 waits for others that may be leaving, too.
 SHUTDOWN_S = 3.0
 
-#: After this long it is said that the job goes on without a rank.
+#: Seconds after which a rank reports that the job goes on without it.
 NOTICE_S = 20.0
 
 
@@ -49,7 +49,7 @@ class Script:
             sys.exit = self._noting(sys.exit)
 
     def exit_code(self) -> int | None:
-        """Returns the exit code of a script that has ended; None unless it ended normally or by a known SystemExit."""
+        """Returns the exit code of a script that has ended by a known SystemExit; None if it ended otherwise."""
         if self._error is None:
             return None
         if sys.version_info < (3, 12) and self._returned():
@@ -57,7 +57,7 @@ class Script:
         return exit_code(self._error)
 
     def _returned(self) -> bool:
-        """Returns whether the script ended by its last line: the frame, which is kept, says where it stopped."""
+        """Says whether the script ended by its last line, by the place at which its frame stopped."""
         frame = self._frame
         return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 
@@ -89,12 +89,12 @@ class Script:
         return exit
 
 
-#: Called when this rank comes to its end, while the others may go on. Unavoidably global: as a process ends once.
+#: Functions to call when this rank comes to its end, while others may go on. Global, as a process ends once.
 _last_words: list[Callable[[], None]] = []
 
 
 def at_leaving(call: Callable[[], None]) -> None:
-    """Has something called when this rank comes to its end."""
+    """Registers a function to be called when this rank comes to its end."""
     if call not in _last_words:
         _last_words.append(call)
 
@@ -139,7 +139,7 @@ def _await_others(world: World, heartbeat: Heartbeat, code: int | None) -> None:
 
 
 def _outermost_frame() -> FrameType | None:
-    """Returns the frame in which the main thread began: the main script's module, as a rule."""
+    """Returns the main thread's first frame: as a rule the main script's module."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""`SLOWNESS`: how much slower than it is this process pretends to be (`autopar.testing.slow`)."""
+"""`SLOWNESS`: how much slower this process pretends to be (`autopar.testing.slow`)."""
 
 from __future__ import annotations
 
@@ -8,24 +8,19 @@ from collections.abc import Iterator
 
 
 class Slowness:
-    """Holds how long a worker's own computation takes at least. One a process: it is a property of the machine.
-
-    Attributes:
-      factor: How many times as long as it takes.
-      least_s: Seconds to count with instead of what it takes; 0: there are none.
-    """
+    """The pretended speed of this process: `factor` times the time that its computation takes, or `least_s` seconds (0:
+    not set)."""
 
     def __init__(self) -> None:
         self.factor, self.least_s = 1.0, 0.0
 
     @property
     def is_on(self) -> bool:
-        """Says whether it pretends anything."""
         return self.factor > 1 or self.least_s > 0
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """Sleeps behind a block, which waits for what it computes, for as long as it is to seem slower."""
+        """Sleeps after a block, which waits for what it computes, to make it seem slower."""
         start = time.perf_counter()
         yield
         took = time.perf_counter() - start

@@ -1,8 +1,8 @@
-"""`start`: what importing autopar does under an MPI launcher, and `watchdog`.
+"""`start`: connects ranks when autopar is imported under an MPI launcher; `watchdog`.
 
-JAX must know all processes before its backend comes up, which is at its first use; so this happens when autopar is
-imported, and a script needs no line for it. Without a launcher, and in a world of one, nothing happens. On a dedicated
-server the import doesn't return (`serve`).
+JAX must know all processes before its backend comes up, at its first use. So this happens when autopar is imported, and
+a script needs no line for it. Without a launcher, or with one rank, nothing happens. On a dedicated server the import
+doesn't return (`serve`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, wor
 #: Variables that say which accelerators a process may use; the launcher's cluster file sets them.
 DEVICE_VARIABLES = ("JAX_CUDA_VISIBLE_DEVICES", "JAX_ROCM_VISIBLE_DEVICES", "JAX_LOCAL_DEVICE_IDS")
 
-#: For so long at least ranks wait for each other to import autopar, also under a shorter watchdog: imports take time.
+#: Least seconds that ranks wait for each other to import autopar, which takes time, even under a shorter watchdog.
 IMPORTS_S = 60.0
 
 #: The heartbeat of this process, if it is one of several.
@@ -86,8 +86,11 @@ def start() -> None:
 
 
 def _all_ranks_import_autopar() -> World:
-    """Waits for that, which starts MPI, and returns this rank's job. Ends this process, and so the job, where that
-    takes longer than a rank may hang: one may have left before. Only a timer of C's can: MPI holds Python meanwhile."""
+    """Starts MPI, which waits for all ranks to import autopar, and returns this rank's job.
+
+    If that takes longer than a rank may hang, one may have left before, and this process ends, and so the job. Only a
+    timer of C's can end it, as MPI holds Python meanwhile.
+    """
     if (allowed := _allowance()) is None:
         return job()
     before = PROGRESS.last
@@ -101,7 +104,7 @@ def _all_ranks_import_autopar() -> World:
 
 
 def _is_launcher(arguments: Sequence[str]) -> bool:
-    """Returns whether this process is `python -m autopar launch ...`, which a rank may run, as in a shell that srun
+    """Says whether this process is `python -m autopar launch ...`, which a rank may run, as in a shell that srun
     started."""
     k = arguments.index("-m") if "-m" in arguments else 0
     return list(arguments[k : k + 3]) == ["-m", "autopar", "launch"]
@@ -112,7 +115,7 @@ def _watched(here: World, hooks: Hooks) -> Heartbeat:
     from mpi4py import MPI
 
     heartbeat = Heartbeat(here, hooks, _allowance())
-    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user, or an old library, may have started it otherwise
+    if MPI.Query_thread() == MPI.THREAD_MULTIPLE:  # the user may have started MPI without it
         heartbeat.start()
     elif here.rank == 0:
         report_fault("warning: MPI was started for calls from one thread only, so there is no watchdog")
@@ -124,11 +127,11 @@ def _versions() -> dict[str, str]:
 
 
 def watchdog(seconds: float | None) -> None:
-    """Sets how long this rank may hang, from now on. 300 seconds, if it was never said.
+    """Sets how long this rank may hang from now on; 300 seconds by default.
 
-    A rank that makes no progress for longer while others wait for it, or that gives no sign of life, is named, and
-    the job ends. Call it on all ranks alike; around a long part of your own (an evaluation on one rank) `None`
-    switches it off. Without an MPI launcher there is nothing to watch, and it does nothing.
+    A rank that makes no progress for longer while others wait for it, or that gives no sign of life, is named, and the
+    job ends. Call it on all ranks alike; around long work of one rank (an evaluation) `None` switches it off. Without
+    an MPI launcher it does nothing.
 
     Args:
       seconds: The allowance in seconds; None: no limit.
@@ -188,17 +191,16 @@ def _start_jax(here: World) -> None:
 
 
 def _has_one_cpu() -> bool:
-    """Returns whether this process has one device, a CPU, as far as is known before JAX's backend is up."""
+    """Says whether this process has one device, a CPU, as far as is known before JAX's backend is up."""
     forced = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
     on_cpus = jax.config.values["jax_platforms"] == "cpu" or not nvidia_gpus()
     return on_cpus and jax.config.values["jax_num_cpu_devices"] <= 1 and not forced
 
 
 def _local_devices(here: World) -> list[int] | None:
-    """Returns the accelerators of this rank among its host's, by number.
+    """Returns the numbers of this rank's accelerators on its host.
 
-    Ranks that share a host have one each, in turn where there are fewer. None for all of them, and where the
-    environment says which.
+    Ranks that share a host have one each, in turn if there are fewer. None: all, or those that the environment names.
     """
     from mpi4py import MPI
 
@@ -219,11 +221,8 @@ def _local_devices(here: World) -> list[int] | None:
 
 
 def nvidia_gpus(devices: Path = Path("/dev")) -> int:
-    """Returns the number of NVIDIA's GPUs that CUDA sees, without starting it. 0: none, or it can't be known.
-
-    Args:
-      devices: Where the driver has a file for each.
-    """
+    """Returns the number of NVIDIA GPUs that CUDA sees, without starting it; 0 if unknown. `devices`: the driver's
+    files."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip()])
@@ -248,22 +247,20 @@ def _check_host_name(here: World, coordinator: str) -> None:
 
 # --- where JAX's coordination service listens, so that every rank can reach it ---
 #
-# A host's name is a poor answer: in a network namespace, in a container, or under Debian's 127.0.1.1 it means something
-# else to each host. So rank 0 listens, all others try its addresses in turn, and the first one that all of them reach
-# is taken: loopback where all ranks are on one host, else a network's address. Who answers must know a word that rank 0
-# sent through MPI: another host's loopback may have a listener, too.
+# A host's name won't do: in a network namespace, in a container, or under Debian's 127.0.1.1 it means something else to
+# each host. So rank 0 listens, all others try its addresses in turn, and the first one that all of them reach is taken:
+# loopback if all ranks are on one host, else a network's address. The listener must know a word that rank 0 sent
+# through MPI, as another host's loopback may have a listener, too.
 
-#: How long an address is tried, in seconds.
+#: Seconds that an address is tried.
 TRIAL_S = 3.0
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface.
 
 
 def choose_coordinator(world: World) -> str:
-    """Finds an "address:port" at rank 0 that all ranks reach. Collective.
-
-    Where there is none (a firewall), the LaunchError names who can't reach which addresses.
-    """
+    """Returns an "address:port" at rank 0 that all ranks reach, or raises LaunchError, naming those who can't.
+    Collective."""
     word = secrets.token_bytes(16)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(_listening(word)) if world.rank == 0 else None
@@ -286,10 +283,7 @@ def choose_coordinator(world: World) -> str:
 
 
 def _free_port(world: World, address: str) -> int:
-    """Finds a port of rank 0 that is free now at an address.
-
-    It isn't the one that was tried, whose connections linger.
-    """
+    """Returns a free port of rank 0, other than the one that was tried, whose connections linger."""
     port = 0
     if world.rank == 0:
         with socket.create_server((address, 0)) as free:
@@ -299,7 +293,7 @@ def _free_port(world: World, address: str) -> int:
 
 @contextlib.contextmanager
 def _listening(word: bytes) -> Iterator[socket.socket]:
-    """Runs a server on all IPv4 addresses that says a word to whoever connects."""
+    """Runs a server on all IPv4 addresses that sends a word to whoever connects."""
     with socket.create_server(("", 0), backlog=1024) as server:
         done = threading.Event()
         server.settimeout(0.1)
@@ -329,7 +323,7 @@ def _answers(address: str, port: int, word: bytes) -> bool:
 
 
 def _own_addresses() -> list[str]:
-    """Lists this host's IPv4 addresses, loopback first."""
+    """Returns this host's IPv4 addresses, loopback first."""
     addresses = ["127.0.0.1"]
     with contextlib.suppress(OSError):
         addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
@@ -344,14 +338,14 @@ def _own_addresses() -> list[str]:
 # --- a dedicated server, from the import of autopar to the job's end ---
 #
 # Its main thread answers workers (`mpi/service.py`), inside the import, until all of them have come to their end.
-# Another thread couldn't: while autopar is being imported, Python lets no other one unpickle messages. Signals are for
-# workers to answer: one that was interrupted may save a checkpoint, of what servers keep.
+# Another thread couldn't: while autopar is being imported, Python lets no other one unpickle messages. Workers answer
+# signals: an interrupted one may save a checkpoint of what servers keep.
 
 
 def serve(heartbeat: Heartbeat) -> NoReturn:
     """Answers workers until all of them have left, and ends this process with exit code 0. Collective over the job.
 
-    The process ends here: nothing of the script runs, no handler of its exceptions either.
+    Nothing of the script runs, and no handler of its exceptions.
     """
     from mpi4py import MPI
 
@@ -377,20 +371,15 @@ def serve(heartbeat: Heartbeat) -> NoReturn:
 
 # --- memory that mpich's ranks share on a machine ---
 #
-# Its name in /dev/shm goes as soon as all ranks have it. mpich removes it at MPI_Finalize, to which a job that fails
-# doesn't come: 2 MB a job would stay, and a container has 64.
+# Its name in /dev/shm is removed as soon as all ranks have mapped it. mpich does so at MPI_Finalize, which a failed
+# job doesn't reach: each would leave 2 MB, and a container has 64.
 
 _NAMES = "/dev/shm/mpich_shm_"
 
 
 def unlink_segments(comm: Comm, maps: Path = Path("/proc/self/maps")) -> None:
-    """Removes the names of what this process has mapped of that. Collective.
-
-    Args:
-      comm: A communicator of all ranks.
-      maps: Where the kernel lists what a process has mapped.
-    """
-    comm.Barrier()  # all have come out of MPI_Init, and so have it
+    """Removes the names of shared segments that this process has mapped. Collective. `maps`: the kernel's list."""
+    comm.Barrier()  # all have come out of MPI_Init, and so have mapped it
     with contextlib.suppress(OSError):
         paths = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if _NAMES in line}
         for path in paths:  # the first rank of a machine removes them

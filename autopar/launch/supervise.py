@@ -1,13 +1,13 @@
-"""Runs one rank as a child; if it dies without a word, says which rank it was, and where, and ends the job.
+"""Runs one rank as a child; if it dies without a message, says which rank it was, and where, and ends the job.
 
 `python -m autopar launch` starts every rank as `python .../supervise.py train.py args`. A process that is killed by a
-signal (-9, a segmentation fault, the kernel for want of memory) or that leaves by `os._exit` can't say anything
-itself, and MPI launchers name a process id at best. The parent sees how its child ended; the child's last step it
-reads from a page of memory that both have mapped (`progress.PAGE`).
+signal (-9, a segmentation fault, the kernel for want of memory) or that leaves by `os._exit` can't report anything
+itself, and MPI launchers name a process id at best. The parent sees how its child ended, and reads the child's last
+step from a page of memory that both have mapped (`progress.PAGE`).
 
-Run as a script and by path: nothing but the standard library is imported, so that it starts in some milliseconds and
-neither JAX nor MPI exists here. The child is in the same process group, which launchers signal as a whole; should
-this process be killed alone, the kernel kills the child with it.
+It runs as a script, by path, and imports nothing but the standard library: it starts in some milliseconds, without JAX
+or MPI. The child is in the same process group, which launchers signal as a whole. If this process is killed alone, the
+kernel kills the child with it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ STARTED, REPORTED, LEFT, SERVES = 1, 2, 4, 8
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK", "PALS_RANKID", "PMIX_RANK")
 PAGE_VARIABLE = "AUTOPAR_PROGRESS_FD"
 
-#: How long a launcher is given to pass on what was written: ended at once, hydra may lose it.
+#: Seconds for the launcher to pass on a message: hydra may lose it if the rank ends at once.
 FORWARD_S = 0.3
-#: How long others go on before it is said of a rank that it ended without them.
+#: Seconds that others go on before a rank is said to have ended without them.
 ALONE_S = 3.0
-#: How long hydra is given to end the job.
+#: Seconds for hydra to end the job.
 LAST_S = 5.0
 
 _PR_SET_PDEATHSIG = 1
@@ -86,7 +86,7 @@ def _say(text: str) -> None:
 
 
 def _others_go_on() -> bool:
-    """Returns whether other ranks on this machine still run their script a while later."""
+    """Says whether other ranks on this machine still run their script a while later."""
     end_s = time.monotonic() + ALONE_S
     while (found := _others_run()) and time.monotonic() < end_s:
         time.sleep(0.2)
@@ -94,7 +94,7 @@ def _others_go_on() -> bool:
 
 
 def _others_run() -> bool:
-    """Returns whether a process like this one, of the same launcher, has a child."""
+    """Says whether a process like this one, of the same launcher, has a child."""
     parents = {}
     for pid in os.listdir("/proc") if os.path.isdir("/proc") else ():
         with contextlib.suppress(OSError, ValueError), open(f"/proc/{int(pid)}/stat") as file:
@@ -106,8 +106,8 @@ def _others_run() -> bool:
 def _abort_job(code: int) -> None:
     """Ends the job by hydra's own command, through the child's line to it.
 
-    It takes this exit code then, where it would otherwise report one of the innocent ranks that it kills. Other
-    launchers go by how this process ends.
+    It then takes this exit code, and not that of an innocent rank that it kills. Other launchers go by this process's
+    end.
     """
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
@@ -115,7 +115,7 @@ def _abort_job(code: int) -> None:
 
 
 def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
-    """Says how a child ended; None where nothing is amiss, or the child has said it itself."""
+    """Says how a child ended; None if nothing is amiss, or if the child has said it itself."""
     if flags & REPORTED:
         return None
     if code < 0:
@@ -130,7 +130,7 @@ def _how_it_ended(code: int, flags: int, killed_for_memory: int) -> str | None:
 
 
 def _killed_for_memory() -> int:
-    """Counts the processes of this control group that the kernel has killed for want of memory."""
+    """Returns the number of processes in this control group that the kernel has killed for want of memory."""
     with contextlib.suppress(OSError, ValueError), open("/sys/fs/cgroup/memory.events") as events:
         return sum(int(line.split()[1]) for line in events if line.startswith("oom_kill "))
     return 0

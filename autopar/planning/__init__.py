@@ -1,1 +1,1 @@
-"""Plans for people: explained, compared, checked, simulated, kept in files."""
+"""Plans for people: explained, compared, checked, simulated, and kept in files."""

@@ -1,6 +1,7 @@
-"""`measure_alpha`: what share of each table's rows workers touch, alone and together, over several batches.
+"""`measure_alpha`: the share of each table's rows that workers touch, alone and together, over several batches.
 
-Parallax (5.3.1) calls alpha the sparsity. That of n workers is less than n times that of one: they share frequent rows.
+Parallax (5.3.1) calls alpha the sparsity. N workers touch fewer than n times the rows of one, as they share frequent
+rows.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from autopar.run.step import ParallelStep
 
 @dataclass(frozen=True, slots=True)
 class TableAlpha:
-    """Says what workers touch of a table in a step.
+    """The rows of a table that workers touch in a step.
 
     Attributes:
-      path: Of the table.
+      path: The table's path.
       growth: Rows by number of workers.
-      workers, per_machine: Workers that were measured; workers of a machine.
-      worker, machine, union: Distinct rows that one worker touches, those of a machine together, and all that were
-        measured together; on average over the workers and machines. Where fewer workers were measured than a machine
-        has, `machine` is predicted.
+      workers, per_machine: Number of workers that were measured, and of workers on a machine.
+      worker, machine, union: Distinct rows that one worker touches, that a machine's workers touch together, and that
+        all measured workers do; means over workers and machines. `machine` is predicted if fewer workers were measured
+        than a machine has.
     """
 
     path: str
@@ -48,30 +49,30 @@ class TableAlpha:
 
     @property
     def share(self) -> float:
-        """Returns rows that all workers that were measured touch together, over all rows."""
+        """The share of rows that all measured workers touch together."""
         return self.union / self.growth.extent
 
     def rows_at(self, n: float) -> float:
-        """Returns distinct rows that n workers are expected to touch together."""
+        """Returns the expected number of distinct rows that n workers touch together."""
         return self.growth.rows(n)
 
     def alpha_at(self, n: float) -> float:
-        """Returns `rows_at` over all rows; of one worker it is the paper's alpha."""
+        """Returns `rows_at` as a share of all rows; for one worker the paper's alpha."""
         return self.growth.rows(n) / self.growth.extent
 
 
 @dataclass(frozen=True, slots=True)
 class Alphas:
-    """Holds what `measure_alpha` found, by table; `str()` is a table."""
+    """The result of `measure_alpha`; `str()` is a table."""
 
     step: str
     tables: tuple[TableAlpha, ...]
 
     def table(self, path: str) -> TableAlpha:
-        """Returns the table of a path.
+        """Returns the figures of one table.
 
         Raises:
-          ArgumentsError: there is none.
+          ArgumentsError: that table wasn't measured.
         """
         table = next((t for t in self.tables if t.path == path), None)
         if table is None:
@@ -96,28 +97,26 @@ def measure_alpha(
     workers: int = 1,
     per_machine: int = 1,
 ) -> Alphas:
-    """Measures the rows of each table that one worker touches, those of a machine together, and n of them together.
+    """Measures the rows of each table that one worker touches, that a machine's workers touch together, and that n do.
 
-    Nothing of the step is run but the equations that ids depend on. What n workers touch is measured for 1, 2, 4, ...
-    workers up to all that there are, on average over disjoint groups, and fitted (`autopar.cost.heaps`), so that
-    `alpha_at(48)` has an answer where 8 batches are given.
+    Only the equations that ids depend on are run. Rows are counted for 1, 2, 4, ... workers up to all of them, as means
+    over disjoint groups, and fitted (`autopar.cost.heaps`): `alpha_at(48)` has an answer after 8 batches.
 
     Args:
-      step: What `parallelize` returned.
-      batches: The batch of a worker each; all of them are read. Without `state` each is a tuple of all of the step's
-        arguments.
-      state: The step's first argument, the batch being its second and last one. Shapes will do where no ids depend on
-        it (on its key, say).
-      workers: Over how many workers each of the batches is spread, as the step spreads its batches over devices; each
-        share counts as a worker's batch.
+      step: The step that `parallelize` returned.
+      batches: One batch a worker; all are read. Without `state` each is a tuple of all of the step's arguments.
+      state: The step's first argument, if the batch is its second and last one. Shapes will do unless ids depend on it
+        (on a key in it, say).
+      workers: Number of workers that divide each batch, as the step divides its batches over devices; each part counts
+        as a worker's batch.
       per_machine: Workers of a machine.
 
     Returns:
       `Alphas`, with each table's `worker`, `machine` and `union` in rows, `rows_at(n)`, `alpha_at(n)` and `growth`.
 
     Raises:
-      ArgumentsError: fewer than two workers' batches, batches that the workers don't divide, or ids that depend on what
-        is only a shape.
+      ArgumentsError: fewer than two workers' batches, batches that the workers can't divide, or ids that depend on a
+        mere shape.
 
     Example:
       >>> import jax, numpy as np, autopar
@@ -148,7 +147,7 @@ def measure_alpha(
 
 @dataclass(eq=False)
 class _Measured:
-    """Holds what was read of a table: its workers' distinct rows, and how many ids they had."""
+    """A table's distinct rows by worker, and the workers' numbers of ids."""
 
     path: str
     extent: int
@@ -165,12 +164,7 @@ class _Measured:
 
 
 class _Reader:
-    """Reads the rows of calls, whose shapes may differ.
-
-    Args:
-      step: The user's.
-      workers: Over how many workers a call's batch is spread.
-    """
+    """Reads the rows of calls, whose shapes may differ, and whose batches `workers` workers divide."""
 
     def __init__(self, step: AnyStep, workers: int) -> None:
         self.tables: dict[str, _Measured] = {}
@@ -180,7 +174,7 @@ class _Reader:
         self._readers: dict[PlannedStep, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
 
     def read(self, args: Sequence[Pytree], number: int) -> None:
-        """Reads the rows of one call, the `number`th."""
+        """Reads the rows of the call with this number."""
         pure, arrays, named = unwrapped(self._step, args, {}, "measure_alpha")
         own = self._own.setdefault(pure, on_devices(pure, self._spread))
         with warnings.catch_warnings():

@@ -1,17 +1,16 @@
-"""`check`: what the compiled step sends between devices, beside what its plan says.
+"""`check`: compares what a compiled step sends between devices with its plan.
 
-The collectives are read off XLA's compiled program (`measure.collectives`), which doesn't say what they are for:
+The collectives are those of XLA's compiled program (`measure.collectives`), which doesn't say what they are for:
 
-- all-to-alls are the tables' alone: their bytes must be the plan's;
-- all-gathers are the tables', and the model's where its examples meet (negatives of the same batch);
-- of the sums those of tables are found by their sizes; the rest are gradients of dense leaves, and sums over the
-  examples (losses, norms).
+- All-to-alls belong to the tables alone: their bytes must be the plan's.
+- All-gathers belong to the tables, and to the model where its examples meet (negatives of the same batch).
+- Sums of tables are found by their sizes. The rest are gradients of dense leaves, and sums over examples (losses,
+  norms).
 
-What a device's own program reduces and gathers of the model is written in it, and is at most what is sent: XLA merges
-what is equal, and drops what isn't read. All branches of a `cond` count. Of a loop that ends by a condition a turn is
-listed, if XLA doesn't know how many there are. What XLA inserts in a program that it partitions is in no plan.
-
-Two families that are looked up by the same ids may exchange these once, which the plan doesn't know.
+A device's own program contains its reductions and gathers of the model. They bound what is sent: XLA merges equal ones
+and drops unread ones. All branches of a `cond` count. A loop whose number of turns XLA doesn't know is listed by the
+turn. What XLA inserts in a program that it partitions is in no plan. Two families with the same ids may exchange these
+once, which the plan doesn't know.
 """
 
 from __future__ import annotations
@@ -46,13 +45,11 @@ from autopar.run.pipeline import PipelineRunner
 from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import StageExecutor
 
-#: Collectives that a plan's exchanges are made of, and those that XLA has besides.
+#: Collectives of a plan's exchanges, and others that XLA has.
 _EXCHANGES, _OTHERS = ("all-to-all", "all-gather"), ("reduce-scatter", "collective-permute")
-
-
-#: How much more than "at most" is as planned.
+#: An upper bound may be exceeded by this factor.
 _SLACK = 1.08
-#: Of a pipeline: from a device to another.
+#: The collective of rows about a pipeline's messages.
 SEND = "send"
 
 
@@ -61,12 +58,12 @@ class CheckRow:
     """One line of a check: bytes that each device sends in a step.
 
     Attributes:
-      collective: As XLA calls it; "send" of a pipeline.
-      what: For what.
-      planned: By the plan; None where it doesn't say.
-      compiled: By the compiled program.
-      count: Arrays that are sent so there.
-      at_most: Whether the plan says how many there are at most: XLA may add sums up before it reduces them.
+      collective: XLA's name of the collective; "send" in a pipeline.
+      what: What it is for.
+      planned: Bytes by the plan; None: it doesn't say.
+      compiled: Bytes by the compiled program.
+      count: Number of arrays in the compiled program.
+      at_most: Whether `planned` is an upper bound: XLA may add up sums before it reduces them.
     """
 
     collective: str
@@ -78,13 +75,12 @@ class CheckRow:
 
     @property
     def ok(self) -> bool:
-        """Says whether the compiled program does what the plan says, if that says anything."""
+        """Says whether the compiled program agrees with the plan, if the plan says anything."""
         if self.planned is None or self.at_most:
             return self.planned is None or self.compiled <= _SLACK * self.planned
         return self.planned == self.compiled
 
     def cells(self) -> tuple[str, ...]:
-        """Returns the row as text."""
         planned = "not in the plan"
         if self.planned is not None:
             planned = f"planned{' at most' * self.at_most} {format_bytes(self.planned)}"
@@ -95,7 +91,7 @@ class CheckRow:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Holds what `check` found; `str()` is a table, and it is true if all is as planned. `note`: what isn't in it."""
+    """The result of `check`; `str()` is a table. It is true if all is as planned. `note`: what isn't in it."""
 
     step: str
     devices: int
@@ -126,17 +122,17 @@ class Check:
 
 
 def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
-    """Compiles a planned step, and compares its collectives with what the plan says. Nothing is run.
+    """Compiles a planned step and compares its collectives with the plan. Nothing is run.
+
+    Of replicas (`sync=`) a client's own step is checked. Several processes check together.
 
     Args:
-      step: What `parallelize` returned.
+      step: The step that `parallelize` returned.
       *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s.
 
     Raises:
       ArgumentsError: no arguments, or the step has tables on hosts, or a state that servers keep (`sync=Async(...)`),
         whose exchanges aren't in compiled programs.
-
-    Of replicas (`sync=`) a client's own step is checked. Across processes, all of them check together.
     """
     require_step(step, "check")
     if not args and not kwargs:
@@ -171,7 +167,7 @@ def _is_divided(collective: Collective, devices: Devices) -> bool:
 
 
 def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> list[CheckRow]:
-    """Compares what the devices that divide products exchange: nothing but sums, unless something is to be gathered."""
+    """Compares the exchanges of devices that divide products: sums, and gathers if the plan has some."""
     rows = []
     gathers = any(group.gathers for group in plan.taken)
     for op in dict.fromkeys(("all-reduce", *(c.op for c in collectives))):
@@ -183,13 +179,13 @@ def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> lis
 
 
 def _all_sent(collectives: Sequence[Collective], devices: int, times: int = 1) -> tuple[int, int]:
-    """Returns the bytes that each device sends for collectives, done so many times, and the number of arrays."""
+    """Returns the bytes that each device sends for collectives, done `times` times, and the number of arrays."""
     counts = [(c.times * c.sent(devices), c.times * len(c.arrays)) for c in collectives]
     return times * sum(sent for sent, _ in counts), times * sum(arrays for _, arrays in counts)
 
 
 def compare_pipeline(planned: PlannedStep, step: str) -> Check:
-    """Compares what a pipeline's devices send each other, and within its stages, with the plan. `step`: its name."""
+    """Compares what a pipeline's devices send each other, and within stages, with the plan."""
     runner, plan = planned.runner, planned.compiled.plan.pipeline
     assert isinstance(runner, (PipelineRunner, AsynchronousRunner)) and plan is not None, "there are stages"
     made = compare_sends(step, plan, runner.timeline)
@@ -197,11 +193,8 @@ def compare_pipeline(planned: PlannedStep, step: str) -> Check:
 
 
 def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRow]:
-    """Compares what the devices that divide products within stages exchange for the microbatches; in this process's
-    stages.
-
-    All stages make one row: the plan counts a sum where it is read, and the stage before may have made it.
-    """
+    """Compares, for this process's stages, the exchanges within stages over all microbatches. All stages make one row:
+    the plan counts a sum where it is read, and the stage before may have made it."""
     planned, rows = plan.microbatches * sum(stage.exchanged_bytes for stage in plan.stages), []
     made = [] if plan.tensor == 1 else executor.collectives()
     for op in dict.fromkeys(c.op for c in made):
@@ -211,8 +204,8 @@ def _compare_stages(plan: PipelinePlan, executor: StageExecutor) -> list[CheckRo
 
 
 def compare_sends(step: str, plan: PipelinePlan, timeline: Timeline) -> Check:
-    """Compares a pipeline's plan with what its devices send: for microbatches, by stage (by device, if it has several
-    stages); the rest is sums, norms, results and weights of several stages."""
+    """Compares a pipeline's plan with its devices' sends: for microbatches by stage, or by device if a device has
+    several stages. The rest is sums, norms, results and weights of several stages."""
     rows, sent, count = [], list(timeline.sends()), timeline.microbatches
     tasks = [run for run in timeline.actions if isinstance(run, Run) and run.program.phase in ("F", "B", "W")]
     made = {value for run in tasks for value in run.writes}
@@ -244,7 +237,7 @@ def _sent_bytes(sends: Sequence[Send]) -> int:
 def compare_collectives(
     plan: Plan, collectives: Sequence[Collective], own: Sequence[Collective] | None = None
 ) -> Check:
-    """Compares a plan with the collectives of a program that was compiled by it; `own`: those that are written in the
+    """Compares a plan with the collectives of the program compiled by it. `own`: those written in a device's own
     program."""
     if plan.devices == 1:
         rows = [CheckRow(c.op, "on one device", 0, c.times * c.nbytes, len(c.arrays)) for c in collectives]
@@ -271,10 +264,8 @@ def compare_collectives(
 
 
 def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices: int) -> list[CheckRow]:
-    """Lists what a turn sends of loops whose number of turns isn't known.
-
-    Of such loops the compiled program has some that do the work of the tables, too: only what is written is looked for.
-    """
+    """Compares a turn of loops whose number of turns isn't known. Such loops may also do the tables' work in the
+    compiled program: only the collectives of `own` are looked for."""
     compiled, written = (_Pool.of([replace(c, times=1) for c in x if not c.times], devices) for x in (collectives, own))
     rows = []
     for op in dict.fromkeys(op for op, _, _ in written.arrays):
@@ -286,10 +277,8 @@ def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices
 
 @dataclass(slots=True)
 class _Pool:
-    """Holds what a program sends that isn't explained yet: (collective, bytes of the array, bytes that a device sends).
-
-    Flags, of whatever collective, are by themselves, as "any".
-    """
+    """Arrays that a program sends and that no row explains yet: (collective, bytes of the array, bytes that a device
+    sends). Flags of all collectives are "any"."""
 
     arrays: list[tuple[str, int, int]]
 
@@ -304,7 +293,8 @@ class _Pool:
         return _Pool(arrays)
 
     def take(self, op: str, nbytes: int) -> tuple[int, int]:
-        """Takes one array of so many bytes: returns what is sent of it, and 1; zeros if there is none."""
+        """Takes one array of this size; returns the bytes that a device sends for it and 1, or zeros if there is
+        none."""
         taken = next((array for array in self.arrays if array[:2] == (op, nbytes)), None)
         if taken is None:
             return 0, 0
@@ -312,8 +302,8 @@ class _Pool:
         return taken[2], 1
 
     def rest(self, op: str, sizes: Collection[int] | None = None) -> tuple[int, int]:
-        """Takes all arrays of a collective, or those of some sizes: returns what is sent of them, and how many they
-        are."""
+        """Takes all arrays of a collective, or those of some sizes; returns the bytes that a device sends, and their
+        number."""
 
         def is_one(array: tuple[str, int, int]) -> bool:
             return array[0] == op and (sizes is None or array[1] in sizes)
@@ -324,7 +314,7 @@ class _Pool:
 
 
 def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """Compares what is reduced of a table's gradient: all rows, or those that are touched."""
+    """Compares the sum of a table's gradient: of all rows, or of touched ones."""
     sizes, method = table.sizes, table.method
     if sizes is None or not sizes.spread or method not in ("allreduce", "allreduce_rows"):
         return []
@@ -340,7 +330,7 @@ def _reduced(table: TablePlan, pool: _Pool, written: _Pool | None) -> list[Check
 
 
 def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[CheckRow]:
-    """Compares what is exchanged of all tables' rows by one collective, and what is gathered besides."""
+    """Compares one collective's exchanges of all tables' rows, and what is gathered besides."""
     whole = any(array[:2] == (op, size) for array in pool.arrays for size in _lifted_sizes(plan))
     sent, count = pool.rest(op)
     if any(table.lifted and table.sizes is None for table in plan.tables):
@@ -358,8 +348,8 @@ def _exchanged(plan: Plan, op: str, pool: _Pool, written: _Pool | None) -> list[
 
 
 def _possible(plan: Plan, op: str) -> set[int]:
-    """Returns the bytes that the tables' exchanges by one collective may take: families of the same ids may send them
-    once."""
+    """Returns the bytes that the tables' exchanges by a collective may take: families with the same ids may share
+    these."""
     totals, groups = {0}, collections.defaultdict(list)
     for table in plan.families:
         lifted = predict_method(table, table.method) if table.lifted else None
@@ -391,16 +381,9 @@ def _nbytes(shape: Sequence[int], dtype: str) -> int:
 
 
 def own_collectives(block: Block, devices: int, compiled: Sequence[Collective]) -> list[Collective]:
-    """Lists what a device's own program reduces and gathers besides tables' rows, as often as a step does it.
-
-    All branches count, as in `compiled`. A `while` counts as often as XLA knows it to turn; where XLA doesn't know it,
-    `times` is 0 on both sides.
-
-    Args:
-      block: The program.
-      devices: N.
-      compiled: The collectives of the compiled program.
-    """
+    """Returns the reductions and gathers in a device's own program, without tables' rows, as often as a step does them.
+    All branches count, as in `compiled`. `times` is 0 on both sides for a `while` whose number of turns XLA doesn't
+    know."""
     return [c if c.times else replace(c, times=_known_turns(c, compiled)) for c in _written(block, devices, 1)]
 
 
@@ -415,7 +398,7 @@ def _written(block: Block, devices: int, times: int) -> Iterator[Collective]:
 
 
 def _body_turns(equation: Equation) -> int:
-    """Returns how often a step runs a body of the equation; 0 of a loop that ends by a condition."""
+    """Returns how often a step runs a body of the equation; 0 for a loop that ends by a condition."""
     names = {"scan": "length", "ap.microbatches": "count"}
     return 0 if equation.op == "while" else equation.params[names[equation.op]] if equation.op in names else 1
 
@@ -426,7 +409,7 @@ def _reduced_arrays(equation: Equation, devices: int, times: int) -> Iterator[Co
         yield _collective("all-gather", devices * type_.nbytes, times, "pred" if type_.dtype == np.bool_ else "u8")
         return
     yield _collective("all-reduce", type_.nbytes, times)
-    if op != "sum" and jax_compat.is_float(type_.dtype):  # and whether there is a NaN
+    if op != "sum" and jax_compat.is_float(type_.dtype):  # a flag says where there is a NaN
         yield _collective("all-reduce", 4 * math.prod(type_.shape), times)
 
 

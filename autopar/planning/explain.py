@@ -1,6 +1,6 @@
-"""`explain`: the plan of a step, parameter by parameter, and why: `print(autopar.explain(step, state, batch))`.
+"""`explain`: a step's plan, leaf by leaf, with reasons: `print(autopar.explain(step, state, batch))`.
 
-Text where it is printed, as wide as that is; colours under `rich.print`; HTML in a notebook.
+It prints as text as wide as the terminal, in colours under `rich.print`, and as HTML in a notebook.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.planned_step import PlannedStep
 from autopar.run.slow_plans import gathered_bytes, undivided
 
-#: Lines for tables, and for dense leaves, if their plans don't need more.
+#: Lines for tables, and for dense leaves, unless their treatments need more.
 _LINES = 8
 
 
 def explain(
     step: AnyStep, *args: Pytree, cluster: ClusterSpec | None = None, verbose: bool = False, **kwargs: Pytree
 ) -> Explanation:
-    """Explains the plan of a step: each parameter, and why it is treated so.
+    """Explains the plan of a step: what is done with each parameter, and why.
 
-    Its text is as wide as the terminal, or as the environment variable COLUMNS says; 80 columns where neither is known.
-    Where there are many, dense leaves that are treated alike share a line, and so do tables that differ in their sizes
-    alone; `Explanation.rows` has each of them, and `autopar.why` tells of one.
+    Its text is as wide as the terminal or the environment variable COLUMNS says; 80 columns if neither is known. If
+    there are many leaves, dense ones with the same treatment share a line, and so do tables that differ in sizes alone;
+    `Explanation.rows` has each leaf, and `autopar.why` explains one table.
+
+    Without arguments each process may call it by itself; with arguments several processes call it together.
 
     Args:
-      step: What `parallelize` returned.
-      *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. Nothing of the step is run but the
-        equations that ids depend on, to measure alpha. Without arguments: the plan in use.
-      cluster: Plan for these machines in place of the devices here; a batch is that of all of them.
-      verbose: List the passes as well, each with its time, and all that is kept from XLA's partitioner.
+      step: The step that `parallelize` returned.
+      *args, **kwargs: Arguments of a call: arrays or `jax.ShapeDtypeStruct`s. To measure alpha the equations that ids
+        depend on are run, and nothing else. Without arguments it explains the plan in use.
+      cluster: Plan for these machines instead of the devices here; the batch is that of all of them.
+      verbose: List the passes with their times, and every value that all devices have whole.
 
-    An argument of the step that is called `cluster` or `verbose` must be given by its position.
+    An argument of the step called `cluster` or `verbose` must be given by position.
 
     Raises:
       ArgumentsError: no arguments, and the step hasn't been called yet.
-
-    Across processes, all of them ask with arguments together; without arguments each may ask for itself.
     """
     require_step(step, "explain")
     if args or kwargs:
@@ -132,7 +132,7 @@ def _explain(
 
 
 def _dense_row(leaf: DensePlan, plan: Plan) -> ExplainedLeaf:
-    """Returns a dense leaf's row: one in shards is updated on its owner, one that is divided where its products are."""
+    """Returns a dense leaf's row. A leaf in shards is updated by its owner, a divided one where its products are."""
     size = leaf.nbytes
     action, kept = ("dense, in shards, ps", size // plan.devices) if leaf.sharded else ("dense", size)
     action, kept = _divided(plan, leaf.path, action, kept)
@@ -146,7 +146,7 @@ def _divided(plan: Plan, path: str, action: str, touched: int) -> tuple[str, int
 
 
 def _table_row(planned: PlannedStep, space: RowSpace, k: int, leaves: Sequence[Leaf] | None) -> ExplainedLeaf:
-    """Returns a table's row; the family's slots, and what is exchanged, are counted with its first table."""
+    """Returns a table's row. A family's slots and exchanges are counted with its first table."""
     program, bound, plan = planned.compiled.analysed, planned.compiled.bound, planned.compiled.plan
     devices = plan.devices
     table, first = bound.plan.table(program.inputs[k].path), k == space.tables[0]
@@ -192,18 +192,15 @@ def _log_bytes(planned: PlannedStep, family: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedLeaf:
-    """A leaf of the plan, and what its update takes on this batch.
+    """A leaf of the plan, and the cost of its update on this batch.
 
     Attributes:
-      plan: What is decided of it, and why.
-      nbytes: Bytes of the parameter and of its slots.
-      slots: How many leaves are counted with it.
-      alpha: Share of rows that a batch touches, None for a dense parameter.
-      action: How it is updated, in words.
+      nbytes, slots: Bytes of the parameter and its slots, and the number of these.
+      alpha: The share of rows that a batch touches; None for a dense parameter.
+      action, deferred: How it is updated, and the cost of deferred rows, in words.
       dense_bytes, planned_bytes: Memory traffic of its update in a step, plain and planned.
-      deferred: What deferred rows take, in words.
-      sent: On several devices, method -> bytes that each device would send in a step.
-      seconds: Method -> what its exchanges and updates were predicted to take.
+      sent: Method -> bytes that each of several devices would send in a step.
+      seconds: Method -> predicted time of its exchanges and updates.
       table_3: The paper's figures for the table itself (`cost.exchange.transfer_bytes`).
     """
 
@@ -221,7 +218,7 @@ class ExplainedLeaf:
 
     @property
     def path(self) -> str:
-        """Returns its path in the state."""
+        """Its path in the state."""
         return self.plan.path
 
     @property
@@ -231,18 +228,18 @@ class ExplainedLeaf:
 
     @property
     def bounds(self) -> Mapping[str, float]:
-        """Maps methods to the least that these can take (`TablePlan.bounds`)."""
+        """Method -> lower bound of its time (`TablePlan.bounds`)."""
         return self.plan.bounds if isinstance(self.plan, TablePlan) else {}
 
     @property
     def reason(self) -> str:
-        """Says why it is updated so; empty where there is nothing to say."""
+        """The reason for its treatment; "" if there is nothing to say."""
         return "; ".join(filter(None, (self.plan.reason, self.deferred)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line of the table: a leaf, or leaves that are treated alike, whatever their sizes; and their sum."""
+    """A line of the table: leaves with the same treatment, whatever their sizes, and their sum."""
 
     name: str
     leaves: tuple[ExplainedLeaf, ...]
@@ -275,7 +272,6 @@ class _Line:
         return "yellow" if self.first.kind == "sparse" else ""
 
     def total(self, figures: Callable[[ExplainedLeaf], Mapping[str, float]]) -> Mapping[str, float]:
-        """Adds up figures of methods over the leaves."""
         return {method: sum(figures(leaf)[method] for leaf in self.leaves) for method in figures(self.first)}
 
 
@@ -287,12 +283,12 @@ class Explanation:
       rows: The leaves of the state, tables first.
       passes: Name, note and seconds of each pass.
       updates: Whether there is a state.
-      processes: Whose devices they are.
-      hosted: With tables in the memory of the hosts, who reduces and which stages there are; `devices` are ranks then.
-      notes: What is to be known of how the step was read.
-      pipeline: Its stages, if it is run in stages.
-      tensor: T, over how many devices products may be divided.
-      microbatches: How many parts of the batch run one after the other.
+      processes: Number of processes with these devices.
+      hosted: For tables on hosts, who reduces, and the stages of the step; `devices` are ranks then.
+      notes: Further lines on the plan.
+      pipeline: The stages of a pipeline.
+      tensor: T, the number of devices that divide products.
+      microbatches: Number of parts of the batch that run one after the other.
       verbose: Whether the text lists the passes.
     """
 
@@ -313,18 +309,18 @@ class Explanation:
 
     @property
     def dense_bytes(self) -> int:
-        """Returns memory traffic of all updates in a plain step."""
+        """Memory traffic of all updates in a plain step."""
         return sum(r.dense_bytes for r in self.rows)
 
     @property
     def planned_bytes(self) -> int:
-        """Returns memory traffic of all updates in the planned step."""
+        """Memory traffic of all updates in the planned step."""
         return sum(r.planned_bytes for r in self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         before: RenderableType = ""
         for part in self._parts():
-            if part or before:  # one blank line is enough
+            if part or before:  # no two blank lines
                 yield Paragraph(Text(part) if isinstance(part, str) else part) if isinstance(part, str | Text) else part
             before = part
 
@@ -380,8 +376,7 @@ class Explanation:
         return "one device" if self.devices == 1 else f"{self.devices} devices{several}"
 
     def _lines(self) -> Sequence[_Line]:
-        """Returns lines of tables, then of dense leaves, the largest first; those that are treated alike share one,
-        where there are many."""
+        """Returns lines of tables, then of dense leaves from the largest on, folded where there are many."""
         tables, dense = ([row for row in self.rows if row.kind == kind] for kind in ("sparse", "dense"))
         lines = sorted(_folded(_with_slots(dense)), key=lambda line: -line.whole.nbytes)
         return [*_folded(tables, others=[row.path for row in dense]), *lines]
@@ -401,8 +396,7 @@ class Explanation:
 
 
 def _with_slots(rows: Sequence[ExplainedLeaf]) -> Sequence[ExplainedLeaf]:
-    """Returns dense leaves, each with what an optimizer keeps for it: leaves of its shape, on longer paths that end as
-    its own."""
+    """Returns dense leaves with their optimizer slots: leaves of the same shape whose longer path ends with theirs."""
     parameters: dict[tuple[str, tuple[int, ...], str], ExplainedLeaf] = {}
     slots: dict[str, list[ExplainedLeaf]] = {}
     for row in sorted(rows, key=lambda row: row.path.count("/")):
@@ -430,7 +424,7 @@ def _folded(rows: Sequence[ExplainedLeaf], others: Collection[str] = ()) -> Sequ
 
 
 def _treatment(row: ExplainedLeaf) -> Hashable:
-    """Returns all that is printed of a leaf but its name and numbers."""
+    """Returns all that is printed of a leaf except its name and numbers."""
     methods = (row.plan.taken, *row.sent, *row.table_3, *row.seconds)
     return row.action, without_numbers(_reason(row)), without_numbers(_share(row.alpha)), row.slots, methods
 
@@ -462,8 +456,8 @@ def _share(alpha: Alpha | None) -> str:
 
 
 def _reasons(lines: Sequence[_Line]) -> Iterator[Text]:
-    """Yields a paragraph for each reason, under the names of all lines that have it. Where there are many leaves of a
-    kind, reasons that differ in numbers alone share one."""
+    """Yields a paragraph for each reason, led by the names of all lines that have it. Among many leaves of a kind,
+    reasons that differ in numbers alone are one."""
     count, alike = Counter(leaf.kind for line in lines for leaf in line.leaves), {}
     for line in lines:
         if line.first.reason:
@@ -490,7 +484,7 @@ def _reason(row: ExplainedLeaf) -> str:
 
 
 def _exchanges(lines: Sequence[_Line], unit: str) -> Columns:
-    """Makes a row for each method that a parameter has or could have; ">" marks the one it has."""
+    """Returns a table with a row for each method that a parameter has (marked ">") or could have."""
 
     def milliseconds(seconds: float) -> str:
         return f"{1e3 * seconds:.2f} ms"

@@ -1,4 +1,4 @@
-"""Lines of `explain` on a step as a whole: memory, predictions, stages, clients, servers, what is kept from XLA."""
+"""Notes of `explain` on a step as a whole: memory, predictions, stages, clients, servers, values that are gathered."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope
 
-#: Lines that are listed where not all are asked for.
+#: Lines that are listed without `verbose`.
 _SHOWN = 8
-#: Names for the weights of a stage, if they can be folded into so few.
+#: Names that the weights of a stage are folded into, if possible.
 _WEIGHTS = 4
 
 
 def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
-    """Tells which examples' values every device has whole; `verbose`: all."""
+    """Returns lines on values of all examples that every device has whole; without `verbose` the largest ones."""
     local = planned.compiled.program.local
     if local is None or planned.compiled.plan.on_hosts:
         return ()
@@ -57,7 +57,7 @@ def stack_notes(planned: PlannedStep) -> tuple[str, ...]:
 
 
 def predicted_note(step: Prediction) -> str:
-    """Tells what a step is predicted to take, by part, and what each part takes at least."""
+    """Returns the predicted time of a step and its lower bound, by part."""
 
     def by_part(seconds: Mapping[str, float | None]) -> str:
         return ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items() if each)
@@ -71,7 +71,7 @@ def predicted_note(step: Prediction) -> str:
 
 
 def tensor_notes(plan: Plan) -> tuple[str, ...]:
-    """Tells which products are divided over the devices of a tensor axis, what that takes, and why."""
+    """Returns lines on products that are or could be divided over a tensor axis, with costs and reasons."""
     if plan.tensor is None:
         return ()
     alike: dict[str, list[TensorGroupPlan]] = {}
@@ -91,10 +91,10 @@ def tensor_notes(plan: Plan) -> tuple[str, ...]:
 
 
 def memory_notes(planned: PlannedStep, cluster: ClusterSpec | None) -> tuple[str, ...]:
-    """Tells for which machines it is planned, if not for those here, and whether the state fits their devices."""
+    """Returns lines on the machines that a plan is made for, and whether the state fits their memory."""
     program, plan, options = planned.compiled.analysed, planned.compiled.bound, planned.options
     memory = planned.machine.memory_bytes
-    if plan.plan.pipeline is not None:  # which says what each device holds
+    if plan.plan.pipeline is not None:  # its own notes say what each device holds
         return () if cluster is None else (f"Planned for {cluster}; times are predicted from its figures.",)
     shortage = None if memory is None else find_shortage(program, plan, options.strategy, memory)
     if memory is None or (cluster is None and shortage is None):
@@ -113,7 +113,6 @@ def memory_notes(planned: PlannedStep, cluster: ClusterSpec | None) -> tuple[str
 
 
 def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
-    """Tells how many devices would be enough."""
     if shortage.devices is None:
         return (
             "more devices don't help, for too much of it is on each of them: give parts of it to the devices, by "
@@ -125,7 +124,7 @@ def _remedy(shortage: Shortage, cluster: ClusterSpec | None) -> str:
 
 
 def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
-    """Tells what is done between ranks, and for distinct rows by each of their devices."""
+    """Returns lines on what ranks reduce, and compute once for each distinct row."""
     plan = planned.compiled.plan
     why = plan.reduction_reason
     text = {
@@ -140,7 +139,7 @@ def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
 
 
 def replica_notes(plan: Plan) -> Iterator[str]:
-    """Yields lines on what clients do with replicas of their own."""
+    """Yields lines on clients with replicas of their own."""
     sync = plan.sync
     if sync is None:
         return
@@ -184,7 +183,7 @@ def replica_notes(plan: Plan) -> Iterator[str]:
 
 
 def _mean_notes(sync: SyncPlan, weights: str) -> Iterator[str]:
-    """Yields lines on means over all clients; `weights`: of what."""
+    """Yields lines on means over all clients; `weights` describes what is averaged."""
     parts, largest = len(sync.fragments), format_bytes(max(sync.fragment_bytes))
     move = "an outer optimizer moves them by the mean of what changed" if sync.outer else "their mean is taken"
     when = "in every step" if sync.every == 1 else f"every {sync.every} steps"
@@ -222,7 +221,7 @@ def _stability(sync: SyncPlan) -> str:
 
 
 def _first_three(paths: Sequence[str], text: str) -> Iterator[str]:
-    """Yields a text with three paths, and how many others there are, if there are any."""
+    """Yields the text with three paths and the number of others; nothing without paths."""
     if paths:
         yield text.format(", ".join(paths[:3]) + f" and {len(paths) - 3} others" * (len(paths) > 3))
 
@@ -272,7 +271,7 @@ def _homes(served: ServedPlan, path: str) -> str:
 
 
 def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
-    """Yields a table with a row for each stage, its weights, and what follows from the schedule."""
+    """Yields a table with a row for each stage, the stages' weights, and notes on the schedule."""
     stages = plan.stages
     kinds = [k for k in ("F", "B", "W") if any(k in stage.seconds for stage in stages)]
     times = {f"{kind} ms": [stage.seconds.get(kind, 0.0) for stage in stages] for kind in kinds}
@@ -304,7 +303,7 @@ def stage_lines(plan: PipelinePlan) -> Iterator[RenderableType]:
 
 
 def _versions(plan: PipelinePlan) -> Columns:
-    """Tells which weights each stage's tasks see, where minibatches follow one another without a flush."""
+    """Returns a table of the updates that each stage's tasks miss without a flush."""
     numbers, calls = range(len(plan.stages)), plan.calls
     columns = {f"{kind} misses": [calls.missed(k)[i] for k in numbers] for i, kind in enumerate("FB")}
     if plan.ahead:
@@ -323,7 +322,7 @@ def _versions(plan: PipelinePlan) -> Columns:
 
 
 def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
-    """Lists the weights of each stage; of a stack, those of the same rows ("[0:3]") are folded together."""
+    """Returns the names of each stage's weights, folded; layers of a stack fold by their rows ("[0:3]")."""
     names: list[list[str]] = [[] for _ in plan.stages]
     owners: dict[str, dict[str, int]] = {}
     for k, stage in enumerate(plan.stages):
@@ -337,7 +336,7 @@ def _weights(plan: PipelinePlan) -> Sequence[Sequence[str]]:
 
 
 def stage_notes(plan: PipelinePlan) -> Sequence[str]:
-    """Tells what follows from the schedule."""
+    """Returns notes on a pipeline's schedule."""
     held = ", ".join(format_bytes(size) for size in pipeline_memory(plan))
     notes = [
         *(_asynchronous_notes(plan) if plan.updates else [_synchronous_note(plan)]),
@@ -371,7 +370,8 @@ def stage_notes(plan: PipelinePlan) -> Sequence[str]:
 
 
 def _late_notes(plan: PipelinePlan) -> Sequence[str]:
-    """Tells of updates that wait for all stages, so that others see them later than their own backward allows."""
+    """Returns a note on updates that wait for all stages, so that others see them later than their own backward
+    allows."""
     calls = plan.calls
     late = {k: calls.late(k) for k in range(len(plan.stages)) if calls.late(k)}
     if not late:
@@ -398,7 +398,7 @@ def _synchronous_note(plan: PipelinePlan) -> str:
 
 
 def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
-    """Tells what differs without a flush: the function, by design."""
+    """Returns notes on a pipeline without a flush, which is another function by design."""
     seconds, last = pipeline_seconds(plan), plan.calls.last
     time = f" {seconds * 1e3:.2f} ms each once it is full;" if seconds else ""
     times, period = stage_times(plan), plan.devices * simulate_pipeline(plan).period

@@ -1,7 +1,7 @@
-"""`plan`: the plan of a step with what each part of it is predicted to take, and what each device does in it.
+"""`plan`: a step's plan with predicted times of its parts, and the work of each device.
 
-A plan with tables on hosts is made with shape buckets that no batch exceeds. The runtime makes them for what batches
-need, and compiles again when one needs more; `once_per_row_of` says what will then be computed for distinct rows.
+A plan with tables on hosts has shape buckets that no batch exceeds. The runtime makes smaller ones for what batches
+need, and compiles again when a batch needs more; `once_per_row_of` says what these will compute for distinct rows.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def plan(
     alphas: Alphas | None = None,
     **kwargs: Pytree,
 ) -> Plan:
-    """Makes the plan of a step, as plain data.
+    """Returns the plan of a step, as plain data.
 
     Args:
       step, *args, cluster, **kwargs: As for `explain`.
-      alphas: What `measure_alpha` found on batches of the step. Each table's growth is taken from it, and its alpha
-        where the batch is given as shapes. Without it growth is that of the devices' shards of the one batch.
+      alphas: The result of `measure_alpha`. It gives each table's growth, and its alpha if the batch is given as
+        shapes. Without it growth is measured between the devices' parts of the one batch.
 
     Raises:
-      ArgumentsError: no arguments, `step` is no step of `parallelize`, or a table that `alphas` doesn't have.
+      ArgumentsError: no arguments, `step` is no step of `parallelize`, or `alphas` doesn't have a table.
     """
     require_step(step, "plan")
     if not args and not kwargs:
@@ -73,10 +73,8 @@ def plan(
 
 
 def elsewhere(step: ParallelStep, cluster: ClusterSpec) -> ParallelStep:
-    """Returns the step on the cluster's devices, by its rates. It can be planned, not run; `step` is left alone.
-
-    Tables that the strategy puts on hosts are there, with a rank for each device.
-    """
+    """Returns a copy of the step for the cluster's devices, by its rates. It can be planned, but not run. Tables that
+    the strategy puts on hosts are there, with a rank for each device."""
     require_cluster(cluster)
     if step.clients is not None:
         raise ArgumentsError(
@@ -108,15 +106,8 @@ def on_devices(
     *,
     hosts: bool = False,
 ) -> ParallelStep:
-    """Returns the step on so many devices, of no particular kind if nothing is said of them.
-
-    Args:
-      step: The step.
-      count: N.
-      machine: What is known of them.
-      strategy: In place of the step's own, which then leaves the hosts alone.
-      hosts: Whether tables are there.
-    """
+    """Returns a copy of the step for `count` devices, by default without figures of them, and with the step's own
+    strategy except for hosts."""
     strategy = without_hosts(step.options.strategy) if strategy is None else strategy
     options = dataclasses.replace(step.options, devices=count, hosts=hosts, strategy=strategy, may_leave=False)
     options = dataclasses.replace(options, rank_devices=1)
@@ -135,10 +126,10 @@ def plan_of(
     cluster: ClusterSpec | None = None,
     alphas: Alphas | None = None,
 ) -> Plan:
-    """Makes the plan of a planned step; `leaves` are flat arguments, by which alpha is measured."""
+    """Returns the plan of a planned step; `leaves` are flat arguments to measure alpha by."""
     program, made = planned.compiled.analysed, planned.compiled.plan
     decided = {t.path: t for t in made.tables}
-    # What hosts take is known of clusters alone, and measuring the devices here says nothing of it.
+    # Only clusters have figures of hosts, and measuring the devices here doesn't give them.
     measure = planned.machine.step_rates if made.devices > 1 and not (made.on_hosts and cluster is None) else None
     rates = None if measure is None else measure()
     least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
@@ -167,8 +158,8 @@ def plan_of(
 
 
 def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
-    """Counts what the step computes; of devices' own programs with the sums that these have, which stand after loops.
-    Those of tables that are trained whole aren't among them (`dense_load`)."""
+    """Counts what a step computes. For devices' own programs that includes their sums, but not those of tables that are
+    trained whole (`dense_load`)."""
     work, facts = count_work(planned.compiled.analysed), planned.compiled.program.local
     once = once_per_row_of(planned, leaves)
     if once is not None:
@@ -190,7 +181,7 @@ def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[
 
 
 def dense_load(decided: Plan) -> DenseLoad:
-    """Says what a step does on each device with all leaves whose rows don't go by themselves."""
+    """Returns each device's work on all leaves whose rows aren't exchanged by themselves."""
     sizes = _trained_whole(decided)
     divided = {} if decided.tensor is None else dict.fromkeys(decided.tensor.axes, decided.tensor.devices)
     leaves = [leaf.nbytes // (decided.devices if leaf.sharded else divided.get(leaf.path, 1)) for leaf in decided.dense]
@@ -206,8 +197,8 @@ def dense_load(decided: Plan) -> DenseLoad:
 def _touched(
     program: Program, space: RowSpace, leaves: Sequence[Leaf] | None, devices: int, seen: RowGrowth | None
 ) -> tuple[Alpha | None, RowGrowth | None]:
-    """Returns the rows that a step looks up in a family: those of the batch, where it is known, else those expected by
-    what was seen of others, else as many as there can be."""
+    """Returns the rows of a family that a step looks up: the batch's if it is known, else those expected from `seen`,
+    else an upper bound."""
     if not space.accesses:
         return None, None
     ids, extent = program.ids[space.family], space.extent
@@ -231,7 +222,7 @@ def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tup
 
 
 def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:
-    """Returns what the plan says that the step is run by, if it is of these sizes, on devices."""
+    """Returns the terms of the plan that the user gave, if its table has the same sizes and is on devices."""
     if table.sizes is None or table.where == "hosts" or planned.options.plan is None:
         return {}
     earlier = planned.options.plan.table(table.path)
@@ -239,12 +230,8 @@ def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple
 
 
 def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> OncePerRow | None:
-    """Returns what a rank will compute for distinct rows; None for nothing, or where the ids aren't known.
-
-    Args:
-      planned: Of any step.
-      leaves: Its flat arguments, or those that ids depend on.
-    """
+    """Returns what a rank will compute once per distinct row; None for nothing, or if `leaves` don't have what ids
+    depend on."""
     program, bound, stacked = planned.compiled.analysed, planned.compiled.bound, planned.compiled.stacked
     if stacked is not None:
         program, bound = stacked.program, stacked.plan
@@ -269,7 +256,7 @@ def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Once
 
 
 def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[str, str] | str:
-    """Returns methods by the names that simulated steps have; as in strategies ("ps", "hosts") is one."""
+    """Returns methods by their names in simulations, where the strategy ("ps", "hosts") is one name."""
 
     def name(method: Any) -> str:
         method_ = HOSTED if method == ("ps", "hosts") else method
@@ -288,11 +275,7 @@ def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[s
 
 
 def workload(plan: Plan) -> Workload:
-    """Returns what each device does in a step of a plan.
-
-    Raises:
-      ArgumentsError: the plan is of one device.
-    """
+    """Returns each device's work in a step of a plan; raises ArgumentsError if the plan is for one device."""
     if plan.devices == 1:
         raise ArgumentsError(
             f"the plan of {plan.step} is of one device, which says nothing of what several share: "
@@ -303,19 +286,14 @@ def workload(plan: Plan) -> Workload:
 
 
 def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
-    """Returns what each device asks of a table of a plan of several devices.
-
-    Args:
-      table: One with `sizes`.
-      ids: That a device looks up, drawn as those of the plan are; as many as there by default.
-    """
+    """Returns each device's requests to a table of a plan for several devices. `ids`: number that a device looks up,
+    distributed as the plan's; by default as many as there."""
     sizes = table.sizes
     assert sizes is not None, "a plan of several devices has the sizes of its tables"
     each = sizes.ids if ids is None else ids
     growth = table.growth if table.growth is None or ids is None else table.growth.with_ids(ids)
 
     def rows(n: int) -> float:
-        """Returns the rows that n devices touch; where growth isn't known all ids differ."""
         return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
 
     return TableLoad(
@@ -332,8 +310,8 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
 
 
 def client_workload(plan: Plan) -> Workload:
-    """Returns what each device of a client does in its own step. On one device all ids of a table are taken to
-    differ."""
+    """Returns the work of each device of a client in its own step. On one device all ids of a table count as
+    distinct."""
     if plan.devices > 1:
         return workload(plan)
     lifted = [t for t in plan.families if t.lifted]
@@ -348,10 +326,10 @@ def _alone(table: TablePlan) -> TableLoad:
 
 
 def untouched_bytes(table: TablePlan, minibatches: int) -> float:
-    """Returns the bytes of a table's rows that so many minibatches leave alone, if all of their ids differ."""
+    """Returns the bytes of rows that `minibatches` minibatches leave alone if all ids differ."""
     return max(0.0, 1 - minibatches * table.ids / table.shape[table.axis]) * table.nbytes
 
 
 def goes_by_rows(table: TablePlan) -> bool:
-    """Says whether no step moves rows of a table that it doesn't look up."""
+    """Says whether steps only move rows of a table that they look up."""
     return table.lifted and not table.log_steps

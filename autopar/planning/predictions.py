@@ -1,8 +1,8 @@
-"""One tree of predictions for each plan: a step, its parts, and for each what it sends, takes, and takes at least.
+"""The tree of predictions of a plan: a step and its parts, each with bytes sent, predicted time, and lower bound.
 
-`predict` makes it of a plan, which holds its figures; `explain`, `why` and `report` print views of it. Each way to run
-a step has one builder here. The bound beside a prediction is what bandwidths alone take (`Rates.bound`): bytes over the
-bandwidth of the wire or the memory, and operations at the devices' full rate.
+`predict` makes it from the figures in a plan; `explain`, `why` and `report` print views of it. Each way to run a step
+has one builder here. Lower bounds are by bandwidths alone (`Rates.bound`): bytes over the bandwidth of the wire or the
+memory, operations at the devices' full rate.
 """
 
 from __future__ import annotations
@@ -20,14 +20,12 @@ from autopar.ir.stage_plan import PipelinePlan, StagePlan
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Predicts a step, or a part of it.
+    """The prediction of a step or of a part.
 
     Attributes:
-      name: Of the part.
-      parts: What it is made of, in order; a `Term` isn't divided further.
-      timed: Whether seconds are known.
-      source: Where they come from.
-      simulated_s: Seconds of parts that go on at once, on devices of their own; None: one part follows the other.
+      parts: The parts in order; a `Term` isn't divided further.
+      timed, source: Whether times are known, and from where.
+      simulated_s: Seconds of parts that run at the same time, on devices of their own; None: parts follow one another.
     """
 
     name: str
@@ -38,26 +36,26 @@ class Prediction:
 
     @property
     def terms(self) -> tuple[Term, ...]:
-        """Returns all that isn't divided further."""
+        """All terms of the parts."""
         return tuple(t for part in self.parts for t in (part.terms if isinstance(part, Prediction) else (part,)))
 
     @property
     def sent(self) -> int:
-        """Counts the bytes that each device sends in a step; a client, where clients train; the busiest device, where
-        parts go on at once."""
+        """Bytes that each device (each client, if clients train) sends in a step; of parts that run at the same time
+        those of the busiest device."""
         sent = [part.sent for part in self.parts]
         return sum(sent) if self.simulated_s is None else max(sent, default=0)
 
     @property
     def seconds(self) -> float | None:
-        """Predicts what it takes; None where that isn't known."""
+        """Predicted seconds, or None if they aren't known."""
         if not self.timed:
             return None
         return sum(part.seconds or 0.0 for part in self.parts) if self.simulated_s is None else self.simulated_s
 
     @property
     def bound_s(self) -> float | None:
-        """Says what it takes at least, by all parts whose bandwidths are known; None where none are."""
+        """Lower bound in seconds, over all parts whose bandwidths are known; None if none are."""
         bounds = [part.bound_s for part in self.parts if part.bound_s is not None]
         if not bounds:
             return None
@@ -65,7 +63,6 @@ class Prediction:
 
 
 def predict(plan: Plan) -> Prediction:
-    """Predicts a step of a plan."""
     source = "measured here" if plan.cluster is None else f"figures of {plan.cluster.name}"
     if plan.pipeline is not None:
         step = predict_stages(plan.pipeline, plan.cluster)
@@ -77,13 +74,8 @@ def predict(plan: Plan) -> Prediction:
 
 
 def predict_method(table: TablePlan, method: str) -> Prediction | None:
-    """Predicts what a table's family takes by a method; without times only what sends something; None where nothing is
-    known.
-
-    Args:
-      table: Of a plan.
-      method: As in `TablePlan.taken`.
-    """
+    """Predicts a family's step by a method, as in `TablePlan.taken`. Without times only exchanges count; None: nothing
+    is known."""
     if method in table.terms:
         return Prediction(method, tuple(table.terms[method]))
     if table.sizes is None:
@@ -105,7 +97,7 @@ def _of_devices(plan: Plan) -> Prediction:
 
 
 def _of_clients(plan: Plan) -> Prediction:
-    """Predicts a client's own step, and counts what it exchanges with others behind or beside it."""
+    """Predicts a client's own step, and its exchange with others."""
     assert plan.clients_plan is not None, "clients train"
     return Prediction(
         "step", (_of_devices(plan), Term("exchange", 0.0, round(plan.clients_plan.sent_bytes))), timed=False
@@ -113,7 +105,7 @@ def _of_clients(plan: Plan) -> Prediction:
 
 
 def predict_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Prediction:
-    """Predicts stages, which work at once; a step's microbatches, or a minibatch without a flush."""
+    """Predicts stages at work at the same time: a step's microbatches, or one minibatch without a flush."""
     seconds, simulated = pipeline_seconds(plan), simulate_pipeline(plan)
     stages = tuple(_of_stage(k, plan, stage, cluster) for k, stage in enumerate(plan.stages))
     at_once = simulated.period if plan.updates else simulated.seconds
@@ -128,7 +120,7 @@ def predict_stages(plan: PipelinePlan, cluster: ClusterSpec | None) -> Predictio
 
 
 def _of_stage(number: int, plan: PipelinePlan, stage: StagePlan, cluster: ClusterSpec | None) -> Prediction:
-    """Predicts a device of a stage: its share of the microbatches."""
+    """Predicts a device of a stage with its share of the microbatches."""
     count = (1 if plan.updates else plan.microbatches) / len(stage.devices)
     flops_s = None if cluster is None else cluster.device.flops_s
     sends = {"ahead": stage.ahead_bytes, "back": stage.back_bytes, "within": stage.exchanged_bytes}

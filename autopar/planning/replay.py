@@ -1,6 +1,6 @@
-"""`replay`: a timeline, one action after the other in one process: what its devices must have computed, bit for bit.
+"""`replay`: runs a timeline's actions one after the other in one process: its devices must have computed the same bits.
 
-The oracle of asynchronous pipelines, which are another function than the step on one device, by design.
+It is the oracle of asynchronous pipelines, which compute another function than the step on one device, by design.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import CompiledProgram, joined, stage_executables
 from autopar.tables.kinds import copied, materialize
 
-#: Told of each value when it is made, versions of leaves among them.
+#: Called with each value that is made, versions of leaves among them.
 Watch = Callable[[Value, Array], None]
 
-#: What the planned step is compared with.
+#: The reference, for messages.
 AGAINST = "a sequential replay of its own tasks, since without a flush it is another function than the plain step"
 
 
@@ -46,19 +46,18 @@ def replay(
 ) -> dict[Value, Array]:
     """Returns the results of a timeline.
 
-    The programs are those of the devices, compiled for one place; nothing else is theirs: values are moved at the
-    moment in which the list says so, and forgotten where it says so.
+    The programs are the devices', compiled for one place. Values are moved and dropped where the timeline says so.
 
     Args:
-      step: The programs.
-      timeline: Of all devices.
-      arguments: What the call was given, and the leaves of the state; of a leaf in several stages its parts.
-      minibatches: Without a flush, what each minibatch was given.
-      watch: Called with each value that a program makes, and before with the first version of each leaf.
-      tensor: T, the devices that divide the products of a stage: rounding follows from how they are divided.
+      step: The stages' programs.
+      timeline: The actions of all devices.
+      arguments: The call's arguments and the leaves of the state; a leaf in several stages comes in parts.
+      minibatches: Without a flush, the arguments of each minibatch.
+      watch: Called with the first version of each leaf, and with each value that a program makes.
+      tensor: T, the devices that divide the products of a stage: rounding depends on how they are divided.
 
     Raises:
-      KeyError: a device reads what it doesn't have.
+      KeyError: a device reads a value that it doesn't have.
     """
     device, executables = StageDevice(tuple(jax.local_devices()[:tensor])), stage_executables(step, timeline)
     programs = {
@@ -120,16 +119,13 @@ def replay_minibatches(
     watch: Watch = _unwatched,
     tensor: int = 1,
 ) -> list[list[Array | None]]:
-    """Returns what a step without a flush returns for each minibatch, drained behind the last one.
+    """Returns flat results of each minibatch of a step without a flush, drained after the last, whose results alone
+    have the state (None before).
 
     Args:
-      step: The programs.
-      new_states: Number of an input that is state -> number of the output that is its new value.
+      step, watch, tensor: As for `replay`.
+      new_states: Number of a state input -> number of the output with its new value.
       minibatches: Flat arguments of each call. States are taken from the first one.
-      watch, tensor: As in `replay`.
-
-    Returns:
-      For each minibatch its flat results; of the state those behind the last one alone, None before.
     """
     asynchronous = step.asynchronous
     assert asynchronous is not None, "minibatches aren't flushed"
@@ -159,7 +155,7 @@ def replay_minibatches(
 
 
 def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[Var, Array]:
-    """Maps the step's inputs to arguments; a leaf that several stages have is cut into their parts."""
+    """Returns arguments by the step's inputs; a leaf of several stages is cut into their parts."""
     found: dict[Var, Array] = {}
     for parts, leaf in zip(inputs, leaves, strict=True):
         if len(parts) == 1:
@@ -171,7 +167,7 @@ def _by_var(inputs: Sequence[tuple[Var, ...]], leaves: Sequence[Array]) -> dict[
 
 
 def compare_replay(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-    """Compares a run, drained at its end, with its replay, by `replayed`. Arguments as of `Way.replayed`."""
+    """Compares a run, drained at its end, with its replay. Arguments as for `Way.replayed`."""
     program, runner = planned.compiled.analysed, planned.runner
     assert isinstance(runner, AsynchronousRunner), "the step has no flush"
     step = known(planned.compiled.program.staged)

@@ -1,8 +1,8 @@
-"""Replay and `verify` of clients (`sync=`): all that they did, one after the other in one process.
+"""Replay and `verify` of clients (`sync=`): everything that they did, one after the other in one process.
 
-The oracle of `sync=`, which is another function than the step on one device. Clients that average all at once are
-replayed from their minibatches, those that wait for nobody (`autopar.sync.Async`, `Elastic`, `ADPSGD`) from a timeline.
-With a client's own compiled programs either gives the same bits.
+It is the oracle of `sync=`, which computes another function than the step on one device. Clients that average all at
+once are replayed from their minibatches; clients that don't wait (`autopar.sync.Async`, `Elastic`, `ADPSGD`) from a
+timeline. Both give the same bits if they run a client's own compiled programs.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
 
-#: What clients are compared with: replicas, and a state that servers keep.
+#: The references, for messages: for replicas, and for a state that servers keep.
 _MEANS = "a sequential replay of all clients' steps and means, since replicas are another function than the plain step"
 _SERVED = "a sequential replay of what its servers did, since asynchronous training is another function than the step"
 _mean = jax.jit(mean_of)
 
 
 def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any]]) -> Iterator[list[Leaf]]:
-    """Trains replicas in one process, one client after the other: what so many processes must have computed.
+    """Trains replicas in one process, one client after the other, as several processes would.
 
-    A client's steps are run by the programs that it has itself. So on one kind of machine the numbers are those of the
-    processes, to the bit; and how a way of training works out can be seen without them.
+    Clients' steps run by their own programs: on one kind of machine the numbers are those of the processes, to the bit.
+    It also shows without processes how a way of training works out.
 
     Args:
-      step: What `parallelize(..., sync=...)` returned, of a function `(state, batch)`.
-      state: What all clients begin with.
-      minibatches: For each step a batch for each client, in their order, as many each time.
+      step: The step that `parallelize(..., sync=...)` returned for a function `(state, batch)`.
+      state: The state that all clients begin with.
+      minibatches: For each step a list with a batch for each client.
 
     Yields:
-      After each step what each client's call returned. The next step updates these states in place.
+      The results of each client's call, after each step. The next step updates these states in place.
 
     Raises:
-      ArgumentsError: a step without `sync=`, or another number of minibatches than before.
+      ArgumentsError: a step without `sync=`, or a changing number of minibatches.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -103,11 +103,8 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
 
 
 def _among(step: ParallelStep, clients: int, servers: int | None = None) -> ParallelStep:
-    """Returns the step as so many clients, and servers, run it that aren't here.
-
-    Raises:
-      ArgumentsError: there can't be so many.
-    """
+    """Returns the step for `clients` clients, and `servers` servers, that aren't here; raises ArgumentsError if there
+    can't be so many."""
     way = step.planner.way.among(clients, servers)
     return ParallelStep(dataclasses.replace(step.planner, way_of=way.by, clients=None))
 
@@ -115,14 +112,8 @@ def _among(step: ParallelStep, clients: int, servers: int | None = None) -> Para
 def replay_replicas(
     program: Program, runner: MeansRunner, minibatches: Iterable[Sequence[Sequence[Any]]]
 ) -> Iterator[list[list[Leaf]]]:
-    """Yields each client's flat results of each step.
-
-    Args:
-      program: The analysed step.
-      runner: What runs a client's steps, and says what is behind them.
-      minibatches: Of each step, for each client its flat arguments. States are taken from the first step's; all clients
-        have the same then.
-    """
+    """Yields each client's flat results of each step. `minibatches` has for each step each client's flat arguments;
+    states are taken from the first step, where all are equal."""
     states, touched = program.new_states, runner.touched
     leaves: list[dict[int, Leaf]] = []
     shared: list[Replicas] = []
@@ -143,7 +134,7 @@ def replay_replicas(
         exchanges = [runner.exchange(*pair) for pair in zip(shared, weights, strict=True)]
         unions = [np.bitwise_or.reduce(bits) for bits in zip(*map(next, exchanges), strict=True)]
         sent = [exchange.send(unions) for exchange in exchanges]
-        # All means first, as what is sent is updated in place.
+        # All means come first: `send` below updates in place what was sent.
         means = []
         for c, each in enumerate(shared):
             partners = runner.partners(c, each.steps, len(sent))
@@ -157,17 +148,17 @@ def replay_replicas(
 
 
 def timeline(state: Pytree) -> Timeline:
-    """Returns what servers did with a state, since the first call with it: which push (or exchange) came after which,
-    and what it had seen.
+    """Returns the order in which servers applied pushes or exchanges since the first call, and the version that each
+    had seen.
 
-    `autopar.replay_timeline` computes the numbers again of it; its `staleness` and `steps` say how the training went.
+    `autopar.replay_timeline` computes the numbers again from it; its `staleness` and `steps` describe the training.
     Waits for all pushes; servers go on afterwards. Collective: all processes call it.
 
     Args:
       state: A state that a step with `sync=autopar.sync.Async(...)`, or `Elastic(...)`, returned.
 
     Raises:
-      ArgumentsError: servers keep nothing of it.
+      ArgumentsError: no server keeps anything of it.
       DonatedStateError: it was given to a step.
     """
     leaves = jax.tree.leaves(state)
@@ -184,26 +175,25 @@ def timeline(state: Pytree) -> Timeline:
 def replay_timeline(
     step: ParallelStep, state: Pytree, minibatches: Sequence[Sequence[Any]], timeline: Timeline
 ) -> tuple[Pytree, list[list[Pytree]]]:
-    """Computes in one process what workers and servers computed together, message by message as they came.
+    """Computes in one process what workers and servers computed together, message by message in their order.
 
-    The programs are theirs. So on one kind of machine the numbers are theirs, to the bit. Those of a worker of several
-    devices, if this process has them all; else one device does it, which rounds otherwise.
+    The programs are the workers' own: on one kind of machine the numbers are theirs, to the bit. A worker of several
+    devices is replayed by these if this process has them all; otherwise by one device, which rounds differently.
 
     Args:
-      step: What `parallelize(..., sync=autopar.sync.Async(...))`, or `Elastic(...)`, returned, of a function
+      step: The step that `parallelize(..., sync=autopar.sync.Async(...))`, or `Elastic(...)`, returned for a function
         `(state, batch)`.
-      state: What the workers began with.
+      state: The state that the workers began with.
       minibatches: For each worker its batches, one for each of its steps.
-      timeline: What was done (`autopar.timeline`).
+      timeline: The recorded events (`autopar.timeline`).
 
     Returns:
-      The state that `autopar.average` gave at the end, and for each worker what each of its calls returned, with None
-      for leaves of the state that servers keep; replicas are updated in place, and only those of the last call are
-      still there.
+      The state that `autopar.average` gave at the end; and for each worker the results of its calls, None for leaves
+        that servers keep. Replicas are updated in place: only the last call's are still there.
 
     Raises:
-      ArgumentsError: a step without such a `sync=`, too few minibatches, or those of too few workers.
-      TimelineError: the timeline can't be of this step.
+      ArgumentsError: a step without such a `sync=`, too few minibatches, or too few workers.
+      TimelineError: the timeline can't be one of this step.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, autopar
@@ -244,13 +234,12 @@ def replay_served(
     timeline: Timeline,
     programs: ServedPrograms,
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-    """Does what a timeline says. Arguments and results as of `replay_center`; results have None for the state.
-
-    `programs`: what workers and servers run.
+    """Replays a timeline of servers by `programs`. Arguments and results as of `replay_center`; results have None for
+    the state.
 
     Raises:
       ArgumentsError: too few calls.
-      TimelineError: the timeline can't be of this step.
+      TimelineError: the timeline can't be one of this step.
     """
     counts = timeline.steps.tolist()
     if any(len(a) < n for a, n in zip(calls, counts, strict=True)):
@@ -275,17 +264,10 @@ def replay_center(
     calls: Sequence[Sequence[Sequence[Leaf]]],
     timeline: Timeline,
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-    """Does what a timeline says of a centre.
-
-    Args:
-      sync: How it moves.
-      planned: The step at these shapes.
-      start: A call's flat arguments; of these the state.
-      calls: For each client its calls' flat arguments; those of the state aren't read.
-      timeline: All exchanges.
+    """Replays a timeline of clients with a centre. Arguments as for `Way.followed`.
 
     Returns:
-      The flat arguments of the end, with the centre's weights and the mean of all else; and each client's flat results.
+      The final flat arguments, with the centre's weights and the mean of other leaves; and each client's flat results.
 
     Raises:
       TimelineError: a message comes before its client can have sent it, or the clients have others.
@@ -305,7 +287,7 @@ def replay_center(
 def replay_ring(
     planned: PlannedStep, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-    """Does what a timeline says of a ring. Arguments, results and errors as of `replay_center`."""
+    """Replays a timeline of a ring. Arguments, results and errors as of `replay_center`."""
     weights, count, plan = _weights(planned, start), timeline.workers, planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
     passives, rows = Ring(count).passives, TouchedRows(planned.compiled, plan)
@@ -314,7 +296,7 @@ def replay_ring(
     ends = [RingEnd([*weights], rows, count, c, equal=True) for c in range(count)]
     neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
     clients = _run(planned, start, calls, ends, neighbors, timeline)
-    for c, neighbor in zip(passives, neighbors, strict=True):  # what came behind its last step
+    for c, neighbor in zip(passives, neighbors, strict=True):  # exchanges after its last step
         clients[c].leaves |= dict(zip(weights, neighbor.leaves.values(), strict=True))
     return _ended(start, clients, {})
 
@@ -342,12 +324,7 @@ def _run(
 
 
 class _Client:
-    """A client's steps so far.
-
-    Attributes:
-      leaves: Its state, by number of the step's input.
-      results: What its calls returned.
-    """
+    """A client's steps so far: its state, by number of the step's input, and the flat results of its calls."""
 
     def __init__(
         self, runner: Runner, states: Mapping[int, int], start: Sequence[Leaf], calls: Sequence[Sequence[Any]], end: End
@@ -357,7 +334,7 @@ class _Client:
         self.results: list[list[Leaf]] = []
 
     def steps(self, number: int) -> Client:
-        """Yields its messages. `number`: its own."""
+        """Yields its messages; `number`: its own."""
         for step, given in enumerate(self._calls):
             call = [self.leaves.get(k, x) for k, x in enumerate(given)]
             self._end.look_up(call, self._states)
@@ -380,8 +357,8 @@ class _Client:
 def _ended(
     start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[int, Array]
 ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
-    """Returns what a replay does: of leaves that aren't the centre's the clients' mean, the first one's if they aren't
-    floats."""
+    """Returns a replay's results. Leaves without a centre become the clients' mean, or the first client's if they
+    aren't floats."""
     made = list(start)
     for k in clients[0].leaves:
         own = [jnp.asarray(materialize(client.leaves[k])) for client in clients]
@@ -390,10 +367,7 @@ def _ended(
 
 
 def compare_replicas(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-    """Compares a run of clients that average all at once with its replay, by `replayed`. Collective.
-
-    Replicas begin from the mean of what clients are given. Arguments as of `Way.replayed`.
-    """
+    """Compares a run of clients that average all at once with its replay, from the mean of their states. Collective."""
     program, runner = planned.compiled.analysed, planned.runner
     assert isinstance(runner, MeansRunner), "clients have means"
     first = average(list(leaves))
@@ -403,10 +377,7 @@ def compare_replicas(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -
 
 
 def compare_served(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification:
-    """Compares what workers and servers do with the replay of their timeline, by `replayed`. Collective.
-
-    Servers begin with the state once all pushes are applied. Arguments as of `Way.replayed`.
-    """
+    """Compares workers and servers with the replay of their timeline, from the state after all pushes. Collective."""
     program, clients, runner = planned.compiled.analysed, planned.clients, planned.runner
     assert clients is not None, "processes are workers"
     first = average(list(leaves))
@@ -415,13 +386,13 @@ def compare_served(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> 
     done, now = timeline([found[out] for out in program.new_states.values()]), average(found)
     made, results = planned.way.followed(planned, first, calls, done, clients)
     pairs = [[pair] for pair in zip(results[clients.own][-1], found, strict=True)]
-    for k, out in program.new_states.items():  # replicas, if there are, and what servers keep
+    for k, out in program.new_states.items():  # replicas, if there are any, and servers' values
         pairs[out] = [*(pair for pair in pairs[out] if pair[0] is not None), (made[k], now[out])]
     return _compared(clients, program, pairs, steps, _SERVED)
 
 
 def _calls_of_all(clients: Clients, program: Program, first: Sequence[Leaf]) -> list[list[Leaf]]:
-    """Returns all clients' flat arguments, of this one's; the state is one. Collective."""
+    """Returns all clients' flat arguments, with the one state. Collective."""
     batch = [k for k in range(len(first)) if k not in program.new_states]
     keys = {k for k in batch if jax_compat.is_key(getattr(first[k], "dtype", None))}
     sent = [jax.random.key_data(first[k]) if k in keys else first[k] for k in batch]
@@ -435,7 +406,7 @@ def _calls_of_all(clients: Clients, program: Program, first: Sequence[Leaf]) -> 
 
 
 def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: int) -> list[Leaf]:
-    """Returns the flat results of the last of some calls with the same minibatch, the state going around."""
+    """Returns the last call's flat results after `steps` calls with the same minibatch."""
     found: list[Leaf] = []
     state = {k: copied(first[k]) for k in program.new_states}
     for _ in range(steps):
@@ -447,8 +418,7 @@ def _run_steps(runner: Runner, program: Program, first: Sequence[Leaf], steps: i
 def _compared(
     clients: Clients, program: Program, pairs: Sequence[Sequence[tuple[Any, Any]]], steps: int, against: str
 ) -> Verification:
-    """Returns the comparison of what all clients found of each output: pairs of what is expected and found.
-    Collective."""
+    """Returns the comparison over all clients, from pairs of expected and found values for each output. Collective."""
     mine = [_worst(some) for some in pairs]
     all_ = clients.processes.values(mine, "comparing replicas with their replay")
     checks = []
@@ -466,7 +436,7 @@ def _worst(pairs: Sequence[tuple[Any, Any]]) -> tuple[float, float]:
 
 
 def programs_here(planned: PlannedStep, clients: Clients | None) -> ServedPrograms:
-    """Returns what workers and servers run, on the devices of this process's worker if no other process has some."""
+    """Returns the workers' and servers' programs; on the devices of this process's worker if it has them all."""
     compiled, devices = planned.compiled, None if clients is None else clients.devices
     if devices is not None and (devices.mesh.size == 1 or not devices.sharding(None).is_fully_addressable):
         devices = None

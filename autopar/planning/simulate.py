@@ -1,8 +1,7 @@
-"""`simulate`: what a planned step would take on more devices of a kind, or fewer; `save_trace` shows it in time.
+"""`simulate`: predicts a planned step on more or fewer devices of a kind; `save_trace` writes it as a trace.
 
-Of a step in stages copies of the whole pipeline are simulated, each with examples of its own. A copy is the pipeline of
-the plan, by the cluster's rates; copies of a stage add up their gradients once a step. Stages follow one another over
-the devices of a machine, and then over the next one.
+For a step in stages it simulates copies of the plan's pipeline, by the cluster's rates. Each copy has its own examples,
+and copies of a stage add up their gradients once a step. Stages fill one machine's devices after the other's.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ from autopar.planning.plan import named_methods, workload
 from autopar.planning.predictions import predict_stages
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, SyncTime, simulate_clients
 
-#: An event of the Trace Event Format of Chrome, which Perfetto opens; its times are in microseconds.
+#: An event of Chrome's Trace Event Format, with times in microseconds.
 Event = dict[str, Any]
 _WORDS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
-#: Devices that are simulated by default: 1 to 10,000.
+#: Numbers of devices that are simulated by default.
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 5000, 10_000)
 
 
@@ -46,8 +45,8 @@ class Simulation:
 
     Attributes:
       step: The step's name.
-      cluster: Whose devices they are; their number differs.
-      times: One for each number of devices.
+      cluster: The kind of devices; their number varies.
+      times: A time for each number of devices.
     """
 
     step: str
@@ -56,13 +55,13 @@ class Simulation:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """Returns examples a second over those of the first of `times`, which has the fewest devices."""
+        """Examples a second relative to the first of `times`, which has the fewest devices."""
         first = self.times[0]
         return tuple(t.devices / first.devices * first.seconds / t.seconds for t in self.times)
 
     @property
     def crossovers(self) -> list[str]:
-        """Says where the methods or what limits a step changes: a line each."""
+        """Returns lines on where methods, or what limits a step, change."""
         return crossovers(self.times)
 
     def __str__(self) -> str:
@@ -94,37 +93,38 @@ def simulate(
     servers: int | None = None,
     steps: int | None = None,
 ) -> Simulation | SyncSimulation:
-    """Simulates the step of a plan on several numbers of devices (weak scaling: as many examples on each device).
+    """Simulates the step of a plan on several numbers of devices (weak scaling: each device keeps its number of
+    examples).
 
-    Of a plan with `sync=` the clients are simulated, step by step: how many minibatches they do, who waits, and how
-    stale gradients are.
+    A plan with `sync=` is simulated client by client and step by step: minibatches, waiting, and staleness of
+    gradients.
 
     Args:
-      plan: Of `autopar.plan`, for several devices: `plan(step, state, batch, cluster=...)`. With `sync=` of any number
-        of clients.
-      cluster: Of which devices; the plan's by default.
-      devices: Numbers of devices, ascending, or one; `COUNTS` by default. Machines are filled one after the other, the
-        last one wholly. Of a plan with stages multiples of their devices: copies of the pipeline, each with as many
-        examples, whose gradients are added up. With `sync=` multiples of a client's devices, even ones of a ring; all
-        of the cluster's by default.
-      methods: Of each table by its path, or of all: a method of strategies, or "ps on hosts" (a rank for each device);
-        "auto": the fastest at each number of devices, but what the plan has on hosts stays there.
-      overlap: The part of the dense gradients' exchange that may go on beside the backward pass, 0 to 1.
-      variation: Standard deviation of a device's own work over its mean; the slowest device is waited for. With
-        `sync=` of a client's own step, each of which is drawn.
-      slow: With `sync=`, stragglers: worker -> how many times as long its own steps take, such as `{3: 10.0}`.
-      step_s: With `sync=`, what a client's own step takes, in seconds; predicted of the devices by default.
-      servers: With servers, how many there are, in the first of a process for each device; as many as in the plan by
-        default, or one for each client, if they are in all processes there. With `Async` they are taken to be equally
-        large, if there are others than in the plan; a server keeps one leaf at least.
-      steps: With `sync=`, how many steps of each client are simulated, on average; some hundred by default.
+      plan: A plan of `autopar.plan` for several devices: `plan(step, state, batch, cluster=...)`; with `sync=` for any
+        number of clients.
+      cluster: The kind of devices; by default the plan's.
+      devices: One number of devices or several ascending ones; `COUNTS` by default. Machines are filled one after the
+        other, the last one wholly. With stages, multiples of their devices: copies of the pipeline that add up their
+        gradients. With `sync=`, multiples of a client's devices (an even number of clients in a ring); by default all
+        of the cluster.
+      methods: The method of all tables, or of each by its path: one of strategies, or "ps on hosts" (a rank for each
+        device). "auto" takes the fastest at each number of devices; tables that the plan has on hosts stay there.
+      overlap: The part of the dense gradients' exchange that may run during the backward pass, 0 to 1.
+      variation: Standard deviation of a device's own work over its mean; all wait for the slowest device. With `sync=`
+        each own step of a client is drawn.
+      slow: With `sync=`, stragglers: worker -> factor of its own steps' time, such as `{3: 10.0}`.
+      step_s: With `sync=`, seconds of a client's own step; by default predicted.
+      servers: With servers, their number; they are in the first of a process for each device. By default as many as in
+        the plan, or one for each client if the plan has them in all processes. Servers of `Async` in another number
+        than the plan's count as equally large, with one leaf each at least.
+      steps: With `sync=`, simulated steps of each client, on average; by default some hundred.
 
     Returns:
-      `Simulation`, or `SyncSimulation` of a plan with `sync=`; either is a table by numbers of devices.
+      `Simulation`, or for a plan with `sync=` `SyncSimulation`; both are tables by number of devices.
 
     Raises:
-      ArgumentsError: no cluster is given; the plan is of one device, so that nobody knows what is shared; a number that
-        is out of range; a method or table that there isn't; or arguments for `sync=` where the plan has none.
+      ArgumentsError: no cluster is given; the plan is for one device, and so doesn't know what several share; a number
+        is out of range; a method or table doesn't exist; or arguments for `sync=` with a plan without it.
     """
     require_plan(plan, "simulate")
     cluster = plan.cluster if cluster is None else require_cluster(cluster)
@@ -176,11 +176,8 @@ def simulate_devices(
 def stage_times(
     name: str, plan: PipelinePlan, cluster: ClusterSpec, counts: Sequence[int], *, overlap: float, variation: float
 ) -> tuple[StepTime, ...]:
-    """Simulates a step for each number of devices; see `simulate`.
-
-    Raises:
-      ArgumentsError: a number of devices that isn't a multiple of the pipeline's.
-    """
+    """Simulates a pipeline for each number of devices (`simulate`); raises ArgumentsError if one is no multiple of the
+    pipeline's."""
     if plan.updates and any(n != plan.size for n in counts):
         raise ArgumentsError(f"{name}: a pipeline without a flush has no copies; leave devices= at {plan.size}")
     wrong = [n for n in counts if n % plan.size]
@@ -221,7 +218,7 @@ def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
 
 
 def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float, int]:
-    """Returns seconds and bytes of the AllReduces over the copies: the stages of a machine share what connects it."""
+    """Returns seconds and bytes of the AllReduces over copies. The stages of a machine share its link."""
     if copies == 1:
         return 0.0, 0
     each = (plan.tensor * len(stage.devices) * [stage.gradient_bytes] for stage in plan.stages)
@@ -237,18 +234,18 @@ def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float,
 
 
 def save_trace(path: str | os.PathLike[str], of: Plan | SyncSimulation) -> None:
-    """Writes a predicted timeline to a file that https://ui.perfetto.dev and chrome://tracing show.
+    """Writes a predicted timeline as a file for https://ui.perfetto.dev and chrome://tracing.
 
-    Of a pipeline each device is a track, and each task of its schedule a slice: its stage's forward, or backward, of a
-    microbatch; then the updates. Of clients (`sync=`) each one is a track, and each of its own steps a slice; between
-    them it waits. Each number of devices that was simulated is a process of the trace.
+    For a pipeline each device is a track, and each task a slice: a stage's forward or backward of a microbatch, then
+    the update. For clients (`sync=`) each one is a track and each own step a slice; between slices it waits. Each
+    simulated number of devices is a process of the trace.
 
     Args:
       path: The file; it is compressed if its name ends in ".gz".
-      of: A plan with stages, `autopar.plan(step, ...)`, or what `autopar.simulate` returned of a plan with `sync=`.
+      of: A plan with stages (`autopar.plan(step, ...)`), or the result of `autopar.simulate` for a plan with `sync=`.
 
     Raises:
-      ArgumentsError: `of` has no timeline, or one without times; or the file can't be written.
+      ArgumentsError: `of` has no timeline, or no times; or the file can't be written.
 
     Example:
       >>> import jax, jax.numpy as jnp, tempfile, autopar
@@ -278,11 +275,8 @@ def save_trace(path: str | os.PathLike[str], of: Plan | SyncSimulation) -> None:
 
 
 def _stage_events(step: str, plan: PipelinePlan) -> Iterator[Event]:
-    """Yields the tasks of a pipeline's devices, and the updates of one that is flushed.
-
-    Raises:
-      ArgumentsError: the tasks have no times.
-    """
+    """Yields the tasks of a pipeline's devices, and with a flush the updates; raises ArgumentsError if the tasks have
+    no times."""
     if not plan.is_timed:
         raise ArgumentsError(
             f"the plan of {step} was made without rates of the devices, so its tasks have no times: make it with "

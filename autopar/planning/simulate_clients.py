@@ -1,7 +1,6 @@
-"""Simulates steps with `sync=` on the devices of a cluster: minibatches of all clients, who waits, staleness.
+"""Simulates steps with `sync=` on a cluster's devices: minibatches, waiting and staleness of all clients.
 
-What clients of a plan send each other, or servers, and what that takes on the cluster, is worked out here; `cost` has
-the clock.
+This module works out what clients send each other or servers, and what that takes; `cost` has the clock.
 """
 
 from __future__ import annotations
@@ -36,19 +35,15 @@ from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
 from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes
 from autopar.servers.timeline import Timeline
 
-#: Steps of a client that are simulated by default, at least and at most; and messages that are simulated for that.
+#: Least and most steps of a client that are simulated by default, and messages that all clients' may take.
 _LEAST, _STEPS, _MESSAGES = 20, 200, 300_000
-#: Pairs of a worker and a server, or of clients' devices, all of whose messages are simulated.
+#: Most pairs of a worker and a server, or of clients' devices, whose messages can all be simulated.
 _MOST_PAIRS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """Says what is simulated of clients: arguments of `simulate`, which describes them.
-
-    Raises:
-      ArgumentsError: a number that makes no sense.
-    """
+    """Arguments of `simulate` about clients, which describes them; raises ArgumentsError if a value makes no sense."""
 
     slow: Mapping[int, float] = field(default_factory=dict)
     step_s: float | None = None
@@ -72,11 +67,7 @@ class ClientOptions:
                 raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more")
 
     def check_workers(self, count: int) -> None:
-        """Checks that all slow workers are there.
-
-        Raises:
-          ArgumentsError: one isn't.
-        """
+        """Checks that all slow workers are among `count`, or raises ArgumentsError."""
         wrong = next((w for w in self.slow if isinstance(w, bool) or w not in range(count)), None)
         if wrong is not None:
             raise ArgumentsError(f"slow: there is no worker {wrong!r}; there are {count}, from 0")
@@ -88,13 +79,13 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyncTime:
-    """Says what clients do on some devices.
+    """The simulated clients on some devices.
 
     Attributes:
-      devices: N, of all clients.
-      clients: What each of them did.
-      rates: Minibatches a second of each, once training goes on evenly.
-      timeline: What servers, or passive clients of a ring, did, as `autopar.timeline` has it; None without them.
+      devices: N, the devices of all clients.
+      clients: Each client's time.
+      rates: Each client's minibatches a second, in the steady state.
+      timeline: What servers, or passive clients of a ring, did (see `autopar.timeline`); None without them.
     """
 
     devices: int
@@ -104,29 +95,29 @@ class SyncTime:
 
     @property
     def minibatches_s(self) -> float:
-        """Returns the minibatches a second of all clients."""
+        """Minibatches a second of all clients."""
         return sum(self.rates)
 
     @property
     def waiting(self) -> float:
-        """Returns the share of the clients' time in which they wait."""
+        """The share of the clients' time in which they wait."""
         return float(np.mean([client.waiting for client in self.clients]))
 
     @property
     def staleness(self) -> float:
-        """Returns how many pushes of others a server applied since the pull of a push's weights, on average; 0 without
+        """The mean number of others' pushes that a server applied between the pull and the push of a step; 0 without
         servers."""
         late = self.timeline.staleness if self.timeline is not None and self.has_servers else ()
         return float(np.mean(late)) if len(late) else 0.0
 
     @property
     def has_servers(self) -> bool:
-        """Says whether servers keep something, and not the clients of a ring for each other."""
+        """Says whether servers keep something; a ring's clients are none."""
         return self.timeline is not None and not self.timeline.ring
 
     @property
     def limit(self) -> str:
-        """Says what clients spend most time on."""
+        """The activity that clients spend most time on."""
         parts = {
             "own steps": sum(client.computing_s for client in self.clients),
             "slower clients": sum(client.slowest_s for client in self.clients),
@@ -137,16 +128,16 @@ class SyncTime:
 
 @dataclass(frozen=True, slots=True)
 class SyncSimulation:
-    """Holds what clients of a step with `sync=` do, by number of devices; `str()` is a table.
+    """Simulated clients of a step with `sync=`, by number of devices; `str()` is a table.
 
     Attributes:
       step: The step's name.
-      mode: How they train, in words.
-      cluster: Whose devices they are; their number differs.
-      slow: Client -> how many times as long its own steps take.
-      step_s: Seconds of a client's own step that nobody disturbs.
-      times: One for each number of devices.
-      update_s: What of it applies the update; None where that isn't known: a step's seconds were given.
+      mode: The way of training, in words.
+      cluster: The kind of devices; their number varies.
+      slow: Client -> factor of its own steps' time.
+      step_s: Seconds of an undisturbed client's own step.
+      times: A time for each number of devices.
+      update_s: Seconds of the update in it; None if `step_s` was given.
     """
 
     step: str
@@ -159,7 +150,7 @@ class SyncSimulation:
 
     @property
     def speedups(self) -> tuple[float, ...]:
-        """Returns minibatches a second over those of one client that nobody disturbs, and that exchanges nothing."""
+        """Minibatches a second relative to one undisturbed client that exchanges nothing."""
         return tuple(self.step_s * t.minibatches_s for t in self.times)
 
     def __str__(self) -> str:
@@ -179,7 +170,7 @@ class SyncSimulation:
         return "\n".join([*lines, *self._by_worker()])
 
     def _by_worker(self) -> list[str]:
-        """Tabulates what each worker does, where there is one number of devices."""
+        """Returns a table of the workers, if one number of devices was simulated."""
         if len(self.times) != 1:
             return []
         (time,) = self.times
@@ -207,8 +198,8 @@ def simulate_clients(
     """Simulates the clients of a plan on several numbers of devices; see `planning.simulate`.
 
     Raises:
-      ArgumentsError: a number of devices that isn't a multiple of a client's; a slow worker that there isn't; more
-        servers than processes; an odd ring; or a step that is predicted to take no time.
+      ArgumentsError: a number of devices is no multiple of a client's; a slow worker doesn't exist; there are more
+        servers than processes; a ring is odd; or a step is predicted to take no time.
     """
     way = plan.clients_plan
     assert way is not None, "clients train"
@@ -235,11 +226,8 @@ def simulate_clients(
 
 
 def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) -> tuple[float, float]:
-    """Predicts the seconds of a client's own step, and what of them applies the update: nothing where servers do that.
-
-    Raises:
-      ArgumentsError: no time.
-    """
+    """Returns predicted seconds of a client's own step, and of the update in it (0 if servers update); raises
+    ArgumentsError if the step takes no time."""
     work = client_workload(plan)
     there = cluster.of(math.ceil(plan.devices / cluster.devices), min(plan.devices, cluster.devices))
     time = simulate_step(work, there, methods=named_methods(methods, work), overlap=overlap)
@@ -254,7 +242,7 @@ def _own_step_s(plan: Plan, cluster: ClusterSpec, methods: Any, overlap: float) 
 
 
 def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOptions) -> SyncTime:
-    """Simulates the clients on all devices of a cluster, or those of them that there are clients for."""
+    """Simulates the clients on all devices of a cluster, or on as many as there are clients for."""
     devices, sync, served = load.count * plan.devices, plan.sync, _served(plan, cluster, load, options.servers)
     if served is not None:
         is_ring = served.ring is not None
@@ -268,7 +256,7 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
         load = _followed(load, options, plan.devices, "")
 
         def sent(step: int) -> float:
-            """Returns what any client has touched until then, at most, of tables by rows."""
+            # Of tables by rows, a client sends the rows that any client has touched until then: an upper bound.
             return sum(_averaged_bytes(plan, sync, load.count * step))
 
         run = simulate_pairs(load, Pairs(Ring(load.count), cluster, plan.devices, sent_bytes=sent))
@@ -279,17 +267,12 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
 
 
 def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: str, every: int = 0) -> ClientLoad:
-    """Returns a load of so many steps that each of their messages can be followed.
+    """Returns a load with few enough steps to follow each of their messages, or raises ArgumentsError.
 
     Args:
-      load: What they do.
-      options: What is asked for.
-      messages: How many a client sends in an exchange.
-      servers: Words for the error: with how many servers; "" without any.
-      every: k, steps from an exchange of replicas with a centre to the next; 0: there is no centre.
-
-    Raises:
-      ArgumentsError: too many messages.
+      messages: Messages of a client in an exchange.
+      servers: The number of servers in words, for the error; "" without any.
+      every: k, steps from an exchange with a centre to the next; 0: there is no centre.
     """
     count = load.count * messages
     if count > _MOST_PAIRS:
@@ -306,7 +289,7 @@ def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: 
 
 
 def sent_bytes(plan: Plan, clients: int) -> float:
-    """Returns the bytes that each of so many clients sends in a step, on average: to servers what it pushes."""
+    """Returns mean bytes that each of `clients` clients sends in a step; with servers the bytes of its pushes."""
     if plan.served is not None:
         return sum(server.push_bytes for server in plan.served.servers)
     assert plan.sync is not None, "clients train"
@@ -318,8 +301,8 @@ def sent_bytes(plan: Plan, clients: int) -> float:
 
 
 def _averaged_bytes(plan: Plan, sync: SyncPlan, minibatches: int) -> list[float]:
-    """Returns the bytes of each fragment that are averaged: of tables whose other rows no step moves those rows alone
-    that so many minibatches have touched, at most."""
+    """Returns the bytes of each fragment that are averaged. Of tables that are sent by rows, these are at most the rows
+    that `minibatches` minibatches have touched."""
     rest = {
         table.path: untouched_bytes(table, minibatches)
         for table in plan.tables
@@ -335,7 +318,7 @@ def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
 
 
 def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> Sequence[float]:
-    """Returns the seconds of each fragment's mean over all clients, of as many as there are in `load`."""
+    """Returns the seconds of each fragment's mean over the clients of `load`."""
     each = max(1, cluster.devices // plan.devices)  # clients of a machine
     ends = dataclasses.replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
     copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces
@@ -344,17 +327,8 @@ def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad)
 
 
 def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served | None:
-    """Says how clients ask servers, or passive clients of a ring; None where they ask nobody.
-
-    Args:
-      plan: Theirs.
-      cluster: What connects them.
-      load: How many there are, and what they do.
-      wanted: How many servers there are to be; None: as the plan says.
-
-    Raises:
-      ArgumentsError: more servers than processes.
-    """
+    """Returns how clients ask servers, or passive clients of a ring; None if they ask nobody. Raises ArgumentsError for
+    more servers (`wanted`; None: the plan's) than processes."""
     sync, processes, ring = plan.sync, load.count * plan.devices, Ring(load.count)
     if plan.served is not None:
         return _pulling(plan, plan.served, cluster, load, wanted)
@@ -366,7 +340,7 @@ def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | No
         served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
         return dataclasses.replace(served, every=sync.every)
     if sync.partners == "neighbors" and load.count > 1:
-        # Of tables by rows those that all have touched in as many steps as it takes these to go round, at most.
+        # Of tables by rows, at most those that all clients touch while a change goes round the ring.
         size = int(sum(_averaged_bytes(plan, sync, load.count * ring.rounds)))
         served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in ring.passives))
         return dataclasses.replace(served, ring=ring)
@@ -374,10 +348,10 @@ def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | No
 
 
 def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served:
-    """Says how workers pull and push: what the plan's servers keep, or an equal part of it, if there are others."""
+    """Returns how workers pull from and push to the plan's servers, or to another number of equal ones."""
     servers = served.servers
     pulled, pushed = sum(server.pull_bytes for server in servers), sum(server.push_bytes for server in servers)
-    # Of each server the bytes that are pulled and pushed, and what a push updates.
+    # For each server bytes of a pull, of a push, and of what a push updates.
     sizes = [(server.pull_bytes, server.push_bytes, _touched_bytes(plan, served, server)) for server in servers]
     leaves = sum(len(server.leaves) for server in servers)
     count = _server_count(wanted, len(sizes), served.clients, load.count, load.count * plan.devices, leaves)
@@ -398,7 +372,7 @@ def _pulling(plan: Plan, served: ServedPlan, cluster: ClusterSpec, load: ClientL
 
 
 def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
-    """Returns the bytes of what a push updates on a server: all of it, but of tables by rows those rows alone."""
+    """Returns the bytes that a push updates on a server: all, except untouched rows of tables by rows."""
     touched = float(server.leaf_bytes)
     for table in plan.tables:
         if table.path in served.by_rows:
@@ -407,12 +381,12 @@ def _touched_bytes(plan: Plan, served: ServedPlan, server: ServerPlan) -> float:
 
 
 def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts: Iterable[tuple[int, int]]) -> Served:
-    """Says how clients exchange weights, of `size` bytes, beside a step. `parts`: of each that answers its device, and
-    the bytes of what it keeps."""
+    """Returns how clients exchange `size` bytes of weights beside a step. `parts`: device and bytes of each
+    answerer."""
     memory_s = 1 / cluster.device.memory_bytes_s
 
     def update_s(part: int) -> float:
-        """Predicts what reads the weights of both, and writes those that are kept and the moves."""
+        # Reads both sides' weights; writes those that are kept and the moves.
         return 2 * cluster.to_host(part) + 4 * part * memory_s
 
     return Served(
@@ -425,17 +399,8 @@ def _beside(plan: Plan, cluster: ClusterSpec, load: ClientLoad, size: int, parts
 
 
 def _server_count(wanted: int | None, planned: int, clients: int, count: int, processes: int, leaves: int) -> int:
-    """Returns how many servers there are, each with a leaf at least.
-
-    Args:
-      wanted: As of `_served`.
-      planned, clients: Servers and clients of the plan.
-      count, processes: Clients and processes that are simulated.
-      leaves: That servers keep.
-
-    Raises:
-      ArgumentsError: more than processes.
-    """
+    """Returns the number of simulated servers, each with at least one of `leaves`, for `count` clients on `processes`
+    processes, from the plan's. Raises ArgumentsError for more servers than processes."""
     if wanted is not None and wanted > processes:
         raise ArgumentsError(f"servers={wanted} of {processes} processes: give as many at most")
     found = wanted or (planned if planned < clients else planned * count // clients)

@@ -1,4 +1,5 @@
-"""`staleness`: how far the weights that an asynchronous pipeline's tasks see are from those that they stand for.
+"""`staleness`: measures how far the weights that an asynchronous pipeline's tasks see are from those that they stand
+for.
 
 Source: SpecTrain (Chen et al., 2018), section 3.2, figure 8.
 """
@@ -27,15 +28,13 @@ from autopar.tables.kinds import materialize
 
 @dataclass(frozen=True, slots=True)
 class TaskStaleness:
-    """Says how stale the forwards or the backwards of a stage are.
+    """The staleness of a stage's forwards ("F") or backwards ("B").
 
     Attributes:
-      stage: Its number.
-      kind: "F" or "B".
       ahead: s, updates of the stage from such a task's start to its minibatch's last backward.
-      stale: Of each version from the first update on, the root of the mean square by which its weights miss those of s
-        updates later.
-      predicted: The same of W + s u, u the change by the last update; what "spectrain" reads.
+      stale: For each version from the first update on, the RMS difference between its weights and those s updates
+        later.
+      predicted: The same for W + s u, which "spectrain" reads; u is the last update's change.
     """
 
     stage: int
@@ -47,7 +46,7 @@ class TaskStaleness:
 
 @dataclass(frozen=True, slots=True)
 class Staleness:
-    """Says how stale the tasks of a pipeline are, those whose s isn't 0; `str()` is a table of medians."""
+    """The staleness of a pipeline's tasks whose s isn't 0; `str()` is a table of medians."""
 
     schedule: str
     tasks: tuple[TaskStaleness, ...]
@@ -70,22 +69,22 @@ class Staleness:
 
 
 def staleness(step: AnyStep, state: Pytree, batches: Iterable[Pytree]) -> Staleness:
-    """Measures the weights that tasks of an asynchronous pipeline see against those that they stand for.
+    """Compares the weights that tasks of an asynchronous pipeline see with those that they stand for.
 
-    The minibatches are replayed, one task after the other in this process, which has the whole state meanwhile; `state`
-    stays as it is.
+    The minibatches are replayed, task by task, in this process, which meanwhile has the whole state; `state` is left as
+    it is.
 
     Args:
-      step: What `parallelize` returned, with an asynchronous schedule. It takes a state and a batch.
+      step: The step that `parallelize` returned, with an asynchronous schedule. It takes a state and a batch.
       state: The first state.
-      batches: Of each call; more than the pipeline has in flight.
+      batches: A batch for each call; more than the pipeline has in flight.
 
     Returns:
-      For each stage's forwards and backwards that miss updates: by how much their weights, and those predicted of them,
-      miss the weights that are there when their minibatch's last backward starts.
+      For each stage's forwards and backwards that miss updates, the distance of their weights, and of weights predicted
+        from them, to the weights at the start of their minibatch's last backward.
 
     Raises:
-      ArgumentsError: the step has another schedule; or there are too few batches.
+      ArgumentsError: the step has another schedule, or there are too few batches.
     """
     minibatches = list(batches)
     if not minibatches:
@@ -112,7 +111,7 @@ def staleness(step: AnyStep, state: Pytree, batches: Iterable[Pytree]) -> Stalen
 
 
 class _Watched:
-    """Keeps the versions of each stage's weights, as a replay makes them."""
+    """Keeps the versions of each stage's weights during a replay, as far as they are compared."""
 
     def __init__(self, staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> None:
         asynchronous = staged.asynchronous
@@ -127,7 +126,7 @@ class _Watched:
         self._errors: dict[tuple[int, str], list[tuple[float, float]]] = {}
 
     def see(self, value: Value, array: Array) -> None:
-        """Takes a version of a leaf in."""
+        """Takes in a version of a leaf."""
         stage = self._stages.get(value.var)
         if stage is None:
             return
@@ -149,7 +148,6 @@ class _Watched:
                 self._errors.setdefault((stage, kind), []).append((float(stale), float(predicted)))
 
     def found(self) -> Iterable[TaskStaleness]:
-        """Yields what was measured."""
         for (stage, kind), errors in sorted(self._errors.items(), key=lambda item: (item[0][0], item[0][1] != "F")):
             stale, predicted = zip(*errors, strict=True)
             yield TaskStaleness(stage, kind, self._ahead[stage]["FB".index(kind)], stale, predicted)

@@ -1,6 +1,6 @@
-"""Text for people: tables and paragraphs as wide as where they are printed, and many paths under few names.
+"""Tables and paragraphs as wide as the terminal, and many paths under few names.
 
-What is too long is wrapped, and nothing is cut. A name such as `params/layer_{0..11}/kernel` leaves no path out.
+Long texts are wrapped, never cut. A name such as `params/layer_{0..11}/kernel` leaves no path out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-#: After what a path, and a list in words, may go on in the next line.
+#: Places where a path, and a list in words, may be wrapped.
 PATH, LIST = r"(?<=[/ ])", r"(?<=, )"
-#: A number that stands alone, with its unit; no part of a name, a path or a place in a file.
+#: A free-standing number with its unit; no part of a name, a path or a place in a file.
 _NUMBER = re.compile(r"(?<![\w./:{}-])\d+(?:\.\d+)?(?:%| (?:[KMG]i)?B\b)?(?!\w|/|\.\w)")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-#: Between two columns.
+#: Spaces between two columns.
 _GAP = 2
-#: Columns of cells that can be broken become as narrow as this, if they must, whatever their longest part is.
+#: The width down to which columns that can be wrapped are narrowed, whatever their longest part is.
 _NARROW = 12
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A text whose lines but the first are indented, by two more than the first one is."""
+    """A text whose continuation lines are indented by two more than its first line."""
 
     text: Text
 
@@ -47,11 +47,8 @@ class Column:
     """A column of a table.
 
     Attributes:
-      title: Its head, which is wrapped at spaces.
-      cells: In the order of the rows.
-      justify: Where its cells stand.
-      breaks: The regular expression of places where a cell may go on in the next line; empty: nowhere.
-      optional: Whether the column is left out where the table is too wide.
+      breaks: A regular expression of places where cells may be wrapped; "": nowhere.
+      optional: Whether the column is left out of a table that is too wide.
     """
 
     title: str
@@ -62,30 +59,30 @@ class Column:
 
     @property
     def roomy(self) -> int:
-        """Returns its width, with its title in one line, and each cell."""
+        """The width with its title, and each cell, in one line."""
         return max(cell_len(self.title), self.natural)
 
     @property
     def natural(self) -> int:
-        """Returns its width, with each cell in one line."""
+        """The width with each cell in one line."""
         return max(map(cell_len, [*self.title.split(), *self.cells]), default=0)
 
     @property
     def least(self) -> int:
-        """Returns its width, with cells broken wherever they may be."""
+        """The width with cells wrapped wherever `breaks` allows."""
         pieces = [piece.rstrip() for cell in self.cells for piece in self._pieces(cell)]
         return max(map(cell_len, [*self.title.split(), *pieces]), default=0)
 
     @property
     def narrow(self) -> int:
-        """Returns its width, with parts of cells broken that are too long."""
+        """The width with overlong parts of cells broken as well."""
         return min(self.least, max(_NARROW, *map(cell_len, self.title.split()))) if self.breaks else self.least
 
     def _pieces(self, cell: str) -> Sequence[str]:
         return re.split(self.breaks, cell) if self.breaks else [cell]
 
     def wrapped(self, k: int, width: int) -> str:
-        """Returns the cell of a row, in lines of this width as far as it can be broken."""
+        """Returns the cell of a row, in lines of this width as far as it can be wrapped."""
         lines = [""]
         for piece in self._pieces(self.cells[k]):
             if lines[-1] and cell_len((lines[-1] + piece).rstrip()) > width:
@@ -96,10 +93,10 @@ class Column:
 
 @dataclass(frozen=True)
 class Columns:
-    """A table of a line for each row, where that fits.
+    """A table with a line for each row, if that fits.
 
-    Where it doesn't, optional columns go, the last one first. Then titles are wrapped, and then cells, both from the
-    last column on. Columns that still have no room are in a table of their own below, with the first column.
+    If it doesn't, optional columns are left out, the last one first. Then titles are wrapped, and then cells, both from
+    the last column on. Columns without room make a table of their own below, with the first column.
     """
 
     columns: Sequence[Column]
@@ -140,12 +137,12 @@ def _total(widths: Iterable[int]) -> int:
 
 
 def without_numbers(text: str) -> str:
-    """Returns a text with "#" in place of numbers: those that differ in numbers alone become equal."""
+    """Returns a text with "#" in place of numbers."""
     return _NUMBER.sub("#", text)
 
 
 def ranged(texts: Sequence[str]) -> str:
-    """Returns texts that differ in numbers alone as one: "3 rows" and "40 rows" are "3 to 40 rows"."""
+    """Returns one text for several that differ in numbers alone: "3 rows" and "40 rows" are "3 to 40 rows"."""
     numbers = zip(*(_NUMBER.findall(text) for text in texts), strict=True)
     ranges = (sorted(dict.fromkeys(each), key=_size) for each in numbers)
     return _NUMBER.sub(lambda _: " to ".join(dict.fromkeys([(r := next(ranges))[0], r[-1]])), texts[0])
@@ -157,9 +154,9 @@ def _size(number: str) -> float:
 
 
 def print_as(what: RenderableType, kind: Literal["text", "html"]) -> str:
-    """Returns it as wide as the terminal is, or as COLUMNS says; 80 columns where neither is known."""
+    """Returns it as wide as the terminal is, or as COLUMNS says; 80 columns if neither is known."""
     width, file = shutil.get_terminal_size().columns, io.StringIO()
-    # In a notebook a console would display what it is to write to the file.
+    # In a notebook rich would otherwise display the output instead of writing it to the file.
     console = Console(file=file, record=kind == "html", width=width, color_system=None, force_jupyter=False)
     console.print(what)
     if kind == "html":
@@ -172,13 +169,10 @@ Folded = Mapping[str, tuple[str, ...]]
 
 
 def fold_paths(decided: Mapping[str, Hashable], lines: int, others: Collection[str] = ()) -> Folded:
-    """Returns the finest folding that takes at most so many names, or the coarsest one.
+    """Returns the finest folding into at most `lines` names, or the coarsest one.
 
-    Args:
-      decided: Path -> what is decided of it. Paths of different decisions are never folded into one name, and a name
-        stands for all given paths that it matches.
-      lines: How many names there should be at most.
-      others: Paths that no name may match.
+    Paths with different decisions never share a name. A name stands for all given paths that it matches, and matches
+    none of `others`.
     """
     if len(decided) <= lines:
         return {path: (path,) for path in decided}
@@ -187,7 +181,7 @@ def fold_paths(decided: Mapping[str, Hashable], lines: int, others: Collection[s
 
 
 def _fold_at(decided: Mapping[str, Hashable], depth: int, others: Collection[str]) -> Folded:
-    """Cuts paths after so many parts, or further down where what is below a part isn't decided alike."""
+    """Cuts paths after `depth` parts, or further down where the decisions below a part differ."""
     below: dict[str, set[Hashable]] = {}
     for path, decision in [*dict.fromkeys(others).items(), *decided.items()]:
         for prefix in _prefixes(path):
@@ -219,7 +213,7 @@ def _name(prefix: str, paths: Sequence[str]) -> str:
 
 
 def fold_numbers(names: Iterable[str]) -> Folded:
-    """Writes names that differ in a number as one: `layer_{0..11}/kernel`; each set of numbers is said in full."""
+    """Folds names that differ in a number: `layer_{0..11}/kernel`. Each set of numbers is written in full."""
     rows = {tuple(re.split(r"(\d+)", name)): (name,) for name in names}
     for place in range(1, max(map(len, rows), default=0), 2):
         groups: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}

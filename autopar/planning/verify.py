@@ -1,9 +1,9 @@
 """`verify`: does the planned step return what the plain step returns, on the user's own data?
 
-What is measured is the *change* of each state leaf over the steps, against the float64 oracle: the planned step may
-err by 1e-5 of the largest change, or by 4 times what plain float32 errs itself, whichever is more. A tolerance on
-values would let a gradient pass that is wrong by 1%. Integers must be equal. Other outputs (metrics) are compared by
-value with the same measure. See docs/accuracy.md.
+It compares the *change* of each state leaf over the steps with that of a float64 oracle. The planned step may err by
+1e-5 of the largest change, or by 4 times the error of plain float32, whichever is more. (A tolerance on values would
+pass a gradient that is wrong by 1%.) Integers must be equal. Other outputs (metrics) are compared by value in the same
+measure. See docs/accuracy.md.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 from autopar.tables.kinds import is_table, materialize
 
-#: Error allowed, as a share of the largest change in a leaf.
+#: Allowed error as a share of the largest change in a leaf.
 RELATIVE = 1e-5
-#: Error allowed, in terms of plain float32's own.
+#: Allowed error as a multiple of plain float32's.
 TIMES_PLAIN = 4.0
-#: Error allowed where a replay's programs don't give the same bits twice, as a share of a leaf's largest value.
+#: Allowed error as a share of a leaf's largest value, where a replay's programs don't repeat their bits.
 REPLAYED = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
 class LeafCheck:
-    """One output leaf: the largest change (of a state) or value, and the errors of both runs against the oracle."""
+    """One output leaf: its largest change (of a state) or value, and both runs' errors against the oracle."""
 
     path: str
     size: float
@@ -62,7 +62,7 @@ class LeafCheck:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """Result of `verify`, leaf by leaf; printing it shows all."""
+    """The result of `verify`, leaf by leaf; `str()` shows all."""
 
     leaves: tuple[LeafCheck, ...]
     steps: int
@@ -83,25 +83,25 @@ class Verification:
 
 @explicit_meshes.outside_mesh
 def verify(step: AnyStep, *args: Pytree, steps: int = 1, **kwargs: Pytree) -> Verification:
-    """Runs the plain and the planned step on copies of the arguments and compares.
+    """Runs the plain and the planned step on copies of the arguments and compares them.
 
-    A pipeline without a flush (`schedule="spectrain"`) is another function than the plain step, by design. It is
-    compared with a replay of its own tasks, one after the other in one process, bit for bit, and what is printed says
-    so. So are the replicas of clients (`sync=`), with a replay of all clients' steps and means, and a state that
-    servers keep, with a replay of what they did; each process then gives its own minibatch.
+    Some planned steps compute another function than the plain step by design. They are compared with a replay in one
+    process instead, bit for bit, and the result says so: a pipeline without a flush with its own tasks in order;
+    replicas of clients (`sync=`) with all clients' steps and means; a state that servers keep with what these did. Each
+    client then gives its own minibatch.
 
-    Across processes, all of them verify together; each runs the plain step whole by itself.
+    Several processes verify together; each runs the whole plain step by itself.
 
     Args:
-      step: What `parallelize` returned.
-      *args, **kwargs: Arguments of a call, concrete. Nothing is donated.
-      steps: How many times the step is run, on the same batch, the state going around.
+      step: The step that `parallelize` returned.
+      *args, **kwargs: Concrete arguments of a call. Nothing is donated.
+      steps: Number of steps to run on the same batch, each on the state that the one before returned.
 
     Returns:
       The comparison, if all leaves agree.
 
     Raises:
-      VerificationError: naming every leaf that differs.
+      VerificationError: names every leaf that differs.
       DonatedStateError: the state was given to a step before.
       StepError: two traces of the step differ: it isn't a function of its arguments.
     """
@@ -140,7 +140,7 @@ def _check_pure(step: ParallelStep, planned: PlannedStep, args: Sequence[Pytree]
 
 
 def _fresh(fun: Callable[..., Pytree]) -> Callable[..., Pytree]:
-    """Returns the function under another identity, so that JAX traces it again."""
+    """Wraps a function so that JAX traces it again."""
     return lambda *args, **kwargs: fun(*args, **kwargs)
 
 
@@ -151,13 +151,13 @@ def compare_runs(
     lazy: bool = False,
     run: Callable[..., Sequence[Any]] | None = None,
 ) -> Verification:
-    """Compares plain, planned and oracle over several steps.
+    """Compares plain step, planned step and oracle over several steps.
 
     Args:
-      planned: The step at these shapes.
-      batches: Flat arguments of each step. States are taken from the first one, then go around.
+      planned: The planned step.
+      batches: Flat arguments of each step. States are taken from the first one.
       lazy: Compare with the lazy oracle: rows that a step doesn't look up stay as they are.
-      run: The planned step on flat arrays, compiled; its own by default.
+      run: The compiled planned step on flat arrays; by default its own.
     """
     program = planned.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
@@ -197,7 +197,7 @@ def compare_runs(
 
 
 def _here(x: Leaf, device: Any = None) -> Leaf:
-    """Returns the whole array on this process: plain steps are run by each process for itself."""
+    """Returns the whole array on this process, which runs the plain step by itself."""
     array = jnp.asarray(local(x.materialize() if is_table(x) else x))
     return array if device is None else jax.device_put(array, device)
 
@@ -208,7 +208,7 @@ def _wide(x: Leaf) -> Leaf:
 
 
 def _lazy(planned: PlannedStep) -> Callable[..., list[Leaf]]:
-    """Returns what puts old rows back into outputs: those of lazy tables that were not looked up."""
+    """Returns a function that restores rows of lazy tables that were not looked up."""
     program = planned.compiled.analysed
 
     def keep(inputs: Sequence[Leaf], outputs: Sequence[Pytree]) -> list[Leaf]:
@@ -234,7 +234,7 @@ def _lazy(planned: PlannedStep) -> Callable[..., list[Leaf]]:
 def _keep_wide(
     keep: Callable[..., Any], inputs: Sequence[Leaf], wide: Sequence[Leaf], outputs: Sequence[Pytree]
 ) -> Leaf:
-    """Applies the lazy rule in float64: the ids come from the float32 run."""
+    """Restores rows in float64; ids come from the float32 run."""
     with jax_compat.enable_x64():
         pairs = zip(inputs, wide, strict=True)
         mixed = [w if jnp.issubdtype(x.dtype, jnp.inexact) else x for x, w in pairs]
@@ -263,24 +263,19 @@ def _check(path: str, start: Leaf, plain: Any, mine: Leaf, truth: Any) -> LeafCh
 
 
 def _kind(x: np.ndarray) -> np.ndarray:
-    """Classifies numbers: 0 finite, 1 NaN, 2 and 3 the infinities. Non-finite values must be the same ones."""
+    """Classifies numbers as 0 finite, 1 NaN, 2 and 3 the infinities: non-finite values must be the same."""
     return np.where(np.isnan(x), 1, np.where(np.isposinf(x), 2, np.where(np.isneginf(x), 3, 0)))
 
 
 def as_floats(value: Leaf) -> np.ndarray:
-    """Returns float64[...]; of complex numbers [2, ...], their real and imaginary parts, which are compared alike."""
+    """Returns float64[...]; for complex numbers [2, ...], their real and imaginary parts."""
     array = np.asarray(value)
     return (np.stack([np.real(array), np.imag(array)]) if np.iscomplexobj(array) else array).astype(np.float64)
 
 
 def replayed(path: str, size: float, error: float) -> LeafCheck:
-    """Returns the comparison of a leaf with its replay: equal bit for bit, where a program gives the same bits twice.
-
-    Args:
-      path: The leaf's.
-      size: Its largest value.
-      error: Its largest difference.
-    """
+    """Compares a leaf with its replay, by its largest value and difference: equal to the bit, if this backend repeats
+    bits."""
     allowed = 0.0 if jax_compat.repeats_bits() else REPLAYED * size
     return LeafCheck(path, size, error, 0.0, error <= allowed)
 
@@ -296,9 +291,9 @@ def compared_values(expected: Any, found: Leaf) -> tuple[float, float]:
 
 # --- the oracle: the step's float32 program evaluated in float64 ---
 #
-# Every equation is evaluated twice side by side: as it is, and with its floats promoted to float64, its complex numbers
-# to complex128. What is neither (ids, random bits, predicates, counters) is taken from the first evaluation, so that
-# both make the same choices. The two states are carried from step to step, so errors accumulate as they do in training.
+# Every equation is evaluated twice: as it is, and with floats and complex numbers promoted. Other values (ids, random
+# bits, predicates, counters) are taken from the first evaluation, so that both make the same choices. Both states are
+# carried from step to step, so errors accumulate as in training.
 
 Array = Any
 #: A value and its float64 counterpart (the same object where it is no float).
@@ -320,7 +315,7 @@ def oracle(block: Block) -> Callable[[Sequence[Array], Sequence[Array]], tuple[l
 
 
 def promote(value: Array) -> Array:
-    """Promotes a float to float64, a complex number to complex128; everything else stays as it is."""
+    """Promotes floats to float64 and complex numbers to complex128."""
     return value.astype(_wide_dtype(value.dtype)) if jnp.issubdtype(value.dtype, jnp.inexact) else value
 
 
@@ -367,11 +362,8 @@ def _equation(equation: Equation, operands: list[Pair]) -> list[Pair]:
 
 
 def _follows(equation: Equation) -> bool:
-    """Returns whether the equation can be run on float64 operands.
-
-    What has a body of its own (a kernel, a call into another library, a general reduction) can't, and what makes floats
-    of bits mustn't.
-    """
+    """Says whether an equation can be run on float64 operands. One with a body (a kernel, a call into another library,
+    a general reduction) can't be; one that reads bits as floats mustn't be."""
     if equation.op in ("bitcast_convert_type", "ffi_call") or equation.effects:
         return False
     return equation.op in _SCATTERS or not any(jax_compat.is_jaxpr(v) for v in equation.params.values())
@@ -396,7 +388,7 @@ _SCATTERS: Mapping[str, Callable[..., Array]] = {
 
 
 def _scatter(equation: Equation, operand: Array, index: Array, updates: Array) -> Array:
-    """Makes a scatter anew: its reduction is a program with a dtype of its own."""
+    """Makes a scatter anew, as its reduction is a program with a dtype of its own."""
     names = ("dimension_numbers", "indices_are_sorted", "unique_indices", "mode")
     options = {name: equation.params[name] for name in names}
     return _SCATTERS[equation.op](operand, index, updates, **options)
@@ -418,8 +410,6 @@ def _scan(equation: Equation, operands: list[Pair]) -> list[Pair]:
 
 
 def _cast(pairs: Sequence[Pair], like: Sequence[Atom]) -> tuple[Pair, ...]:
-    """Casts loop carries to strong types."""
-
     def strong(value: Array, dtype: Dtype) -> Array:
         return value if jax_compat.is_key(dtype) else jax.lax.convert_element_type(value, dtype)
 

@@ -1,4 +1,4 @@
-"""`why`: what a method, or a pipeline's schedule, that a plan didn't take would cost, beside the one that it took."""
+"""`why`: compares a method or schedule that a plan didn't take with the one that it took."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from autopar.planning.predictions import Prediction, predict_method
 
 @dataclass(frozen=True, slots=True)
 class Why:
-    """Holds what `why` found; `str()` is a table.
+    """The result of `why`; `str()` is a table.
 
     Attributes:
-      path: Of the table.
-      text: Why, in words.
-      chosen: The plan's; None where nothing is known of what it takes.
-      other: The one not taken; None where it can't be taken.
+      path: The table's path.
+      text: The reason in words.
+      chosen: The prediction for the plan's method; None if nothing is known of it.
+      other: The prediction for the other method; None if it can't be taken.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Why:
 
     @property
     def ratio(self) -> float | None:
-        """Divides the other one by the chosen one: by time, or else by bytes; None where these aren't known."""
+        """Divides the other method's time, or else its bytes, by the chosen one's; None if these aren't known."""
         if self.chosen is None or self.other is None:
             return None
         a, b = self.chosen.seconds, self.other.seconds
@@ -56,18 +56,18 @@ class Why:
 
 
 def why(plan: Plan, path: str, method: Method) -> Why:
-    """Explains why a table isn't trained by another method: what that would take, beside what was chosen.
+    """Explains why a table isn't trained by another method, with predictions of both.
 
-    Of a weight in a pipeline's stage, `method` may be a schedule: which updates its tasks miss by that one.
+    For a weight in a pipeline's stage, `method` may be a schedule: the answer is which updates its tasks would miss.
 
     Args:
-      plan: Of the step.
-      path: Of a table, or of a weight in a stage.
+      plan: The step's plan.
+      path: Path of a table, or of a weight in a stage.
       method: As in a strategy: `"allreduce"`, `("ps", "hosts")`; or a schedule: `"stash"`, `"1f1b"`.
 
     Raises:
       StrategyError: there is no such method.
-      ArgumentsError: "auto" is none; or there is no such table or weight, or no pipeline for a schedule.
+      ArgumentsError: the method is "auto"; there is no such table or weight; or there is no pipeline for a schedule.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -108,7 +108,7 @@ def why(plan: Plan, path: str, method: Method) -> Why:
 
 
 def _lines(way: Prediction) -> Iterator[str]:
-    """Yields a way's terms and totals: bytes, milliseconds, and the least that these can be."""
+    """Yields a method's terms and totals: bytes, milliseconds, and lower bounds."""
     yield way.name
     total = Term("in all", way.seconds or 0.0, way.sent, bound_s=way.bound_s)
     for term in (*way.terms, total):
@@ -119,11 +119,8 @@ def _lines(way: Prediction) -> Iterator[str]:
 
 
 def schedule_text(plan: PipelinePlan, path: str, schedule: str) -> str:
-    """Tells what tasks see of a weight by the plan's schedule, and what they would see by another one.
-
-    Raises:
-      ArgumentsError: it is a weight of no stage.
-    """
+    """Compares what tasks see of a weight by the plan's schedule with what they would see by another; raises
+    ArgumentsError if the weight is in no stage."""
     stage = next((k for k, stage in enumerate(plan.stages) if path in stage.weights), None)
     if stage is None:
         raise ArgumentsError(f"{path!r} is no weight of a stage; explain(step, ...) lists those of each")
@@ -132,7 +129,7 @@ def schedule_text(plan: PipelinePlan, path: str, schedule: str) -> str:
 
 
 def _versions(plan: PipelinePlan, stage: int, schedule: str) -> str:
-    """Tells which versions a stage's tasks see by a schedule."""
+    """Describes the versions that a stage's tasks see by a schedule."""
     rule = SCHEDULES[schedule]
     if not isinstance(rule, AsynchronousRule):
         return f"{schedule} no task misses an update: each call ends with a flush, where devices wait for one another"

@@ -37,13 +37,7 @@ _SAMPLE = 1 << 20
 def check_same_call(
     processes: StoreGroup, program: Program, options: Mapping[str, str], leaves: Sequence[Leaf]
 ) -> None:
-    """Compares a call that is about to be planned.
-
-    Args:
-      processes: All processes that run the step.
-      program: The traced program.
-      options: The user's choices, as text by name.
-      leaves: The flat arguments; None for those that may differ.
+    """Compares a call that is about to be planned. `leaves`: flat arguments, None for those that may differ.
 
     Raises:
       AutoparError: versions or options differ.
@@ -95,11 +89,7 @@ def check_same_call(
 
 
 def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Sequence[Leaf]) -> None:
-    """Compares a function that makes a state, and its arguments.
-
-    Raises:
-      ArgumentsError: they differ.
-    """
+    """Compares a function that makes a state, and its arguments; raises ArgumentsError if they differ."""
     mine = [_digest("\n".join(_plain(block_text(block, _contents))).encode()), [_contents(leaf) for leaf in leaves]]
     all_ = processes.values(mine, f"making a state by {name}")
     k = odd_one(all_)
@@ -112,11 +102,8 @@ def check_same_maker(processes: StoreGroup, name: str, block: Block, leaves: Seq
 
 
 def check_same_plan(processes: StoreGroup, compiled: Compiled) -> None:
-    """Compares plans, and the programs made of them.
-
-    Raises:
-      AutoparError: they differ, although everything that they follow from was the same.
-    """
+    """Compares plans, and the programs made of them; raises AutoparError if they differ, although everything that they
+    follow from was the same."""
     name = compiled.program.name
     decided = f"{compiled.plan}, {compiled.bound.decisions}".split("TablePlan")
     text = _plain([*decided, *format_program(compiled.program).splitlines()])
@@ -184,16 +171,7 @@ def _contents(leaf: Leaf) -> str | None:
 
 
 def check_same_arrays(processes: Group, name: str, arrays: Mapping[str, Leaf]) -> None:
-    """Checks that all processes begin with the same state. Collective.
-
-    Args:
-      processes: All processes.
-      name: The step's name.
-      arrays: Path -> this process's array.
-
-    Raises:
-      StateError: an array differs.
-    """
+    """Checks that all processes have the same arrays (by path) to begin with, or raises StateError. Collective."""
     all_ = processes.values([_array_digest(x) for x in arrays.values()], f"the state that {name} begins with")
     k = odd_one(all_)
     if k is not None:

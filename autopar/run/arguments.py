@@ -30,13 +30,8 @@ Layout = tuple[RowLayout, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
-    """One flattened argument.
-
-    Attributes:
-      name, position: Of the parameter; None for a position that is a keyword's.
-      layouts: Layouts of leaves that are Tables.
-      spread: Layouts that leaves which are arrays amount to.
-    """
+    """One flattened argument. `position` is None for a keyword argument; `layouts` are those of leaves that are Tables,
+    and `spread` those that arrays amount to."""
 
     name: str
     position: int | None
@@ -78,16 +73,8 @@ class Call:
 
 
 def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
-    """Returns a leaf's shape, dtype and weak type, as JAX traces it.
-
-    Args:
-      leaf: An array, a number or a shape.
-      path: The argument's name and the leaf's path, for the error.
-      remedy: Advice for the error.
-
-    Raises:
-      ArgumentsError: the leaf is nothing of the kind.
-    """
+    """Returns a leaf's shape, dtype and weak type, as JAX traces it; raises ArgumentsError if it is no array, number or
+    shape. `path` and `remedy` are for the error."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf
     if is_table(leaf):
@@ -115,11 +102,8 @@ def parameter_names(fun: Callable[..., Pytree], count: int) -> list[str]:
 def read_call(
     fun: Callable[..., Pytree], args: Sequence[Pytree], kwargs: Mapping[str, Pytree], static: NamedArguments
 ) -> Call:
-    """Flattens a call. Leaves may be arrays, tracers or ShapeDtypeStructs.
-
-    Raises:
-      ArgumentsError: a leaf is no array, or a static argument can't be hashed.
-    """
+    """Flattens a call. Leaves may be arrays, tracers or ShapeDtypeStructs. Raises ArgumentsError if a leaf is no array,
+    or a static argument can't be hashed."""
     names = parameter_names(fun, len(args))
     arguments: list[Argument] = []
     shaped: list[Any] = []
@@ -166,11 +150,8 @@ def _unhashable(statics: Mapping[int | str, Any], names: Sequence[str], cause: T
 
 
 def check_positions(call: Call, states: Sequence[int] | None, batches: Sequence[int] | None) -> None:
-    """Checks that `state_argnums` and `batch_argnums` name arguments of the call, none of them twice.
-
-    Raises:
-      ArgumentsError: they don't.
-    """
+    """Checks that `state_argnums` and `batch_argnums` name arguments of the call, none of them twice, or raises
+    ArgumentsError."""
     known = {a.position for a in call.arguments if a.position is not None}
     for option, positions in (("state_argnums", states), ("batch_argnums", batches)):
         for k in positions or ():
@@ -212,13 +193,7 @@ class States:
 
     def confirmed(self, call: Call, block: Block, top: frozenset[tuple[int, Any]]) -> States:
         """Drops arguments that only look like state: a parameter's gradient has its form, and a batch may be returned
-        unchanged.
-
-        Args:
-          call: The call.
-          block: The traced step.
-          top: First leaf and structure of the output's outermost parts.
-        """
+        unchanged. `top`: as `tops` returns it."""
         added, scaled = carried(block, scaled="never"), carried(block, scaled="ever")
         sure, likely, start = {}, {}, 0
         for k, argument in enumerate(call.arguments):
@@ -246,13 +221,8 @@ def tops(tree: Pytree) -> frozenset[tuple[int, Pytree]]:
 def find_states(
     call: Call, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int] = ()
 ) -> States:
-    """Matches arguments with outputs.
-
-    Args:
-      call: The call.
-      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
-      state_argnums: Positions that the user named as state; None: any may be.
-      batch_argnums: Positions that the user named as no state.
+    """Matches arguments with outputs, a pytree of ShapeDtypeStructs. Without `state_argnums` any argument may be state,
+    except those of `batch_argnums`.
 
     Raises:
       StateError: a named state, or what looks like one, isn't returned as it was given.

@@ -47,20 +47,13 @@ class Asked:
 
     @functools.cached_property
     def devices(self) -> Devices:
-        """All devices that the step may have.
-
-        Raises:
-          ArgumentsError: products are to be divided, and no axis of the mesh can do that.
-        """
+        """All devices that the step may have; raises ArgumentsError if products are to be divided, and no axis of the
+        mesh can do that."""
         return Devices.of(self.mesh, self.data_axis, self._tensor_axis())
 
     def on(self, devices: Devices, count: int | None = None) -> Planner:
-        """Returns a planner for some devices.
-
-        Args:
-          devices: The devices that run the step.
-          count: Number of parts of a batch; None: all devices along the data axis.
-        """
+        """Returns a planner for some devices. `count`: number of parts of a batch; None: all devices along the data
+        axis."""
         count, old = devices.count if count is None else count, self.planner
         options = dataclasses.replace(
             old.options,

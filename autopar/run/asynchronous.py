@@ -162,12 +162,8 @@ class AsynchronousRunner(Runner):
 
 
 class AsynchronousFlight:
-    """Minibatches that follow one another from a first state, until they are drained.
-
-    Args:
-      runner: The runner of their programs.
-      leaves: The arguments of the first call.
-    """
+    """Minibatches that follow one another from a first state (`leaves`: the first call's arguments), until they are
+    drained."""
 
     def __init__(self, runner: AsynchronousRunner, leaves: Sequence[Leaf]) -> None:
         self._runner, self._step = runner, runner.step

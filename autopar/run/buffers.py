@@ -16,12 +16,8 @@ from autopar.tables.kinds import copied, is_table
 
 
 def with_own_buffers(leaves: Sequence[Leaf], states: Collection[int]) -> list[Leaf]:
-    """Copies state leaves that share a buffer with another leaf, so that each can be updated in place.
-
-    Args:
-      leaves: Flat arguments of a call.
-      states: Numbers of the state's leaves.
-    """
+    """Copies leaves of the state (numbers in `states`) that share a buffer with another leaf: each is updated in
+    place."""
     own_leaves, states = list(leaves), frozenset(states)
     if not states:
         return own_leaves

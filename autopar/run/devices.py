@@ -168,11 +168,8 @@ class DevicesRunner(Runner):
     def _returned(
         self, analysed: Program, entries: Sequence[NamedSharding], loads: bool
     ) -> tuple[NamedSharding | None, ...]:
-        """Returns shardings of the results.
-
-        New states stay in their place, and XLA chooses the others'. Over several processes batch results are divided if
-        possible, and the rest is on every device, so that each process can read it.
-        """
+        """Returns shardings of the results: of new states their own, of others XLA's choice. Over several processes
+        batch results are divided if possible, and the rest is on every device, so that each process can read it."""
 
         def of(atom: Atom, state: int | None) -> NamedSharding | None:
             if state is not None:
@@ -187,11 +184,8 @@ class DevicesRunner(Runner):
         return (*shardings, *entries, *([self._devices.sharding(None) if self._across else None] if loads else []))
 
     def lower(self) -> Any:
-        """Lowers the step at the plan's shapes.
-
-        In one process later calls take this program once it is compiled. Several processes first take a part of it
-        (`LateFallback`).
-        """
+        """Lowers the step at the plan's shapes. In one process later calls take this program once it is compiled.
+        Several processes first take a part of it (`LateFallback`)."""
         if not self._across:  # where other processes needn't have been asked for it
             self.begin_whole()
         return self._lowered()
@@ -398,24 +392,15 @@ class LateFallback:
 
 @dataclass(frozen=True)
 class _Ids:
-    """The rows that are looked up in a leaf.
-
-    Attributes:
-      run: Computes their numbers, flat; out of range is no row.
-      reads: Numbers of its inputs.
-    """
+    """The rows that are looked up in a leaf: `run` computes their numbers (flat; out of range is no row) from the
+    inputs `reads`."""
 
     run: Callable[..., Sequence[Array]]
     reads: Sequence[int]
 
 
 class ReadRows:
-    """Brings the rows of deferred tables up to date that an evaluation reads.
-
-    Args:
-      program: The analysed evaluation, which has no state.
-      kept: Its placed arguments.
-    """
+    """Brings the rows of deferred tables up to date that an evaluation reads."""
 
     def __init__(self, program: Program, kept: KeptPlacements) -> None:
         self._program, self._kept = program, kept

@@ -84,12 +84,7 @@ class SeenAlpha:
 
 
 class AlphaWatch:
-    """Watches the tables of one step.
-
-    Args:
-      every: Calls between samples at first.
-      pool: Executor that counts samples; by default one thread.
-    """
+    """Watches the tables of one step: at first every `every` calls. `pool` counts samples; by default a thread does."""
 
     def __init__(self, every: int = EVERY, pool: Executor | None = None) -> None:
         self._every = self._interval = self._left = every
@@ -109,15 +104,7 @@ class AlphaWatch:
         return self._left <= 0
 
     def look(self, planned: PlannedStep | None, leaves: Sequence[Leaf]) -> Mapping[str, SeenAlpha]:
-        """Judges the sample before, and takes one of this call.
-
-        Args:
-          entry: The call's plan, if there is one.
-          leaves: Its flat arguments.
-
-        Returns:
-          The tables that have drifted, each of them once.
-        """
+        """Judges the sample before, and takes one of this call; returns the tables that have newly drifted."""
         done = self._collected()
         self._left = self._interval
         if not done or planned is None or not planned.way.is_watched:
@@ -166,7 +153,7 @@ class AlphaWatch:
 
 
 class _Watched:
-    """The tables of one plan (none without an entry)."""
+    """The tables of one plan (none without a plan)."""
 
     def __init__(self, planned: PlannedStep | None) -> None:
         self.seen: dict[str, SeenAlpha] = {}

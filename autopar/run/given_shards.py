@@ -41,11 +41,10 @@ def shards_given(inputs: Sequence[Input], leaves: Sequence[Leaf]) -> dict[str, s
 def made_whole(
     compiled: Compiled, options: Options, devices: Devices | None, leaves: Sequence[Leaf]
 ) -> dict[str, Stay | None]:
-    """Finds leaves of the state that come in shards but are whole on every device by the plan.
+    """Returns the leaves of the state that come in shards but are whole on every device by the plan.
 
-    Returns:
-      Path -> how the leaf can stay in shards; None: it can't, because its shards aren't along the data or the tensor
-        axis, or these devices can't divide it evenly.
+    Path -> how the leaf can stay in shards; None if its shards aren't along the data or the tensor axis, or if these
+    devices can't divide it evenly.
     """
     bound, inputs = compiled.bound, compiled.analysed.inputs
     if devices is None or bound.on_hosts:

@@ -109,12 +109,8 @@ class HostRunner(Runner):
         self._returned: dict[int, weakref.ref[Leaf]] = {}
 
     def _check_others(self) -> None:
-        """Refuses what can't be beside tables on hosts: dense shards on devices; tables by rows on devices, if there
-        are several ranks or their rows wait.
-
-        Raises:
-          StrategyError: there are such leaves.
-        """
+        """Raises StrategyError if tables on hosts have dense shards on devices beside them; or tables by rows on
+        devices, if there are several ranks or their rows wait."""
         if self._bound.shards:
             path, ranks = self._program.inputs[min(self._bound.shards)].path, self._bound.devices
             raise StrategyError(
@@ -247,11 +243,7 @@ class HostRunner(Runner):
     # --- arguments ---
 
     def _require_memory(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that the hosts have memory for tables that aren't there yet.
-
-        Raises:
-          HostMemoryError: they haven't.
-        """
+        """Checks that the hosts have memory for tables that aren't there yet, or raises HostMemoryError."""
         coming = {k: leaves[k] for k in self._hosted if not self._is_placed(k, leaves[k])}
         if coming:
             wanted = {}

@@ -60,12 +60,7 @@ def forget(leaves: Iterable[Leaf]) -> None:
 
 
 class KeptPlacements:
-    """Keeps a step's arguments where it takes them.
-
-    Args:
-      program: The analysed step.
-      copies: For each input how many devices hold all of it.
-    """
+    """Keeps a step's arguments where it takes them. `copies`: for each input how many devices hold all of it."""
 
     def __init__(self, program: Program, copies: Sequence[int]) -> None:
         self._program = program
@@ -81,8 +76,7 @@ class KeptPlacements:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
         Args:
-          k: Number of the input.
-          leaf: An array or a Table.
+          k, leaf: Number of the input; an array or a Table.
           where: Key of the place, equal for all steps that share it.
           place: Brings the leaf there. Its result must not share memory with a NumPy view of the leaf, which would keep
             the leaf alive.

@@ -24,30 +24,19 @@ from autopar.run.planner import Planner
 
 @dataclass(frozen=True, slots=True)
 class LargerCapacities:
-    """Plans a step with larger capacities.
-
-    Attributes:
-      name: The step's name.
-      planner: The step's planner.
-      another: Makes an entry of a new plan, from the old entry, an example and the headroom.
-    """
+    """Plans a step with larger capacities. `another` makes a planned step of the old one, a new plan, an example and
+    headroom."""
 
     name: str
     planner: Planner
     another: Callable[[PlannedStep, Compiled, Sequence[Any] | None, float], PlannedStep]
 
     def after(self, planned: PlannedStep, loads: Sequence[int]) -> tuple[PlannedStep, str]:
-        """Grows capacities after batches that exceeded them: twice as large, or with headroom over what the batches
-        needed.
+        """Returns the planned step to use after batches that needed `loads` rows of each capacity, and a warning if it
+        is new.
 
-        After batches that only came near them, the larger plan is compiled in the background and `entry` stays.
-
-        Args:
-          entry: The planned step.
-          loads: Rows that batches needed of each measured capacity.
-
-        Returns:
-          The entry to use from now on, and a warning if it is a new one.
+        A capacity that was exceeded becomes twice as large, or as large as necessary, with headroom. One that was only
+        approached stays, and the larger plan is compiled in the background.
         """
         tight = [f for f in planned.compiled.bound.families if f.bounds.tight]
         needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
@@ -74,11 +63,8 @@ class LargerCapacities:
         )
 
     def _larger(self, planned: PlannedStep, headroom: float) -> Compilation[PlannedStep]:
-        """Compiles the step with larger capacities in the background.
-
-        It is planned there, too, unless processes compare their plans: these plan together first, and take that plan
-        whether it was compiled or not.
-        """
+        """Compiles the step with larger capacities in the background. It is planned there, too, unless processes
+        compare their plans: these plan together first, and take that plan whether it was compiled or not."""
         made, example = None, planned.example
         if self.planner.processes is not None:
             made = self._with_headroom(planned, example, headroom)
@@ -104,6 +90,6 @@ class LargerCapacities:
 
 
 def _has_room(planned: PlannedStep, needs: Mapping[str, int]) -> bool:
-    """Says whether needs (rows by table) stay clear of an entry's capacities."""
+    """Says whether needs (rows by table) stay clear of a plan's capacities."""
     tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

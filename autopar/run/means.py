@@ -33,10 +33,6 @@ class MeansRunner(ReplicaRunner):
         """Yields a client's part of the exchange after a step, without IO. Collectives answer it on processes; in
         `planning.replay_clients` all clients' values are there.
 
-        Args:
-          replicas: State that replicas share after the step.
-          weights: Weights that the step made.
-
         Yields:
           1. For tables that are sent, the bits of touched rows; the answer is their union over clients.
           2. The arrays to send; the answer is their means.

@@ -68,14 +68,8 @@ class ObjectStep(PickledByOptions, abc.ABC):
         return self if instance is None else MethodStep(self, instance)
 
     def _step_of(self, fixed: Any, make: Callable[[], ParallelStep], change: str, remedy: str) -> ParallelStep:
-        """Returns the step of arrays for static values, made if they are new.
-
-        Args:
-          fixed: The static values, hashable.
-          make: Makes the step.
-          change: What makes a new step necessary, for a warning.
-          remedy: What to do about it.
-        """
+        """Returns the step of arrays for static values (`fixed`, hashable), made if they are new. `change` and `remedy`
+        tell the user why it is planned again."""
         step = self.steps.get(fixed)
         if step is None:
             if len(self.steps) >= MAX_PLANS:
@@ -99,11 +93,8 @@ AnyStep = ParallelStep | ObjectStep | MethodStep
 
 
 def require_step(step: Pytree, what: str) -> None:
-    """Checks that a user gave a planned step, or a method that is one.
-
-    Raises:
-      ArgumentsError: it isn't; `what` names the function that wants one.
-    """
+    """Checks that a user gave a planned step, or a method that is one; raises ArgumentsError if it isn't; `what` names
+    the function that wants one."""
     if not isinstance(step, (ParallelStep, ObjectStep, MethodStep)):
         hint = f": {what}(autopar.parallelize({getattr(step, '__name__', 'step')}), ...)" if callable(step) else ""
         raise ArgumentsError(f"{what} takes a step that parallelize returned, not a {type(step).__name__}{hint}")
@@ -112,11 +103,8 @@ def require_step(step: Pytree, what: str) -> None:
 def unwrapped(
     step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
 ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-    """Returns the step of arrays behind any kind of step, and its arguments.
-
-    Raises:
-      ArgumentsError: `step` is no planned step; `what` names the function that wants one.
-    """
+    """Returns the step of arrays behind any kind of step, and its arguments; raises ArgumentsError if `step` is no
+    planned step; `what` names the function that wants one."""
     require_step(step, what)
     if isinstance(step, MethodStep):
         return unwrapped(step.step, (step.instance, *args), kwargs, what)

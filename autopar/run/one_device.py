@@ -16,15 +16,8 @@ from autopar.run.runner import Runner
 
 
 class OneDeviceRunner(Runner):
-    """Calls a planned step on flat arrays, under one `jax.jit`.
-
-    Args:
-      run: The planned step on flat arrays.
-      program: The analysed program.
-      name: The step's name, for JAX's messages and profiles.
-      out_tree: The structure of its results.
-      donate: Whether states are updated in place.
-    """
+    """Calls a planned step on flat arrays, under one `jax.jit`. `name` is for JAX's messages and profiles; `donate`:
+    states are updated in place."""
 
     def __init__(
         self, run: Callable[..., Sequence[Pytree]], program: Program, name: str, out_tree: PyTreeDef, donate: bool

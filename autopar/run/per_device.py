@@ -43,11 +43,8 @@ _PLACING = {
 
 
 def without_sharding(name: str, jaxpr: AnyJaxpr) -> tuple[Any, Block, Sequence[str]]:
-    """Returns a step's program without the user's own sharding (`backends.emit`), and notes on what was removed.
-
-    Raises:
-      StepError: a `shard_map` has a collective that `jax.vmap` can't do.
-    """
+    """Returns a step's program without the user's own sharding (`backends.emit`), and notes on what was removed; raises
+    StepError if a `shard_map` has a collective that `jax.vmap` can't do."""
     block = block_of(jaxpr)
     lines = {op: dict.fromkeys(e.where for e in block.walk() if e.op == op) for op in _PLACING}
     if not any(lines.values()):
@@ -69,13 +66,8 @@ def without_sharding(name: str, jaxpr: AnyJaxpr) -> tuple[Any, Block, Sequence[s
 
 @dataclass(frozen=True, slots=True)
 class PerDevice:
-    """The devices that a step is written for.
-
-    Attributes:
-      axis: The axis name of the step's collectives.
-      count: Number of devices.
-      batch_axis: The axis of the examples.
-    """
+    """The devices that a step is written for: the axis name of its collectives, their number, and the axis of the
+    examples."""
 
     axis: str
     count: int
@@ -95,14 +87,7 @@ def unknown_axis(name: str, error: NameError) -> Exception:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CallOfOne:
-    """A call of a step that is written for one device.
-
-    Attributes:
-      fun, name, call: The step and its call.
-      device: The devices that it is written for.
-      state_argnums, batch_argnums: As given to `parallelize`.
-      static: The static arguments.
-    """
+    """A call of a step that is written for one device; options as given to `parallelize`."""
 
     fun: Callable[..., Pytree]
     name: str
@@ -113,11 +98,8 @@ class CallOfOne:
     static: NamedArguments
 
     def everywhere(self) -> tuple[Callable[..., Pytree], list[str]]:
-        """Makes the function that all N devices compute together.
-
-        Returns:
-          A function of global arrays, to be traced with the call's arguments, and notes for `explain` on what differs
-            between devices, complete after that trace.
+        """Makes the function of global arrays that all N devices compute together; and notes on what differs between
+        devices, complete once the function was traced.
 
         Raises:
           ArgumentsError: the devices can't divide the examples.
@@ -179,10 +161,8 @@ class CallOfOne:
         return axes
 
     def _first_look(self) -> tuple[States, Block, frozenset[int]]:
-        """Returns the state, the program of one device, and the leaves that are single keys.
-
-        Leaves that may be keys are whole at first. A step that fails so takes them as examples.
-        """
+        """Returns the state, the program of one device, and the leaves that are single keys. Leaves that may be keys
+        are whole at first; if the step fails so, it takes them as examples."""
         if self.state_argnums is None:
             return self._looked(None)
         named = States({k: 0 for k, a in enumerate(self.call.arguments) if a.position in self.state_argnums})
@@ -210,11 +190,7 @@ class CallOfOne:
             raise
 
     def _is_key(self, path: str, block: Block, k: int) -> bool:
-        """Says whether a leaf is used as a single key.
-
-        Raises:
-          ArgumentsError: it is unclear.
-        """
+        """Says whether a leaf is used as a single key; raises ArgumentsError if it is unclear."""
         use = use_as_key(block, block.inputs[k])
         if use == "unclear":
             raise ArgumentsError(

@@ -30,8 +30,7 @@ class PipelineRunner(Runner):
     """Calls a planned step on flat arrays, its stages on devices of their own.
 
     Args:
-      step: The stages' programs.
-      timeline: The actions of all devices.
+      step, timeline: The stages' programs, and the actions of all devices.
       devices: All devices by number; this process runs programs on its own.
       out_tree: The structure of the results.
       donate: Whether states are updated in place.
@@ -102,13 +101,7 @@ Found = Mapping[Value, Sequence[int]]
 
 
 class StageLeaves:
-    """Brings leaves to stages, and back.
-
-    Args:
-      step: The stages' programs.
-      executor: The executor of their devices.
-      given: Leaves of the state -> the devices of their stages.
-    """
+    """Brings leaves to stages, and back. `given`: leaves of the state -> the devices of their stages."""
 
     def __init__(self, step: StagedStep, executor: StageExecutor, given: Found) -> None:
         self._step, self._executor = step, executor
@@ -175,10 +168,8 @@ class StageLeaves:
         given: Callable[[Var], Leaf],
         seen: set[int],
     ) -> Leaf:
-        """Returns a result where it is.
-
-        State leaves on stages of several ranks, or on several stages, come in parts. Arrays in `seen` are copied.
-        """
+        """Returns a result where it is; a state leaf on several stages, or on stages of several ranks, comes in parts.
+        Arrays in `seen` are copied."""
         if isinstance(out, Literal):
             return out.value
         parts = [a for a in (out if isinstance(out, tuple) else (out,)) if isinstance(a, Var)]

@@ -89,10 +89,8 @@ class PlannedStep:
         return [(a.name, a.treedef, [t.shape for t in a.types]) for a in lasting]
 
     def example_of(self, leaves: Sequence[Leaf]) -> Sequence[Leaf] | None:
-        """Returns the leaves to measure alpha on: concrete, no state, and read by ids; None if there are none.
-
-        They are kept whole and local, so that measuring again needs no other process. NumPy arrays are copied.
-        """
+        """Returns the leaves to measure alpha on (concrete, no state, read by ids), if there are any: whole and local,
+        so that measuring again needs no other process. NumPy arrays are copied."""
         program = self.compiled.analysed
         kept = [
             local(x.copy() if isinstance(x, np.ndarray) else x)

@@ -16,12 +16,8 @@ from autopar.jax_types import Leaf, Pytree
 
 @dataclass(frozen=True, slots=True)
 class NamedArguments:
-    """Arguments that two options name, such as `static_argnums` and `static_argnames`. False if they name none.
-
-    Attributes:
-      argnums: Positions, for arguments that are passed by position.
-      argnames: Names, for arguments that are passed by keyword.
-    """
+    """Arguments that are named by position or by keyword, as by `static_argnums` and `static_argnames`. False if there
+    are none."""
 
     argnums: tuple[int, ...] = ()
     argnames: tuple[str, ...] = ()
@@ -65,11 +61,7 @@ def donated_arguments(
     donate: bool,
 ) -> NamedArguments | None:
     """Returns the donated arguments: those that the user names, or else those of a `jax.jit` around the step. None if
-    nobody names any; then `donate` decides.
-
-    Raises:
-      ArgumentsError: one of them is static, or `donate` is False.
-    """
+    nobody names any; then `donate` decides. Raises ArgumentsError if one of them is static, or `donate` is False."""
     if argnums is None and argnames is None:
         return _jitted(step, "donate") or None
     donated = _named(step, "donate", argnums, argnames)

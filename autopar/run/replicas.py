@@ -37,13 +37,11 @@ class ReplicaRunner(Runner):
 
     Args:
       inner: The runner of that step.
-      sync: The user's choice.
-      plan: The plan made of it.
+      sync, plan: The user's choice, and the plan made of it.
       touched: Finds the rows of tables that steps touch.
       clients: All clients.
-      program: The analysed step.
+      program, plain: The analysed step, and the traced one on flat arrays.
       out_tree: The structure of its results.
-      plain: The step as it was traced, on flat arrays.
     """
 
     several_programs = "with sync="
@@ -74,11 +72,8 @@ class ReplicaRunner(Runner):
 
     @abc.abstractmethod
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
-        """Returns the shared state that a checkpoint has (`Replicas.shared`, and this client's own part).
-
-        Raises:
-          CheckpointError: it was saved with another `sync=`.
-        """
+        """Returns the shared state that a checkpoint has (`Replicas.shared`, and this client's own part); raises
+        CheckpointError if it was saved with another `sync=`."""
 
     @abc.abstractmethod
     def first(self, weights: Mapping[int, Array]) -> Replicas:
@@ -124,11 +119,8 @@ class ReplicaRunner(Runner):
         return self._out_tree.unflatten(results)
 
     def _begun(self, leaves: Sequence[Leaf]) -> Replicas:
-        """Returns the shared state before the first step of ordinary arrays. Collective.
-
-        Raises:
-          StateError: the clients' arrays differ.
-        """
+        """Returns the shared state before the first step of ordinary arrays. Collective. Raises StateError if the
+        clients' arrays differ."""
         warn_if_alone(self._name, self._sync, self.clients)
         weights = Weights(dict(enumerate(leaves)))
         if self.clients.count > 1:

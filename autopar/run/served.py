@@ -22,14 +22,7 @@ from autopar.tables.served import ServedLeaf, session_of
 
 
 class ServedRunner(Runner):
-    """Runs a worker's step.
-
-    Args:
-      compiled: The step, cut for servers.
-      sync: The user's choice.
-      clients: All workers.
-      out_tree: The structure of its results.
-    """
+    """Runs a worker's step."""
 
     several_programs = "with sync="
 
@@ -69,11 +62,8 @@ class ServedRunner(Runner):
         return self._out_tree.unflatten([results[k] for k in range(len(self._analysed.outputs))])
 
     def _check_whole(self, leaves: Sequence[Leaf]) -> None:
-        """Checks that every leaf of the state is the one that servers keep.
-
-        Raises:
-          StateError: a leaf is another one.
-        """
+        """Checks that every leaf of the state is the one that servers keep; raises StateError if a leaf is another
+        one."""
         for k in self._types:
             leaf = leaves[k]
             if not isinstance(leaf, ServedLeaf) or leaf.place != k:
@@ -84,11 +74,7 @@ class ServedRunner(Runner):
                 )
 
     def _begun(self, leaves: Sequence[Leaf]) -> Session:
-        """Begins to train an ordinary state. Collective.
-
-        Raises:
-          StateError: the workers' states differ.
-        """
+        """Begins to train an ordinary state. Collective. Raises StateError if the workers' states differ."""
         warn_if_alone(self._analysed.name, self._sync, self._clients)
         states = list(self._analysed.new_states)
         made = materialize([leaves[k] for k in states], copy=False)

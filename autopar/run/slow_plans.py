@@ -58,11 +58,7 @@ def slow_scatters(planned: PlannedStep) -> Iterator[str]:
 
 def has_slow_scatters(device_kind: str, version: Sequence[int] = jaxlib.version.__version_info__) -> bool:
     """Says whether this jaxlib adds float32 updates by compare-and-swap loops in a device's memory (jax#38806).
-
-    Args:
-      device_kind: JAX's name of the device, such as "NVIDIA H100 80GB HBM3".
-      version: The version of jaxlib.
-    """
+    `device_kind`: JAX's name, such as "NVIDIA H100 80GB HBM3"."""
     is_slow = (0, 10, 2) <= tuple(version[:3]) < (0, 11, 1)
     flags = os.environ.get("XLA_FLAGS", "")
     return is_slow and "NVIDIA" in device_kind and _ATOMICS not in flags and "--xla_gpu_ftz=true" not in flags

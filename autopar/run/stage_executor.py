@@ -39,13 +39,7 @@ from autopar.run.kept_placements import KeptArguments
 
 
 class Arguments:
-    """A call's arguments, and the microbatches' parts of them.
-
-    Args:
-      arrays: Arguments by the step's inputs.
-      step: The stages' programs.
-      kept: Brings arguments to devices.
-    """
+    """A call's arguments, and the microbatches' parts of them."""
 
     def __init__(self, arrays: Mapping[Var, Leaf], step: StagedStep, kept: KeptArguments) -> None:
         self._arrays, self._parts, self._kept = arrays, step.parts, kept
@@ -64,13 +58,8 @@ class Arguments:
 
 
 class Values:
-    """The values that devices of this process hold in a step.
-
-    Args:
-      devices: Devices by number.
-      put: Brings an argument to a device, divided along an axis if one is given.
-      divided: As in `StagedStep`.
-    """
+    """The values that devices of this process hold in a step. `put` brings an argument to a device, divided along an
+    axis if one is given."""
 
     def __init__(
         self,
@@ -164,12 +153,8 @@ def _part(value: Array, number: Array, axis: int, count: int) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledProgram:
-    """A stage's program on a device.
-
-    Attributes:
-      run: (number of a microbatch, sums, *inputs) -> (new sums, values). Sums are updated in place.
-      start: Makes the sums before the first microbatch.
-    """
+    """A stage's program on a device. `run`: (number of a microbatch, sums, *inputs) -> (new sums, values), with sums
+    updated in place; `start` makes the sums before the first microbatch."""
 
     run: jax.stages.Compiled
     start: Callable[[], Sequence[Array]] = tuple
@@ -283,14 +268,8 @@ def joined(joins: tuple[str, ...], dtypes: tuple[Dtype, ...], parts: Sequence[Se
 
 
 class StageExecutor:
-    """Runs this process's part of a timeline.
-
-    Args:
-      step: The stages' programs.
-      timeline: Every action that will ever be run, at least once.
-      devices: All devices by number; this process runs programs on its own.
-      donated: Positions of inputs that each program may overwrite.
-    """
+    """Runs this process's part of a timeline, which has every action that will ever be run. `donated`: positions of
+    inputs that each program may overwrite."""
 
     def __init__(
         self,

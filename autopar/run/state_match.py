@@ -45,18 +45,7 @@ _ADDED, _SCALED, _SAME = 4, 2, 1
 def match_states(
     call: Call, block: Block, outputs: Pytree, state_argnums: Sequence[int] | None, batch_argnums: Sequence[int]
 ) -> States:
-    """Finds the states of a traced step, and their new values.
-
-    Args:
-      call: The call.
-      block: The traced step.
-      outputs: Its results, a pytree of ShapeDtypeStructs.
-      state_argnums: Positions that the user named as state; None: any may be.
-      batch_argnums: Positions that the user named as no state.
-
-    Raises:
-      StateError, ArgumentsError: as `find_states` does.
-    """
+    """Finds the states of a traced step, and their new values. Arguments and errors as for `find_states`."""
     states = find_states(call, outputs, state_argnums, batch_argnums)
     score = None
     starts = dict(states.outputs)
@@ -118,16 +107,8 @@ def _best(starts: dict[int, int], free: Sequence[int], score: Callable[[int, int
 def warn_of_missed_states(
     name: str, call: Call, outputs: Pytree, block: Block, states: States, batches: Sequence[int]
 ) -> None:
-    """Warns of arguments, or leaves of some, that may be state and weren't recognised.
-
-    Args:
-      name: The step's name.
-      call: The call.
-      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
-      block: The traced step.
-      states: The recognised states.
-      batches: Positions that the user named as no state.
-    """
+    """Warns of arguments, or leaves of some, that may be state and weren't recognised. `batches`: positions that the
+    user named as no state."""
     differentiates = any(jax_compat.in_backward_pass(e.info) for e in block.walk())
     told = None
     if states.outputs:
@@ -230,15 +211,7 @@ def _is_alike(part: _Part, treedef: PyTreeDef, types: Sequence[ArrayType]) -> bo
 def missed_states(
     call: Call, outputs: Pytree, block: Block, batches: Sequence[int], *, differentiates: bool
 ) -> list[Argument]:
-    """Returns the arguments whose new value an outermost part of the output may be.
-
-    Args:
-      call: The call.
-      outputs: The step's outputs, a pytree of ShapeDtypeStructs.
-      block: The traced step.
-      batches: Positions that the user named as no state.
-      differentiates: Whether the step differentiates.
-    """
+    """Returns the arguments whose new value an outermost part of the output may be."""
     leaves, tree = jax.tree.flatten(outputs)
     types = [type_of_shape(leaf) for leaf in leaves]
     parts = sorted(tops(tree), key=lambda part: part[0])

@@ -118,7 +118,7 @@ class ParallelStep(PickledByOptions):
     """A train step that runs by a plan. Called like the step itself; made by `parallelize`.
 
     Attributes:
-      latest: The planned entry of the latest call.
+      latest: The step as it is planned for the latest call.
       watch: Watches the rows that batches touch, if anything does.
     """
 

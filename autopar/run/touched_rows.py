@@ -42,12 +42,8 @@ class TouchedRows:
         return {k: Touched(space.extent) for k, space in self._families.items() if k in tables}
 
     def after(self, touched: Mapping[int, Touched], leaves: Sequence[Leaf]) -> dict[int, Touched]:
-        """Returns for each table the rows touched after one more call; all rows where nobody has counted them.
-
-        Args:
-          touched: The rows touched before.
-          leaves: The call's flat arguments, not yet donated.
-        """
+        """Returns for each table the rows touched after one more call, whose `leaves` aren't donated yet; all rows
+        where nobody has counted them."""
         made = {}
         for k, space in self._families.items():
             so_far = touched.get(k)

@@ -23,11 +23,7 @@ from autopar.tables.kinds import is_table, materialize
 
 @dataclass(eq=False)
 class GlobalBatchStep(ParallelStep):
-    """A step by data parallelism on the minibatches of all processes as one batch: `Async(staleness=0)`.
-
-    Attributes:
-      all_devices: The devices of all processes.
-    """
+    """A step by data parallelism on the minibatches of all processes as one batch: `Async(staleness=0)`."""
 
     all_devices: Devices | None = None
     _states: frozenset[int] | None = None
@@ -86,12 +82,7 @@ def _join(leaf: Leaf, axis: int | None, devices: Devices) -> Leaf:
 
 @dataclass(eq=False)
 class WarmupStep(ParallelStep):
-    """A step whose first calls another step runs: `Async(warmup=)`.
-
-    Attributes:
-      first: The other step.
-      warmup: Number of its calls.
-    """
+    """A step whose first `warmup` calls another step runs: `Async(warmup=)`."""
 
     first: Callable[..., Leaf] | None = None
     warmup: int = 0

@@ -1,8 +1,7 @@
-"""`save` and `restore`: a state on a disk or in an object store, and back onto as many ranks or devices as there are.
+"""`save` and `restore`: a state on a disk or in an object store, and back onto any number of ranks or devices.
 
-Who writes what: ordinary arrays, which are the same on all processes, the first one; rows of tables those who
-have them, each process its own files, at the same time. Nobody sees the checkpoint before all is written: see
-`files.folder`.
+The first process writes ordinary arrays, which are the same on all; each process writes its own rows of tables, at the
+same time. The checkpoint appears once all is written (`files.folder`).
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from autopar.tables.replica import Replica
 
 
 class Restored(NamedTuple):
-    """A state that was restored.
+    """A restored state.
 
     Attributes:
       state: The state.
-      position: The position in the data that was saved with it; None if none was.
+      position: The position in the data that was saved with it, if any was.
     """
 
     state: Pytree
@@ -55,24 +54,24 @@ class Restored(NamedTuple):
 
 
 def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, Any] | None = None) -> None:
-    """Saves a state, in place of what was saved at this path before.
+    """Saves a state, in place of the checkpoint that was at this path.
 
-    All or nothing: however the save ends (an error, a kill, a power cut), what can be restored is the checkpoint before
-    or this one, whole. Returns when this one is on the disk. Where there are several ranks, or processes of
-    `jax.distributed`, all of them call it, and the path is one that all of them see.
+    All or nothing: after an error, a kill or a power cut either the old checkpoint or this one can be restored, whole.
+    It returns once this one is on the disk. All ranks, or processes of `jax.distributed`, call it together, with a path
+    that all of them see.
 
     Args:
-      path: A directory for this checkpoint alone; it is made. For several checkpoints name several:
-        f"checkpoints/{step}". Or the like in an object store: "s3://bucket/run", "gs://bucket/run".
+      path: A directory for this checkpoint alone, made if it doesn't exist; several checkpoints have several, such as
+        f"checkpoints/{step}". Or a place in an object store: "s3://bucket/run", "gs://bucket/run".
       state: A pytree of arrays (JAX's, PRNG keys, NumPy's), `autopar.Table`s, tables on hosts and numbers. Ordinary
         arrays are the same on all ranks, or one array over all of JAX's processes.
-      position: Where the training is in its data: what `autopar.shard(...).state()` gives, or any dict that JSON holds.
-        `restore` returns it.
+      position: Where the training is in its data: `autopar.shard(...).state()`, or any dict that JSON holds. `restore`
+        returns it.
 
     Raises:
-      CheckpointError: on every rank, naming the one where it failed: a leaf that can't be saved, ranks that save
-        different states, a full disk, a path with other files, no Orbax.
-      DonatedStateError: a state that was given to a step.
+      CheckpointError: on every rank, naming the one where it failed: a leaf that can't be saved, ranks with different
+        states, a full disk, a path with other files, no Orbax.
+      DonatedStateError: the state was given to a step.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, autopar
@@ -97,23 +96,23 @@ def restore(
     call: Callable[[Pytree], Sequence[Pytree]] | None = None,
     resize: bool = False,
 ) -> Restored:
-    """Restores what was saved at a path, onto the ranks and devices that there are now.
+    """Restores a checkpoint onto the ranks and devices that there are now.
 
-    How many ranks or devices saved it makes no difference: each rank reads the rows that it is to have. Where there are
-    several, or processes of `jax.distributed`, all of them call it.
+    The checkpoint may come from another number of ranks or devices: each rank reads the rows that it needs. All ranks,
+    or processes of `jax.distributed`, call it together.
 
     Args:
-      path: As of `save`.
+      path: As for `save`.
       like: A state of the same structure, of arrays, tables or shapes (`jax.eval_shape(make_state, key)`): needed for
         states with other nodes than dicts, lists, tuples and None. Without `step` each leaf goes where the one in
         `like` is: an array with its sharding, an `autopar.Table`, a table on hosts, a NumPy array. Nothing is written
-        to it. A Python number stands for an array of no axes and its kind as well, and the other way round (a counter
-        that begins with 0, and that a step returns as an array): restored is what was saved.
-      step: What `parallelize` returned: leaves go where its plan has them, tables share by share.
+        to it. A Python number matches an array of no axes and its kind, and the other way round (a counter that begins
+        with 0, and that a step returns as an array): the saved one is restored.
+      step: The step that `parallelize` returned: leaves go where its plan has them, tables share by share.
       batch, call: With `step`, as for `init`.
-      resize: Whether tables that have other numbers of rows in `like` are resized to them, as by `autopar.resize`:
-        further rows are those of `like`, a state that `autopar.init` made. It is given up then, and says where leaves
-        go, so that `step` isn't needed.
+      resize: Whether tables with another number of rows in `like` are resized to it, as by `autopar.resize`: further
+        rows come from `like`, a state that `autopar.init` made. `like` is given up then, and says where leaves go, so
+        that `step` isn't needed.
 
     Returns:
       (state, position). Without `like` and `step` ordinary arrays, whole on each rank.
@@ -178,7 +177,7 @@ def _restore(
         homes, keeper = homes_of_step(step, saved, homes, batch, call, manifest)
     if keeper is None:
         warn_of_means(manifest)
-    # All are checked, each by one process, before any is read by any.
+    # Every file is checked, by one process each, before any process reads one.
     mine = manifest.files[group.rank :: group.size]
     group.together(CheckpointError, lambda: check_files(version, mine), "checksums")
     leaves: list[Leaf] = []
@@ -198,7 +197,7 @@ def _restore(
 
 
 def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
-    """Returns the version that counts, and what is in it."""
+    """Returns the directory of the current version, and its manifest."""
 
     def read() -> tuple[str, int, str]:
         version, crc32 = folder.current()
@@ -219,30 +218,24 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
 
 # --- where the leaves of a checkpoint go: as a template's are, as a step's plan has them, or as they were ---
 
-
-#: Which dtypes are of a Python number's kind.
+#: Kind of a Python number -> dtypes of that kind.
 _KINDS = {"bool": jnp.bool_, "int": jnp.integer, "float": jnp.floating, "complex": jnp.complexfloating}
 
 
 @dataclass(frozen=True)
 class Keeper:
-    """Makes replicas of what each client reads, where there are as many clients as saved them.
-
-    Attributes:
-      runner: The step's.
-      inputs: Which input of the step each leaf is; None: none, or it is no state.
-    """
+    """Makes replicas of what clients read, if as many clients saved them. `inputs`: for each leaf the step's input,
+    None for leaves that are no state."""
 
     runner: ReplicaRunner
     inputs: Sequence[int | None]
 
     @property
     def client(self) -> int:
-        """This process's."""
         return self.runner.clients.own
 
     def kept(self, leaves: Sequence[Leaf], beside: Mapping[str, Any]) -> list[Leaf]:
-        """Returns the leaves as replicas. `beside`: path -> what they share."""
+        """Returns the leaves as replicas. `beside`: path -> what replicas share."""
         replicas = self.runner.resumed({path.removeprefix("replicas/"): value for path, value in beside.items()})
         return [x if k is None else Replica(x, replicas, k) for k, x in zip(self.inputs, leaves, strict=True)]
 
@@ -250,8 +243,8 @@ class Keeper:
 def homes_of_step(
     step: ParallelStep, state: Pytree, homes: Sequence[Home], batch: Pytree, call: Pytree, manifest: Manifest
 ) -> tuple[list[Home], Keeper | None]:
-    """Returns homes by a step's plan, and, where that doesn't say, of `homes`; what makes replicas of the leaves, if
-    they were saved by as many clients as the step has. `state`: of shapes; `batch`, `call`: as of `init`."""
+    """Returns leaves' homes by a step's plan, or else those of `homes`; and a `Keeper`, if as many clients as the step
+    has saved replicas. `state`: shapes; `batch`, `call`: as for `init`."""
     no_state = f"nothing in the checkpoint is state of {step.name}: it is of another step"
     planned, inputs = planned_step_of(step, "the checkpoint", state, batch, call, no_state)
     of_way = planned.way.homes(planned)
@@ -263,12 +256,12 @@ def homes_of_step(
 
 
 def clients_of(manifest: Manifest) -> int:
-    """Returns how many clients had a replica each; 0 if there were none."""
+    """Returns the number of clients that had a replica each, or 0."""
     return max((record.replicas for record in manifest.leaves), default=0)
 
 
 def warn_of_means(manifest: Manifest) -> None:
-    """Says that training goes on from the mean of the replicas, if there were any."""
+    """Warns that the mean of saved replicas is restored, if there are any."""
     count = clients_of(manifest)
     if count:
         warn(
@@ -279,11 +272,8 @@ def warn_of_means(manifest: Manifest) -> None:
 
 
 def matched(manifest: Manifest, like: Pytree, resize: bool) -> list[int]:
-    """Returns for each leaf of a template the number of the saved leaf that has its path.
-
-    Raises a CheckpointError if the structures differ, or a shape or dtype does. `resize`: shapes may differ along one
-    axis.
-    """
+    """Returns for each leaf of a template the number of the saved leaf with its path; raises CheckpointError if
+    structures, shapes or dtypes differ. `resize`: shapes may differ along one axis."""
     pairs = [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_flatten_with_path(like)[0]]
     saved = {record.path: number for number, record in enumerate(manifest.leaves)}
     paths = [path for path, _ in pairs]
@@ -333,7 +323,7 @@ def _check_type(record: LeafRecord, path: str, leaf: Leaf, resize: bool) -> None
 
 
 def _is_number(kind: str, array: Leaf) -> bool:
-    """Returns whether an array is a number of a kind ("int"): what a Python number becomes in a step."""
+    """Says whether an array is what a step makes of a Python number of a kind ("int")."""
     return array.shape == () and jnp.issubdtype(array.dtype, _KINDS[kind])
 
 
@@ -348,7 +338,6 @@ def _told(record: LeafRecord) -> str:
 
 
 def shapes_of(manifest: Manifest) -> list[Leaf]:
-    """Returns the saved leaves as shapes."""
     return [NUMBERS[r.type](0) if r.kind == "value" else _shape_of(r) for r in manifest.leaves]
 
 
@@ -359,17 +348,15 @@ def _shape_of(record: LeafRecord) -> jax.ShapeDtypeStruct:
 
 
 def home_as_saved(record: LeafRecord) -> Home:
-    """Returns where a leaf goes of which nothing else is said: an ordinary array, of the kind that it was."""
+    """Returns the home of a leaf that was saved, as an array of its own kind."""
     return ArrayHome() if record.type == "jax" else NumpyHome()
 
 
 def read_leaves(
     version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
 ) -> list[Leaf]:
-    """Reads all leaves, each to its home, from files that were checked. Exchanges nothing.
-
-    Of tables on hosts it reads this rank's rows, of replicas this client's, or their mean if it is None.
-    """
+    """Reads all leaves to their homes, from checked files: this rank's rows of tables on hosts, and this client's
+    replicas, or their mean if `client` is None. Exchanges nothing."""
     dense = {}
     for record, home in zip(records, homes, strict=True):
         if record.kind == "dense" and not record.files:
@@ -413,7 +400,7 @@ def _array(version: Place, record: LeafRecord) -> Source:
 
 
 def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarray:
-    """Reads a client's replica; the mean of all if it is None, or the first one of what has none."""
+    """Reads a client's replica; for None the mean of all, or the first one of leaves that have no mean."""
     shape = record.shape if record.key is None else _key_data(record).shape
     files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))
     if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):
@@ -422,7 +409,7 @@ def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarr
 
 
 def template_of(make_state: Callable[..., Pytree], *args: Pytree) -> Pytree:
-    """Returns what a function makes: shapes and types of what JAX computes; numbers and NumPy arrays as they are."""
+    """Returns shapes for what JAX computes in `make_state`, and its numbers and NumPy arrays as they are."""
     made: list[Pytree] = []
 
     def noted(*args: Pytree) -> Pytree:

@@ -1,8 +1,8 @@
-"""`Checkpointer`: the checkpoints of a training, saved beside it, and where it goes on.
+"""`Checkpointer`: saves a training's checkpoints beside it, and resumes the training from them.
 
-Ctrl-C and SIGTERM wait until the training comes to a place where its state can be saved (`Leaving`): handlers only note
-a signal. The training asks for it after each step, where the state is whole, and all processes are told of what any of
-them was sent. Where JAX's preemption service listens to SIGTERM it is asked instead.
+Ctrl-C and SIGTERM wait until the state can be saved (`Leaving`): handlers only note a signal. The training asks after
+each step, where the state is whole, and all processes learn which signals any of them got. If JAX's preemption service
+listens to SIGTERM, it is asked instead.
 """
 
 from __future__ import annotations
@@ -58,18 +58,14 @@ from autopar.state.saving import PendingSave, Written
 
 #: Signals, and the handlers that they have where nobody set one.
 _DEFAULTS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-#: How often this process has asked JAX's preemption service. A process that was sent SIGTERM before it asked at all
-#: leaves at the first time, whatever the number of the step is that a training goes on behind.
+#: Numbers questions to JAX's preemption service from 1, in a resumed training, too: a SIGTERM before the first question
+#: is answered at number 1.
 _ASKED = itertools.count(1)
 
 
 class Leaving:
-    """Holds signals back while it is entered, where Python's own handlers would answer them.
-
-    Args:
-      group: All processes.
-      seldom: As for `telling`.
-    """
+    """Holds signals back while it is entered, if Python's own handlers would answer them. `seldom`: as for
+    `telling`."""
 
     def __init__(self, group: Group, *, seldom: bool = False) -> None:
         self._tell = telling(group, seldom=seldom)
@@ -78,7 +74,7 @@ class Leaving:
         self._noted: dict[int, float] = {}
 
     def enter(self) -> None:
-        """Takes the place of Python's own handlers, in the main thread: no other one gets signals."""
+        """Replaces Python's own handlers, in the main thread: signals go to no other."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number, default in _DEFAULTS.items():
@@ -91,11 +87,7 @@ class Leaving:
                 signal.signal(number, Note(self._note))
 
     def exit(self, *, answers: bool) -> None:
-        """Gives the signals back to the handlers before.
-
-        Args:
-          answers: Whether to leave by a signal that came behind the last step.
-        """
+        """Restores the handlers before. `answers`: leave by a signal that came after the last step."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
@@ -105,7 +97,7 @@ class Leaving:
             self._leave(noted)
 
     def answer(self, save: Callable[[], None]) -> None:
-        """Saves and leaves, if any process is asked to. Collective: all are at the same step."""
+        """Saves and leaves, if any process got a signal. Collective: all are at the same step."""
         told = self._tell(tuple(self._noted))
         if not told and not jax_compat.reached_preemption(next(_ASKED)):
             return
@@ -116,19 +108,19 @@ class Leaving:
         if number not in self._noted:
             self._noted[number] = time.monotonic()
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                _thread.start_new_thread(self._say, (number,))  # `threading` has locks, which the code here may hold
+                _thread.start_new_thread(self._say, (number,))  # `threading` has locks, which this thread may hold
         elif time.monotonic() - self._noted[number] >= SECOND_S:  # whatever is lost
             self._leave(number)
 
     def _say(self, number: int) -> None:
-        """Says, in a thread, that a signal waits."""
+        """Tells the user, from a thread, that a signal waits."""
         time.sleep(SAY_S)
         if number in self._noted:
             name = signal.Signals(number).name
             sys.stderr.write(f"autopar: {name} waits for checkpoints.step(state). A second one goes through at once\n")
 
     def _leave(self, number: int) -> NoReturn:
-        """Ends as by a signal: by a KeyboardInterrupt, or with the exit code that shells give it."""
+        """Ends as by a signal: by a KeyboardInterrupt, or with the exit code that shells use."""
         self._noted.clear()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
@@ -137,14 +129,13 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Maker:
-    """Makes and restores states. `step`, `batch`, `call`: as of `Checkpointer`."""
+    """Makes and restores states. `step`, `batch`, `call`: as for `Checkpointer`."""
 
     step: ParallelStep | MethodStep | None
     batch: Pytree
     call: Callable[[Pytree], Sequence[Pytree]] | None
 
     def made(self, make_state: Callable[..., Pytree], args: Sequence[Pytree]) -> Pytree:
-        """Makes the first state."""
         if self.step is None:
             return make_state(*args)
         return init(make_state, *args, step=self.step, batch=self.batch, call=self.call)
@@ -152,7 +143,7 @@ class Maker:
     def restored(
         self, path: Place, plan: Plan | None, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
     ) -> tuple[Pytree, Pytree]:
-        """Restores a state and its position. `plan`: that of the step when it was saved; `resize`: as of `resume`."""
+        """Restores a state and its position. `plan`: the step's plan when it was saved; `resize`: as for `resume`."""
         if self.step is None:
             like = make_state(*args) if resize else template_of(make_state, *args)
             return restore(path, like, resize=resize)
@@ -179,10 +170,10 @@ _CHOICES: Mapping[Any, Callable[[float, float], float]] = {max: max, min: min, "
 
 
 class Positioned(Protocol):
-    """Batches that know where they are, as those of `autopar.shard`."""
+    """Batches that know their position, as those of `autopar.shard`."""
 
     def state(self) -> Mapping[str, Json]:
-        """Returns the position, which JSON holds."""
+        """Returns the position, as JSON holds it."""
         ...
 
     def restore(self, state: Pytree) -> None:
@@ -195,7 +186,7 @@ B = TypeVar("B", bound="Positioned | None")
 
 @dataclass(frozen=True)
 class _Saving:
-    """A save that is under way. `files`: what a thread has written."""
+    """A save that is under way; a thread writes `files`."""
 
     step: int
     save: PendingSave
@@ -203,25 +194,26 @@ class _Saving:
 
 
 class Checkpointer:
-    """Saves a training's state beside it, keeps the last checkpoints and the best one, and goes on from the latest.
+    """Saves a training's state beside it, keeps the last checkpoints and the best one, and resumes from the latest.
 
-    A context manager. With several ranks, or processes of `jax.distributed`, all of them make the same calls, and the
-    folder is on a file system that all of them see, or in an object store.
+    A context manager. All ranks, or processes of `jax.distributed`, make the same calls, and the folder is on a file
+    system that all of them see, or in an object store.
 
     Args:
-      folder: For the checkpoints of one training: a path, which is made, "s3://bucket/run" or "gs://bucket/run". None
-        keeps none: a training without the flag for it.
-      step: What `parallelize` returned: a restored state goes where its plan has it, and the plan is kept, too.
-        Without it `resume` makes and restores ordinary arrays.
+      folder: For the checkpoints of one training: a path, made if it doesn't exist, "s3://bucket/run" or
+        "gs://bucket/run". None keeps none.
+      step: The step that `parallelize` returned: a restored state goes where its plan has it, and the plan is kept,
+        too. Without it `resume` makes and restores ordinary arrays.
       batch, call: With `step`, as for `init`.
-      keep: How many of the last checkpoints are kept; None: all.
-      every: Save after each so many steps. None: only what is the best, and at the end.
-      best: The name of a metric and `max` or `min`: the checkpoint with the best one is kept as well. See `evaluated`.
+      keep: Number of last checkpoints that are kept; None: all.
+      every: Steps from one save to the next. None: only the best state is saved, and the last.
+      best: The name of a metric and `max` or `min`: the checkpoint with the best value is kept as well. See
+        `evaluated`.
       async_save: Whether training goes on while files are written. It needs memory for a copy of what this process
-        writes; without it a save needs none.
+        writes; otherwise a save needs none.
 
     Attributes:
-      steps: How many steps were trained, before the training was resumed as well.
+      steps: Number of steps trained, including those before the training was resumed.
 
     Example:
       >>> import tempfile, jax, jax.numpy as jnp, numpy as np, autopar
@@ -259,7 +251,7 @@ class Checkpointer:
                 raise ArgumentsError(f"{name}={value!r}: give a whole number, 1 or more, or None")
         if best is not None and (not isinstance(best, tuple) or len(best) != 2 or best[1] not in _CHOICES):
             raise ArgumentsError(f'best={best!r}: give the name of a metric and max or min, such as ("auc", max)')
-        if best is not None and (not isinstance(best[0], str) or best[0] == "step"):  # which the file has besides
+        if best is not None and (not isinstance(best[0], str) or best[0] == "step"):  # the file has a "step" already
             raise ArgumentsError(f"best={best!r}: a metric's name is a text other than 'step'")
         self.steps = 0
         self._kept = None if folder is None else History.of(folder)
@@ -292,15 +284,15 @@ class Checkpointer:
         return [] if self._kept is None else list(self._led(self._history.steps, tuple[int, ...]))
 
     def latest_step(self) -> int | None:
-        """Returns the step of the latest complete checkpoint; None if there is none. Collective."""
+        """Returns the step of the latest complete checkpoint, or None. Collective."""
         return max(self.all_steps(), default=None)
 
     def best_step(self) -> int | None:
-        """Returns the step of the best checkpoint; None if none was evaluated."""
+        """Returns the step of the best checkpoint, or None."""
         return None if self._best is None else self._best.step
 
     def path(self, step: int) -> Place:
-        """Returns where the checkpoint of a step is, for `autopar.restore`."""
+        """Returns the path of a step's checkpoint, for `autopar.restore`."""
         return self._history.folder(step).path
 
     # --- training ---
@@ -308,17 +300,17 @@ class Checkpointer:
     def resume(
         self, make_state: Callable[..., Pytree], *args: Pytree, batches: B = None, resize: bool = False
     ) -> tuple[Pytree, B]:
-        """Makes the first state, or restores the latest checkpoint that is whole, and goes on where it was in the data.
+        """Restores the latest whole checkpoint and its position in the data, or makes the first state. Collective.
 
-        A checkpoint that is damaged is left out, with a warning. The step is planned as it was when it was saved, where
-        it has as many devices, and no `plan=` of its own. Collective.
+        Damaged checkpoints are passed over, with a warning. The step follows the plan that was saved with it, if it has
+        as many devices and no `plan=` of its own.
 
         Args:
-          make_state: Makes the state, from `args`, as for `init`.
+          make_state: Makes the state from `args`, as for `init`.
           *args: Arrays, random keys, numbers.
-          batches: What `autopar.shard` returned, or anything else with its `state()` and `restore(position)`.
-          resize: Whether tables that `make_state` makes with other numbers of rows than were saved are resized to
-            these, as by `autopar.resize`. It needs memory for a second state.
+          batches: The result of `autopar.shard`, or anything else with its `state()` and `restore(position)`.
+          resize: Whether saved tables are resized to the numbers of rows that `make_state` makes, as by
+            `autopar.resize`. It needs memory for a second state.
 
         Returns:
           (state, batches).
@@ -358,13 +350,13 @@ class Checkpointer:
         return self._maker.made(make_state, args), batches
 
     def step(self, state: Pytree) -> None:
-        """Counts a step, and saves where it is time to. To be called after each step.
+        """Counts a step, and saves when it is time to. Call it after each step. Collective.
 
-        Ctrl-C and SIGTERM are answered here: the state is saved, and the training is left by a KeyboardInterrupt, or
-        with exit code 143. Collective.
+        It answers Ctrl-C and SIGTERM: it saves the state, and leaves the training by a KeyboardInterrupt, or with exit
+        code 143.
 
         Args:
-          state: What the step returned.
+          state: The state that the step returned.
 
         Raises:
           CheckpointError: this save failed, or the one that was under way.
@@ -378,11 +370,11 @@ class Checkpointer:
             self._save()
 
     def evaluated(self, state: Pytree, metrics: Mapping[str, Pytree]) -> None:
-        """Saves the state, if it is the best so far. To be called after an evaluation, behind `step`. Collective.
+        """Saves the state if it is the best so far. Call it after an evaluation, after `step`. Collective.
 
         Args:
           state: The state that was evaluated.
-          metrics: Name -> value, the one of `best` among them. The first process's counts.
+          metrics: Name -> value, among them the one of `best`. The first process's counts.
         """
         if self._metric is None:
             raise ArgumentsError('evaluated needs to know what is best: Checkpointer(..., best=("auc", max))')
@@ -433,8 +425,7 @@ class Checkpointer:
         return self._kept
 
     def _finish(self) -> None:
-        """Saves the latest state, unless it was saved, and waits; also if an earlier save fails, whose space may be
-        free by now."""
+        """Saves the latest state if necessary and waits, even if an earlier save failed: there may be space by now."""
         failed: CheckpointError | None = None
         try:
             self.wait()
@@ -475,7 +466,8 @@ class Checkpointer:
             self.wait()
 
     def _look(self) -> None:
-        """Commits a save whose files all processes have written. They ask each other 1, 2, 4, ... steps after it."""
+        """Commits a save once all processes have written their files. They ask each other 1, 2, 4, ... steps after it
+        began."""
         saving = self._saving
         if saving is None:
             return
@@ -486,10 +478,10 @@ class Checkpointer:
 
     def _commit(self, saving: _Saving) -> None:
         with PROGRESS.during("saving a checkpoint"):
-            while not saving.files.done():  # a slow disk is no process that stands still
+            while not saving.files.done():  # the watchdog must not take a slow disk for a process that hangs
                 wait([saving.files], timeout=1.0)
                 go_on("saving a checkpoint")
-            self._saving = None  # from here on it can't be interrupted and waited for again
+            self._saving = None  # an interrupted commit isn't tried again
             try:
                 saving.save.commit(saving.files.result)
             except CheckpointError:
@@ -500,7 +492,7 @@ class Checkpointer:
         self._tidy()
 
     def _tidy(self) -> None:
-        """Writes down what belongs to the checkpoints, and removes those that aren't kept."""
+        """Writes the files that belong to the checkpoints, and removes checkpoints that aren't kept."""
 
         def tidy() -> None:
             history, best = self._history, self._best
@@ -531,7 +523,7 @@ class Checkpointer:
         return self._led(self._history.best, Best | None)
 
     def _led(self, work: Callable[[], object], kind: object = Json) -> Json:
-        """Returns what some work, which the first process does, found. `kind`: its type."""
+        """Returns to all what the first process's `work` returned. `kind`: its type."""
         read = functools.partial(from_json, kind, where="what was found")
         return self._group.led(CheckpointError, lambda: to_json(work()), "checkpoints", read)
 
@@ -549,7 +541,7 @@ _BEST, _PLAN = "best.json", "plan.json"
 
 @dataclass(frozen=True)
 class Best:
-    """The best checkpoint so far. `name`: of the metric."""
+    """The best checkpoint so far; `name` is the metric's."""
 
     step: int
     name: str
@@ -568,24 +560,19 @@ class History:
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> History:
-        """Returns the folder that a user names; a CheckpointError if there is no such kind of place."""
+        """Returns the folder that a user names; raises CheckpointError if there is no such kind of place."""
         return History(place_of(path))
 
     def folder(self, step: int) -> Folder:
-        """Returns the folder of a step's checkpoint."""
         return Folder(self.path / f"step-{step:08d}")
 
     def steps(self) -> list[int]:
-        """Lists the steps of all checkpoints that are complete, in order."""
+        """Returns the steps of all complete checkpoints, in order."""
         return sorted(step for step, path in self._folders() if (path / POINTER).is_file())
 
     def best(self) -> Best | None:
-        """Returns which was the best; None if none was evaluated.
-
-        Raises:
-          CheckpointError: the file is none that `note_best` wrote. Which checkpoint is the best isn't guessed: the next
-            save would remove it.
-        """
+        """Returns the best checkpoint, if any was evaluated; raises CheckpointError if the file is damaged. It isn't
+        guessed then, as the next save would remove the true best one."""
         path = self.path / _BEST
         with named(path, "read"):
             try:
@@ -605,21 +592,18 @@ class History:
             ) from error
 
     def note_best(self, best: Best) -> None:
-        """Writes down which is the best, down to the disk."""
         put(self.path / _BEST, (json.dumps({"step": best.step, best.name: best.value}) + "\n").encode())
 
     def forget_best(self) -> None:
-        """Writes down that none is the best."""
         with named(self.path / _BEST, "removed"):
             (self.path / _BEST).unlink(missing_ok=True)
 
     @property
     def plan_file(self) -> Place:
-        """Names the file of the step's plan."""
         return self.path / _PLAN
 
     def known_plan(self) -> Plan | None:
-        """Returns the plan of the step; None if there is none that this version of autopar reads."""
+        """Returns the step's plan, if there is one that this version of autopar reads."""
         try:
             return Plan.load(self.plan_file) if self.plan_file.is_file() else None
         except PlanError as error:
@@ -627,15 +611,14 @@ class History:
             return None
 
     def note_plan(self, plan: Plan) -> None:
-        """Writes down the step's plan, as `Plan.save` does, down to the disk."""
         put(self.plan_file, plan_text(plan).encode())
 
     def clean(self, kept: Sequence[int]) -> None:
-        """Removes all checkpoints but some, and what killed saves left, as far as that can be done."""
+        """Removes all checkpoints that aren't kept, and the remains of killed saves, as far as possible."""
         for step, path in self._folders():
             if step not in kept:
-                with contextlib.suppress(OSError):  # the next time
-                    (path / POINTER).unlink(missing_ok=True)  # first: what is removed in part is none
+                with contextlib.suppress(OSError):  # the next save tries again
+                    (path / POINTER).unlink(missing_ok=True)  # first: a part of a checkpoint must not count as one
                     remove_all(path)
 
     def _folders(self) -> list[tuple[int, Place]]:

@@ -1,4 +1,4 @@
-"""`init`: a state that is made where its plan has it, share by share."""
+"""`init`: makes a state where its plan has it, share by share."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray, StagePlace, is_staged
 
-#: From what is made to all arguments of the step.
+#: State -> all arguments of the step.
 CallArguments = Callable[[Any], Sequence[Any]]
 
 
@@ -42,34 +42,33 @@ def init(
     batch: Pytree = None,
     call: CallArguments | None = None,
 ) -> Pytree:
-    """Runs `jax.jit(make_state)(*args)`, each leaf made on the devices where the step's plan has it.
+    """Runs `jax.jit(make_state)(*args)`, with each leaf made on the devices where the step's plan has it.
 
-    A table whose rows are spread over the devices is never whole on any of them, however large it is, and the first
-    call of the step takes it as it is, without a copy. The numbers are those of `jax.jit(make_state)(*args)`, to the
-    bit; of an initializer that sums over a table's rows, up to the order of the sum. Across processes all of them call
-    it, with the same arguments.
+    A table that is divided over devices is never whole on any of them, and the first step takes it without a copy. The
+    numbers are those of `jax.jit(make_state)(*args)` to the bit; if an initializer sums over a table's rows, up to the
+    order of the sum. All processes call it together, with the same arguments.
 
-    (On CPUs under jax 0.11 and later XLA rounds a shard otherwise than a whole array. There the state is made whole, in
-    the memory of each process, and then spread, so that its bits are the same.)
+    (On CPUs under jax 0.11 and later XLA rounds a shard differently from a whole array. There each process makes the
+    whole state in its memory and then divides it, so that its bits are the same.)
 
     Args:
-      make_state: Makes the state of the step's first argument (of the one that its `state_argnums` names, if it names
-        one). Other things than arrays it takes from around it, as in `lambda key: make_state(model, key)`.
+      make_state: Makes the state, which is the step's first argument, or the one that its `state_argnums` names. It
+        takes what is no array from around it, as in `lambda key: make_state(model, key)`.
       *args: Arrays, random keys, numbers. Each device gets all of them.
-      step: What `parallelize` returned.
-      batch: The step's other argument: arrays, or `jax.ShapeDtypeStruct`s. With arrays, how many rows travel is
-        measured on them, as on the batch of a first call.
-      call: In place of `batch`, for steps with other arguments: all arguments of the step, from what `make_state`
-        returns, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
+      step: The step that `parallelize` returned.
+      batch: The step's other argument: arrays, or `jax.ShapeDtypeStruct`s. Arrays also tell how many rows travel, as
+        the batch of a first call does.
+      call: Instead of `batch`, for steps with other arguments: returns all arguments of the step for the result of
+        `make_state`, as in `call=lambda made: (made["params"], made["opt"], batch, key)`.
 
     Returns:
-      What `make_state` returns, with a `Table` for each leaf that is stored in a layout, a `HostTable` for each one in
-      the memory of the hosts, and a `StageArray` for each one whose layers several stages have, or of a stage where
-      these are on several processes.
+      The result of `make_state`, with a `Table` for each leaf that is stored in a layout, a `HostTable` for each leaf
+        in host memory, and a `StageArray` for each leaf whose layers are on several stages, or whose stages are on
+        several processes.
 
     Raises:
-      ArgumentsError: a step that `parallelize` didn't make; not one of `batch` and `call`; a `make_state` that
-        `jax.jit` doesn't take, or a step that can't be traced with what it returns.
+      ArgumentsError: `parallelize` didn't make the step; not exactly one of `batch` and `call`; a `make_state` that
+        `jax.jit` doesn't take, or whose result the step can't be traced with.
       StateError: nothing that `make_state` returns is state of the step.
 
     Example:
@@ -107,10 +106,10 @@ class Maker:
     """Makes the leaves of a state.
 
     Attributes:
-      make: From flat arrays, as JAX traced it.
-      shardings: Where each leaf is made; None on one device.
+      make: The traced function of flat arrays.
+      shardings: The sharding of each leaf; None on one device.
       layouts: (layout, row axis) of each leaf that has one.
-      whole: Whether all is made on one device first, and spread from there, for the sake of the bits.
+      whole: Whether all leaves are made whole on one device first, so that their bits are right.
     """
 
     make: Callable[..., Sequence[Pytree]]
@@ -123,7 +122,7 @@ class Maker:
     def of(
         step: ParallelStep, name: str, traced: jax.stages.Traced, batch: Pytree, call: CallArguments | None
     ) -> Maker:
-        """Returns the maker of what a traced `make_state` returns."""
+        """Returns the maker of a traced `make_state`'s result."""
         made = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type), traced.out_info)
         no_state = (
             f"nothing that {name} returns is state of {step.name}, which returns nothing of it updated. "
@@ -142,8 +141,8 @@ class Maker:
 
     @functools.cached_property
     def run(self) -> Leaf:
-        """The jitted function of flat arrays. Tables in a layout it makes in even shards: XLA may round otherwise
-        where it fuses the initializer with what distributes rows cyclically, so a program of its own does that."""
+        """The jitted function of flat arrays. It makes tables in even shards, and another program distributes their
+        rows cyclically: XLA may round otherwise where it fuses the two."""
         devices = self.devices
         if devices is None or self.whole:
             return jax.jit(self.make)
@@ -155,7 +154,7 @@ class Maker:
         return jit_on(devices.mesh, make, out_shardings=self.shardings)
 
     def everywhere(self, leaf: Leaf) -> Pytree:
-        """Puts an argument on all devices; on one of this process where all is made there."""
+        """Puts an argument on all devices, or where all leaves are made."""
         if self.devices is None or not isinstance(leaf, jax.Array):
             return leaf
         if self.whole:
@@ -163,7 +162,7 @@ class Maker:
         return place_array(leaf, self.devices.sharding(None))
 
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns what `run` did, with Tables in place of even shards."""
+        """Returns the leaves that `run` made, with Tables in place of even shards."""
         devices, tables = self.devices, list(leaves)
         if self.whole and devices is not None:
             return self._spread(devices, tables)
@@ -173,7 +172,7 @@ class Maker:
         return tables
 
     def _spread(self, devices: Devices, leaves: list[Leaf]) -> list[Leaf]:
-        """Spreads leaves that are whole, each to where its plan has it; they are given up one by one."""
+        """Brings whole leaves where the plan has them, and drops them one by one."""
         assert self.shardings is not None, "several devices have shardings"
         for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
             leaf, leaves[k] = leaves[k], None
@@ -184,19 +183,14 @@ class Maker:
 
 @dataclass(frozen=True, eq=False)
 class StageMaker(Maker):
-    """Makes the leaves of a state whose stages are on several devices, each on its stage's alone.
-
-    Attributes:
-      types: Of the leaves.
-      places: Where each is, or its layers; none: everywhere.
-    """
+    """Makes each leaf on its stage's devices alone. `places`: of each leaf, or of its layers; (): it is everywhere."""
 
     types: Sequence[AnyType]
     places: Sequence[Sequence[StagePlace]]
 
     @functools.cached_property
     def run(self) -> Leaf:
-        """For each leaf its parts, made by a program for each stage that this process has and one for what is
+        """Makes each leaf's parts, by a program for each stage of this process and one for leaves that are
         everywhere."""
 
         def run(*flat: Leaf) -> list[list[Leaf]]:
@@ -217,8 +211,8 @@ class StageMaker(Maker):
         return run
 
     def _programs(self) -> dict[tuple[Leaf, Leaf], list[tuple[int, int]]]:
-        """Returns what each program makes, (leaf, part), by where its arguments are. What is made whole for the sake of
-        its bits, and cut then, has one of its own."""
+        """Returns (leaf, part) of each program's results, by the place of its arguments. A leaf that is made whole and
+        then cut has a program of its own."""
         programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
         for k, places in enumerate(self.places):
             if not places:
@@ -234,7 +228,6 @@ class StageMaker(Maker):
         return leaf if len(places) < 2 else leaf[places[part].start : places[part].stop]
 
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns what `run` did, as `StageArray`s where parts are in several places, or stages on several ranks."""
         return [
             StageArray(aval.shape, aval.dtype, places, parts, is_weak=aval.weak_type) if is_staged(places) else parts[0]
             for parts, aval, places in zip(leaves, self.types, self.places, strict=True)
@@ -243,7 +236,7 @@ class StageMaker(Maker):
 
 @dataclass(frozen=True, slots=True)
 class HostLeaf:
-    """A leaf that is made for the memory of the hosts."""
+    """A leaf to be made in host memory."""
 
     path: str
     layout: RowLayout
@@ -252,15 +245,11 @@ class HostLeaf:
 
 @dataclass(frozen=True, eq=False)
 class HostMaker(Maker):
-    """Makes the leaves of a state of which tables are in the memory of the hosts, each rank its own shard.
+    """Makes a state with tables on hosts, each rank its own shard. `tables`: for each leaf its place on hosts, else
+    None.
 
-    A table is made in equal shards of adjacent rows, one on each rank's devices, and distributed cyclically from there:
-    it is never whole on a device or in a process, but of a single one (and where a shard would be rounded otherwise:
-    `init`).
-
-    Attributes:
-      ranks: Who takes part.
-      tables: For each leaf that is to be on hosts where it is; None of others.
+    A table is made in equal shards of adjacent rows, on the devices of each rank, and distributed cyclically from
+    there. It is whole on a device or in a process only if there is one, or where `init` says so.
     """
 
     ranks: Ranks
@@ -270,7 +259,7 @@ class HostMaker(Maker):
     def of_plan(
         make: Callable[..., Sequence[Pytree]], planned: PlannedStep, inputs_of: Sequence[int | None]
     ) -> HostMaker:
-        """Makes the maker of a plan. `inputs_of`: which input of the step each leaf is."""
+        """Returns the maker for a plan. `inputs_of`: for each leaf the step's input."""
         ranks = Ranks(exchange(), joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
         inputs, hosted = planned.compiled.analysed.inputs, hosted_inputs(planned)
@@ -283,7 +272,6 @@ class HostMaker(Maker):
         return local(leaf) if self.whole else super().everywhere(leaf)
 
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        """Returns what `run` did, with HostTables, and ordinary arrays of this process."""
         made = list(leaves)
         pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
         own = {t.path: (resized(x.shape, t.axis, t.layout.shard_rows), x.dtype) for t, x in pairs}
@@ -310,7 +298,7 @@ class HostMaker(Maker):
 
 
 def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:
-    """Maps inputs of a step that are in host memory to layout and row axis."""
+    """Returns layout and row axis of the inputs that are in host memory."""
     layouts = {f.family: f.layout for f in planned.compiled.bound.families if f.on_hosts and f.layout is not None}
     return {
         leaf: (layouts[space.family], axis)
@@ -323,10 +311,8 @@ def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:
 def unbound(
     user: str, made: str, step: ParallelStep | MethodStep, batch: Pytree, call: CallArguments | None
 ) -> tuple[ParallelStep, Pytree, CallArguments | None]:
-    """Returns a step, and how it is called; of a method the step itself, which is called with the object as well.
-
-    `user` (a function of autopar) and `made` (the argument of a `call`) are for messages.
-    """
+    """Returns a step and how it is called; for a method its function, which is called with the object as well. `user`
+    (a function of autopar) and `made` (the argument of a `call`) are for messages."""
     if not isinstance(step.step if isinstance(step, MethodStep) else step, ParallelStep):
         raise ArgumentsError(f"{user} takes a step that parallelize returned, not a {type(step).__name__}")
     if (batch is None) == (call is None):
@@ -342,19 +328,18 @@ def unbound(
 def planned_step_of(
     step: ParallelStep, name: str, made: Pytree, batch: Pytree, call: CallArguments | None, no_state: str
 ) -> tuple[PlannedStep, list[int | None]]:
-    """Plans a step for a state; returns that, and which of the step's inputs each leaf of the state is.
+    """Plans a step for a state; returns the planned step, and for each leaf of the state the step's input.
 
     Args:
-      name: Of what makes the state.
-      made: The state, of shapes: each an object of its own, by which it is found among the step's arguments.
-      no_state: Why nothing of it is, if so.
+      made: The state as shapes, each a distinct object: by identity they are found among the step's arguments.
+      name, no_state: The name of the state's maker, and an error's text if no leaf is state.
     """
     arguments = _call_of(step, name, made, batch, call)
     try:
         planned = step.planned_for(*arguments)
     except AutoparError:
         raise
-    # What JAX and the user's own code say of arguments that don't fit; a bug of autopar's own goes through as it is.
+    # JAX and the user's own code raise these for arguments that don't fit.
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise ArgumentsError(
             f"{step.name} can't be traced with what {name} returns and these other arguments: "
@@ -371,7 +356,7 @@ def planned_step_of(
 def _call_of(
     step: ParallelStep, name: str, made: Pytree, batch: Pytree, call: CallArguments | None
 ) -> tuple[Pytree, ...]:
-    """Returns all arguments of the step, of shapes."""
+    """Returns all arguments of the step, as shapes."""
     if call is None:
         position = step.state_argnums[0] if step.state_argnums else 0
         if position > 1:

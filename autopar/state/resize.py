@@ -1,7 +1,7 @@
-"""`resize`: a state whose tables get more rows, or fewer.
+"""`resize`: gives a state's tables more rows, or fewer.
 
-Rows are stored cyclically wherever they are spread (row r on device, or rank, r mod N), so that a row stays where it is
-however many there are: only tables in even shards of adjacent rows exchange any.
+Rows are distributed cyclically over devices and ranks (row r is on r mod N), so that each row stays where it is: only
+tables in even shards of adjacent rows exchange any.
 """
 
 from __future__ import annotations
@@ -37,29 +37,28 @@ from autopar.tables.sharded import RowsHome, Table
 
 @uninterrupted
 def resize(state: Pytree, fresh: Leaf) -> Pytree:
-    """Gives the state as many rows as a fresh one: its own rows, and those of `fresh` where it has none.
+    """Gives a state as many rows as a fresh one has: its own rows, then those of `fresh`.
 
-    Of each leaf whose shape in `fresh` differs along one axis, the state's rows are kept, as many as there are to be,
-    and those of `fresh` follow; it is stored where that of `fresh` is. So what an optimizer begins a row's slots with
-    comes from its own `init`. All other leaves are the state's, as they are. The next step with the result computes
-    what it would in plain JAX with arrays that are cut, or concatenated, in the same way.
+    If a leaf's shape differs from that in `fresh` along one axis, the state's rows are kept, as far as there is room,
+    and followed by those of `fresh`; it is stored where the leaf of `fresh` is. So a new row's slots begin as the
+    optimizer's own `init` makes them. All other leaves stay the state's. The next step computes what plain JAX would
+    with arrays that are cut, or concatenated, in the same way.
 
-    Where tables are spread over several processes, or ranks, all of them call it.
+    If tables are divided over several processes, or ranks, all of them call it.
 
     Args:
-      state: A state, which stays as it is. Rows that are deferred are brought up to date, and minibatches on their way
+      state: A state, which is left as it is, with deferred rows brought up to date and minibatches on their way
         finished.
-      fresh: A state of the new size, as `autopar.init` makes it: the same leaves by their paths. It is given up: its
-        tables are updated in place.
+      fresh: A state of the new size from `autopar.init`, with the same paths. It is given up: its tables are updated in
+        place.
 
     Returns:
-      The leaves in the structure of `fresh`, whose static parts (a Flax module with its number of rows, say) go along.
+      The leaves in the structure of `fresh`, including its static parts (a Flax module with its number of rows, say).
 
     Raises:
-      StateError: leaves that are in one of the two alone, and resized ones of another dtype, or with a shape that
-        differs along several axes; vectors that would change their meaning; replicas, and leaves that servers keep:
-        average them first.
-      DonatedStateError: a state that was given to a step.
+      StateError: a leaf is in one of the two alone; a resized one differs in dtype, or in shape along several axes;
+        vectors would change their meaning; or there are replicas, or leaves that servers keep: average them first.
+      DonatedStateError: the state was given to a step.
 
     Example:
       >>> import jax, jax.numpy as jnp, autopar
@@ -77,7 +76,7 @@ def resize(state: Pytree, fresh: Leaf) -> Pytree:
     axes = {path: _checked_axis(path, old[path], leaf) for path, leaf in new.items()}
     _check_sizes({p: (old[p].shape[a], new[p].shape[a], new[p].ndim) for p, a in axes.items() if a is not None})
     own = with_own_buffers(list(new.values()), [k for k, axis in enumerate(axes.values()) if axis is not None])
-    # Leaves that share an update log are all read before the first one is updated in place.
+    # All leaves are read before any is updated in place: they may share an update log.
     pairs = [
         (old[p], None) if axes[p] is None else (current(old[p]), current(x)) for p, x in zip(axes, own, strict=True)
     ]
@@ -89,7 +88,7 @@ def resize(state: Pytree, fresh: Leaf) -> Pytree:
 
 
 def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
-    """Returns the only axis along which two shapes differ; None if that isn't so."""
+    """Returns the one axis along which two shapes differ; None if there is no such axis, or several."""
     if len(old) != len(new):
         return None
     differing = [axis for axis, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
@@ -97,7 +96,8 @@ def resized_axis(old: Sequence[int], new: Sequence[int]) -> int | None:
 
 
 def home_before(leaf: Leaf, shape: Sequence[int]) -> Home:
-    """Returns where to restore what is then resized to a leaf's shape: at the leaf's home, if the shapes agree."""
+    """Returns where to restore an array of `shape` before it is resized to `leaf`'s: `leaf`'s home, for as many
+    rows."""
     leaf, axis = current(leaf), resized_axis(shape, np.shape(leaf))
     if axis is None:
         return home_of(leaf)
@@ -140,7 +140,7 @@ def _check_same_paths(old: Mapping[str, Leaf], new: Mapping[str, Leaf]) -> None:
 
 
 def _checked_axis(path: str, old: Leaf, new: Leaf) -> int | None:
-    """Returns the axis along which a leaf is resized; None: it stays as it is."""
+    """Returns the axis along which a leaf is resized; None: it keeps its shape."""
     a, b = (getattr(leaf, "shape", ()) for leaf in (old, new))
     if a == b:
         return None
@@ -163,10 +163,10 @@ def _checked_axis(path: str, old: Leaf, new: Leaf) -> int | None:
 
 
 def _check_sizes(resized: Mapping[str, tuple[int, int, int]]) -> None:
-    """Checks that no vector changes its meaning. `resized`: by path the sizes before and after, and how many axes.
+    """Checks that no vector changes its meaning. `resized`: path -> (size before, size after, number of axes).
 
-    Adafactor keeps means by rows and by columns; which of its two is which follows from the table's larger axis, and a
-    table of 5 x 8 that gets 12 rows takes those from 5 to 8 numbers and from 8 to 12.
+    Adafactor keeps a mean by rows and one by columns, and tells them apart by the table's larger axis. If a table of 5
+    x 8 gets 12 rows, one of its vectors would grow from 5 to 8 numbers and the other from 8 to 12.
     """
     tables = {(before, after) for before, after, axes in resized.values() if axes > 1}
     vectors = {(before, after): path for path, (before, after, axes) in resized.items() if axes == 1}
@@ -209,7 +209,7 @@ def _resized(path: str, old: Leaf, new: Leaf, axis: int) -> Leaf:
 
 
 def _brought(path: str, leaf: Leaf, home: Home) -> Leaf:
-    """Brings a leaf to a home: returns itself if it is there."""
+    """Brings a leaf to a home, unless it is there."""
     if is_table(leaf):
         if leaf.home == home:
             return leaf
@@ -225,7 +225,7 @@ def _brought(path: str, leaf: Leaf, home: Home) -> Leaf:
 
 
 def _devices_along(array: jax.Array, axis: int) -> Devices | None:
-    """Returns the devices over which an array is spread along an axis; None: it isn't spread along this one."""
+    """Returns the devices that divide an array along an axis, if any do."""
     sharding = array.sharding
     if sharding.shard_shape(array.shape)[axis] == array.shape[axis]:
         return None
@@ -234,7 +234,7 @@ def _devices_along(array: jax.Array, axis: int) -> Devices | None:
 
 def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
     """Fills a table in host memory with this rank's rows of another one."""
-    new.storage.without_log()  # its stamps say of other rows what they wait for
+    new.storage.without_log()  # its stamps belong to the rows that are overwritten
     rows, others = new.storage.rows, old.storage.rows
     if axis == new.axis:
         count = int(dataclasses.replace(new.layout, extent=kept).rows_on(np.asarray(new.storage.rank)))
@@ -247,8 +247,7 @@ def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
 
 @functools.partial(jax.jit, static_argnames=("axis", "kept", "layout"), donate_argnums=1)
 def _overwritten(old: jax.Array, new: jax.Array, axis: int, kept: int, layout: RowLayout | None = None) -> jax.Array:
-    """Overwrites `new`, in place, with what `old` has up to `kept` along an axis. `layout`: how rows are stored along
-    it."""
+    """Overwrites `new`, in place, with `old` up to `kept` along an axis. `layout`: the order of rows along it."""
     size = new.shape[axis]
     if old.shape[axis] != size:  # along an axis that isn't spread
         old = jax.lax.slice_in_dim(old, 0, kept, axis=axis)

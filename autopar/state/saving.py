@@ -1,6 +1,6 @@
-"""`PendingSave`: a save from its beginning to its commit, of which the files are written in between, by any thread.
+"""`PendingSave`: a save from its beginning to its commit; any thread may write the files in between.
 
-A `SavedLeaf` says what of a leaf goes into the checkpoint, and by which rank it is written.
+A `SavedLeaf` is a leaf's record and the values that this rank writes.
 """
 
 from __future__ import annotations
@@ -42,28 +42,23 @@ from autopar.tables.sharded import shards_of
 
 @dataclass(frozen=True)
 class SavedLeaf:
-    """A leaf on its way into a checkpoint.
-
-    Attributes:
-      record: What the manifest says of it, but for its files.
-      value: The leaf itself; of PRNG keys their data.
-      shards: Of rows.
-    """
+    """A leaf on its way into a checkpoint: its entry of the manifest without files; the leaf (for PRNG keys their
+    data); and the shards if it is saved by rows."""
 
     record: LeafRecord
     value: Leaf
     shards: Shards | None = None
 
     def array(self) -> Leaf:
-        """Returns a dense leaf as an array that this process has all of; of NumPy where JAX has several processes."""
+        """Returns a dense leaf as an array that this process has whole; a NumPy array if JAX has several processes."""
         value = self.value
         if isinstance(value, jax.Array) and not value.is_fully_addressable:
             value = value.addressable_data(0)
         return value if isinstance(value, jax.Array) and jax.process_count() == 1 else np.asarray(value)
 
     def parts(self) -> Iterator[tuple[str, int, np.ndarray]]:
-        """Yields (array's name, share, its rows in front) of what this process has; one process has each share. A dense
-        leaf is one share."""
+        """Yields name, number and rows of the shards that this process writes, row axis first. A dense leaf is one
+        shard."""
         if self.shards is None:
             yield array_name(self.record.name, 0, 1), 0, np.atleast_1d(self.array())
             return
@@ -72,7 +67,7 @@ class SavedLeaf:
             yield array_name(self.record.name, shard, self.shards.layout.devices), shard, rows[:count]
 
     def copied(self, *, writes_dense: bool) -> SavedLeaf:
-        """Returns the same leaf with a copy of what this process will write, in its memory; steps may go on then."""
+        """Returns the leaf with a copy, in host memory, of what this process will write, so that steps may go on."""
         if self.shards is None:
             value = np.array(self.array()) if writes_dense and self.record.kind == "dense" else None
             return dataclasses.replace(self, value=value)
@@ -81,7 +76,8 @@ class SavedLeaf:
 
 
 def saved_leaves(state: Pytree) -> list[SavedLeaf]:
-    """Returns the leaves of a state; an error if one can't be saved, or was given to a step."""
+    """Returns the leaves of a state; raises CheckpointError or DonatedStateError if one can't be saved, or was given to
+    a step."""
     pairs = jax.tree_util.tree_flatten_with_path(state)[0]
     leaves = []
     for number, (path, leaf) in enumerate(pairs):
@@ -102,11 +98,8 @@ def saved_leaves(state: Pytree) -> list[SavedLeaf]:
 
 
 def on_one_process(state: Pytree) -> Pytree:
-    """Returns the state with replicas of clients of several processes whole on each: saving reads it without any
-    exchange.
-
-    Collective over each client's processes; what servers keep, over all.
-    """
+    """Returns the state with replicas of clients on several processes whole on each, so that saving exchanges nothing.
+    Collective over each client's processes; if servers keep the state, over all."""
     leaves = jax.tree.leaves(state)
     if session_of(leaves) is not None:
         return average(state)
@@ -171,7 +164,7 @@ def _replica(path: str, name: str, leaf: Replica) -> SavedLeaf:
 
 
 def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:
-    """Returns a leaf of which each client has its own, and writes it as one of C rows."""
+    """Returns the record of a leaf that each client has its own of, saved as one of C rows."""
     layout, value = RowLayout(clients.count, clients.count, cyclic=False), known.value
     record = dataclasses.replace(known.record, layout=layout, replicas=clients.count)
     if record.kind == "dense":
@@ -188,7 +181,7 @@ def _jax_leaf(path: str, name: str, leaf: jax.Array) -> SavedLeaf:
     record = LeafRecord(path, name, kind, "jax", shape, str(leaf.dtype), jax_compat.is_weak(leaf), key)
     if leaf.is_fully_addressable or leaf.is_fully_replicated or not leaf.size:
         return SavedLeaf(record, leaf)
-    # Spread over processes: each writes what it has.
+    # It is divided over processes, and each writes its part.
     part = leaf.sharding.shard_shape(leaf.shape)
     spread = [axis for axis, (n, whole) in enumerate(zip(part, leaf.shape, strict=True)) if n != whole]
     if len(spread) > 1 or key is not None:
@@ -208,10 +201,8 @@ def _in_shards(path: str, name: str, leaf: Leaf, shards: Shards) -> SavedLeaf:
 
 
 def check_same_state(group: Group, lines: Sequence[str]) -> None:
-    """Checks that all processes save the same.
-
-    Each says in text what it saves, and the CheckpointError names the first that differs.
-    """
+    """Checks that all processes save the same state, described in `lines`; raises CheckpointError with the first
+    difference."""
     for member, text in zip(group.members, lines, strict=True):
         if text != lines[0]:
             mine, theirs = lines[0].splitlines(), text.splitlines()
@@ -225,28 +216,20 @@ def check_same_state(group: Group, lines: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Written:
-    """The files that one process wrote. `rows`: (leaf, shard, files)."""
+    """The files that one process wrote; `rows`: (leaf, shard, files)."""
 
     rows: tuple[tuple[int, int, tuple[FileRecord, ...]], ...]
     dense: tuple[FileRecord, ...]
 
     @staticmethod
     def of(fields: Any) -> Written:
-        """Reads what another process sent."""
         return from_json(Written, fields, "files")
 
 
 @dataclass(frozen=True)
 class PendingSave:
-    """A save that has begun. Nobody sees it before it is committed.
-
-    Attributes:
-      folder, version: Where it is written.
-      structure: Of the state.
-      leaves: Those of the state, `count` of them, and what its replicas share.
-      position: Where the training is in its data.
-      group: All processes.
-    """
+    """A save that has begun. It is invisible until it is committed. `leaves` are those of the state, `count` of them,
+    and what its replicas share."""
 
     folder: Folder
     version: Place
@@ -269,11 +252,9 @@ class PendingSave:
         """Begins to save a state. Collective.
 
         Args:
-          folder: Its place.
-          state, position: As of `save`.
-          group: All processes.
-          step: The number of the training's step, the same on all processes, if it is known.
-          copied: Whether steps may go on meanwhile: what this process will write is copied to its memory.
+          state, position: As for `save`.
+          step: The number of the training's step, if it is known; the same on all processes.
+          copied: Whether to copy what this process will write to its memory, so that steps may go on.
         """
         known: list[SavedLeaf] = []
         state = on_one_process(state)
@@ -297,12 +278,12 @@ class PendingSave:
         return PendingSave(folder, version, describe_tree(state), known, count, _plain(position), group)
 
     def write(self) -> Written:
-        """Writes this process's files, down to the disk. Exchanges nothing."""
+        """Writes this process's files and flushes them to the disk. Exchanges nothing."""
         version = self.version
         await_visible(version)
         in_rows = [k for k, leaf in enumerate(self.leaves) if leaf.record.kind == "rows"]
         dense = [k for k, leaf in enumerate(self.leaves) if leaf.record.kind == "dense" and self.group.rank == 0]
-        if not isinstance(version, Path):  # to a store Orbax writes with more packages only
+        if not isinstance(version, Path):  # Orbax needs more packages to write to a store
             in_rows, dense = in_rows + dense, []
 
         def rows_of(k: int) -> list[tuple[int, int, tuple[FileRecord, ...]]]:
@@ -313,19 +294,16 @@ class PendingSave:
         return Written(tuple(row for own in rows for row in own), write_dense(version, arrays))
 
     def commit(self, written: Callable[[], Written]) -> None:
-        """Makes it the checkpoint, or removes it if a process couldn't write its files. Collective.
-
-        Args:
-          written: Gives what `write` returned, or raises what it raised.
-        """
+        """Makes it the checkpoint, or removes it if a process couldn't write its files. Collective. `written` returns
+        what `write` returned, or raises its error."""
         try:
             files = self.group.together(CheckpointError, lambda: to_json(written()), "files", Written.of)
             manifest = self._manifest(files)
             put = lambda: self.folder.commit(self.version, manifest.write(self.version))  # noqa: E731
             self.group.led(CheckpointError, put, "the checkpoint")
-        finally:  # of what was there before, or of what was written in vain
+        finally:  # remove the checkpoint before, or the failed one
             if self.group.rank == 0:
-                with contextlib.suppress(CheckpointError, OSError):  # the next save does it
+                with contextlib.suppress(CheckpointError, OSError):  # the next save tries again
                     self.folder.clean()
 
     def _manifest(self, written: Sequence[Written]) -> Manifest:

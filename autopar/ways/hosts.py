@@ -44,11 +44,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OnHosts(Way):
-    """Tables on hosts.
-
-    Attributes:
-      bucket_bytes: Size of gradient buckets, each summed over ranks while later ones are computed; None: one bucket.
-    """
+    """Tables on hosts. `bucket_bytes`: size of gradient buckets, each summed over ranks while later ones are computed;
+    None: one."""
 
     bucket_bytes: int | None = None
 

@@ -113,11 +113,8 @@ class InReplicas(WithClients):
         return dataclasses.replace(own, note=f"{exchanged}: autopar.explain({name}, ...) tells of it")
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
-        """Keeps the first plan's choice of tables that are sent by rows.
-
-        Clients meet another shape at different times and measure it on their own minibatches, so that a new choice
-        could differ between them.
-        """
+        # Clients meet another shape at different times and measure it on their own minibatches: their choices of tables
+        # that are sent by rows could differ, so the first plan's stays.
         known, plan = first.compiled.plan.sync, planned.compiled.plan.sync
         assert known is not None and plan is not None, "clients have replicas"
         bound = planned.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))

@@ -39,11 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class OnServers(WithClients):
-    """Servers and workers.
-
-    Attributes:
-      worker_devices: Devices that divide a worker's minibatch; 0: it has one device.
-    """
+    """Servers and workers. `worker_devices`: devices that divide a worker's minibatch; 0: it has one."""
 
     sync: Async
     worker_devices: int = 0

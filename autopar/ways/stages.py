@@ -199,12 +199,8 @@ class InStages(Way):
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))
 
     def chosen(self, program: Program, measure: Callable[[InStages, Analysed], Measurements]) -> InStages:
-        """Chooses stages, schedule and microbatches from the step cut for one or two numbers of microbatches.
-
-        Args:
-          program: The traced step.
-          measure: Returns rates and memory of the devices for one such cut.
-        """
+        """Chooses stages, schedule and microbatches for a traced program, from the step cut for one or two numbers of
+        microbatches. `measure`: returns rates and memory of the devices for one such cut."""
         counts = microbatch_counts(analyze_program(program, self).program, self.pipeline)
         references: dict[int, Reference] = {}
         found: list[Measurements] = []

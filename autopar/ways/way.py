@@ -49,12 +49,8 @@ if TYPE_CHECKING:  # names of those who ask
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
-    """One way to run a step.
-
-    Attributes:
-      options: The options that all ways read; those of one way alone are fields of its class.
-      inner: The way that runs one client's step, if there are clients.
-    """
+    """One way to run a step. `options` are those that all ways read, and a way's own are fields of its class. `inner`
+    runs one client's step, if there are clients."""
 
     options: Options
     inner: Way | None = None
@@ -96,11 +92,8 @@ class Way:
         return replace(self, options=options, inner=inner)
 
     def among(self, clients: int, servers: int | None = None) -> Way:
-        """Returns this way for other numbers of clients and servers.
-
-        Raises:
-          ArgumentsError: the way can't have so many clients.
-        """
+        """Returns this way for other numbers of clients and servers; raises ArgumentsError if the way can't have so
+        many clients."""
         return self
 
     def on(self, planner: Planner, devices: int) -> Planner:
@@ -161,13 +154,7 @@ class Way:
         return self
 
     def measured(self, planner: Planner, analysed: Analysed, example: Sequence[Leaf] | None) -> Measurements:
-        """Measures what the plan depends on, and no more.
-
-        Args:
-          planner: The planner, which knows the machine.
-          analysed: The step.
-          example: Arguments whose ids are counted.
-        """
+        """Measures what the plan depends on, and no more; ids of `example` are counted."""
         program, options, machine = analysed.program, self.options, planner.machine
         memory = machine.memory_bytes  # here, where all processes are
         stages = machine.stages() if options.tensor > 1 and machine.stages is not None else None
@@ -218,7 +205,7 @@ class Way:
         return planned.runner
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
-        """Returns `entry` for other shapes than the first call's, with the choices of `first` that all clients must
+        """Returns `planned` for other shapes than the first call's, with the choices of `first` that all clients must
         share."""
         return planned
 
@@ -232,25 +219,15 @@ class Way:
         return {} if self.inner is None else self.inner.homes(planned)
 
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker | None:
-        """Returns the maker of a state where the plan has it; None: on the devices.
-
-        Args:
-          entry: The step.
-          traced: The function that makes the state, traced.
-          numbers: For each leaf that it makes, the number of the step's input.
-        """
+        """Returns the maker of a state where the plan has it; None: on the devices. `numbers`: for each leaf that
+        `traced` makes, the step's input."""
         return None if self.inner is None else self.inner.maker(planned, traced, numbers)
 
     # --- what it is compared with ---
 
     def replayed(self, planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> Verification | None:
-        """Compares the step with a replay; None: it computes the plain step, and needs none.
-
-        Args:
-          entry: The step.
-          leaves: Its flat arguments.
-          steps: Number of steps to run.
-        """
+        """Compares `steps` steps from flat arguments with a replay; None: it computes the plain step, and needs
+        none."""
         return None
 
     def followed(
@@ -264,7 +241,7 @@ class Way:
         """Replays a recorded timeline.
 
         Args:
-          entry: The step.
+          planned: The step.
           start: Flat arguments of a call, with the initial state.
           calls: For each client the flat arguments of its calls.
           timeline: The recorded events.
@@ -279,11 +256,7 @@ class Way:
         raise NotImplementedError
 
     def sends(self, planned: PlannedStep, name: str) -> Check | None:
-        """Compares what is sent with the plan; None: the compiled program shows it (`name` is the step's).
-
-        Raises:
-          ArgumentsError: it can't be compared.
-        """
+        """Compares what is sent with the plan, or raises ArgumentsError; None: the compiled program shows it."""
         return None
 
 
@@ -310,11 +283,7 @@ def lifting(bound: ProgramPlan) -> tuple[Pass, ...]:
 def in_microbatches(
     program: Program, bound: ProgramPlan, *, own_statistics: bool = False, option: str = "pipeline="
 ) -> tuple[Program, str]:
-    """Runs `split_update`.
-
-    Raises:
-      StrategyError: the batch can't be divided, or tables are on hosts.
-    """
+    """Runs `split_update`; raises StrategyError if the batch can't be divided, or tables are on hosts."""
     if bound.on_hosts:
         raise StrategyError(
             f"microbatches={bound.plan.microbatches}: {program.name} has tables on hosts, whose steps take a batch as "

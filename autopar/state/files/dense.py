@@ -1,8 +1,8 @@
 """Ordinary arrays in a checkpoint, by Orbax.
 
-One process writes all of them (they are equal on all ranks), and each process reads by itself. Orbax, left to itself,
-would wait for all of `jax.distributed`'s processes in barriers of its own, where one that failed is waited for in
-vain: it is told that this process is the only one.
+One process writes all of them (they are equal on all ranks), and each process reads by itself. Orbax is told that this
+process is the only one: it would otherwise wait for all of `jax.distributed`'s processes in barriers of its own, and in
+vain for one that failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DENSE_FOLDER = "dense"
 
 
 def require_orbax() -> Any:
-    """Returns the module `orbax.checkpoint`; a CheckpointError if it isn't installed."""
+    """Returns the module `orbax.checkpoint`; raises CheckpointError if it isn't installed."""
     try:
         import orbax.checkpoint as orbax
     except ImportError as error:
@@ -38,13 +38,10 @@ def require_orbax() -> Any:
 
 
 def require_place(place: Place) -> None:
-    """Checks that checkpoints can be kept in a place: what saves them is installed, and no file is in its way.
-
-    Raises:
-      CheckpointError: they can't.
-    """
+    """Checks that checkpoints can be kept in a place: their packages are installed, and it is no file, or raises
+    CheckpointError."""
     require_tensorstore()
-    if not isinstance(place, Path):  # to a store Orbax writes with more packages only
+    if not isinstance(place, Path):  # nothing there is written by Orbax, which would need more packages
         return
     require_orbax()
     if place.is_file():
@@ -62,7 +59,7 @@ def _checkpointer(orbax: Any) -> Any:
 
 @contextlib.contextmanager
 def _without_its_errors() -> Iterator[None]:
-    """Keeps Orbax's threads from logging errors, each with its traceback, which are raised as well."""
+    """Keeps Orbax's threads from logging errors that are raised as well."""
 
     def is_shown(record: logging.LogRecord) -> bool:
         return record.levelno < logging.ERROR or f"{os.sep}orbax{os.sep}" not in record.pathname
@@ -76,10 +73,7 @@ def _without_its_errors() -> Iterator[None]:
 
 
 def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord, ...]:
-    """Writes arrays, down to the disk.
-
-    `arrays`, by name: NumPy arrays, or, where JAX has one process, its arrays; with at least one element each.
-    """
+    """Writes arrays by name (JAX's if JAX has one process, else NumPy's; none empty), and flushes them to the disk."""
     if not arrays:
         return ()
     assert isinstance(version, Path), "Orbax writes to disks"
@@ -87,7 +81,7 @@ def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord,
     try:
         with _without_its_errors(), _checkpointer(orbax) as checkpointer:
             checkpointer.save(version / DENSE_FOLDER, args=orbax.args.PyTreeSave(dict(arrays)))
-    except Exception as error:  # Orbax and TensorStore raise what they like: a full disk is a ValueError
+    except Exception as error:  # Orbax and TensorStore raise any class: a ValueError for a full disk
         message = f"{type(error).__name__}: {error}"
         raise CheckpointError(
             f"{version / DENSE_FOLDER} can't be written by Orbax: {message}{disk_space(version, error)}"
@@ -99,11 +93,11 @@ def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord,
 
 
 def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Leaf]:
-    """Reads arrays by name, from files that were checked (`checksums.check_files`).
+    """Reads arrays from files that were checked (`manifest.check_files`).
 
     Args:
-      wanted: By name, for all arrays: shape, dtype, and the `jax.sharding.Sharding` of those that are to be read onto
-        the devices of this process, part by part; None: as NumPy arrays.
+      wanted: Name -> shape, dtype, and the `jax.sharding.Sharding` for arrays to be read onto this process's devices
+        part by part; None: as NumPy arrays.
     """
     if not wanted:
         return {}
@@ -123,13 +117,13 @@ def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, 
             return checkpointer.restore(
                 version / DENSE_FOLDER, args=orbax.args.PyTreeRestore(item=shapes, restore_args=how)
             )
-        except Exception as error:  # Orbax and TensorStore raise what they like
+        except Exception as error:  # Orbax and TensorStore raise any class
             message = f"{type(error).__name__}: {error}"
             raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {message}") from error
 
 
 def _copied(version: Place, name: str) -> np.ndarray:
-    """Returns an array that Orbax wrote to a disk, and that was copied to a store, where Orbax needs more packages."""
+    """Reads an array that Orbax wrote to a disk and that was copied to a store, where Orbax needs more packages."""
     files = {"driver": "ocdbt", "base": kvstore_of(version / DENSE_FOLDER), "path": f"{name}/"}
     store, spec = require_tensorstore(), {"driver": "zarr", "kvstore": files}
     return np.asarray(store.open(spec, read=True, context=shared_context()).result().read().result())

@@ -1,15 +1,15 @@
-"""`Folder`: where a checkpoint is, and how one takes the place of another in a single step.
+"""`Folder`: a checkpoint's directory, and how one version of it replaces another in a single step.
 
-    path/CURRENT            the name of the version that counts, and its manifest's checksum, one line
+    path/CURRENT            one line: the name of the current version, and its manifest's checksum
     path/version-000007/    a whole checkpoint: manifest.json, dense/, rows/
 
-A directory can't be renamed over another one that isn't empty. So a new version is written beside the old one, and
-becomes the checkpoint when the file CURRENT, which names it, is renamed over the old CURRENT: that one rename is the
-commit. Whatever CURRENT doesn't name was left behind by a save that was interrupted (or is being written): nobody
-reads it, and the next save removes it.
+A directory can't be renamed over another that isn't empty. A new version is therefore written beside the old one, and
+becomes the checkpoint when a new file CURRENT, which names it, is renamed over the old one: that rename is the commit.
+All other versions are remains of interrupted saves, or are being written: nobody reads them, and the next save removes
+them.
 
-Files and directories are flushed to the disk (fsync) before the commit, and the commit after it: power may fail, too.
-In an object store, where nothing is renamed, the commit is that the object CURRENT is written in place of the old one.
+Files and directories are flushed to the disk (fsync) before the commit, and the commit after it, as power may fail. An
+object store has no renames: there the commit is that the object CURRENT is overwritten.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from autopar.errors import CheckpointError, DamagedCheckpointError, MissingCheck
 from autopar.state.files.places import Place, flush, flush_all, named, place_of, put, remove_all
 
 POINTER = "CURRENT"
-#: What to do about a checkpoint of an older format.
+#: Advice about a checkpoint of an older format.
 OLDER = "Restore it with autopar at commit 377bc93, which reads formats 1 to 4, and save it again there"
 _NEW_POINTER = f"{POINTER}.new"
 _VERSION = re.compile(r"version-(\d{6,})", re.ASCII)
 _LINE = re.compile(r"(version-\d{6,}) crc32=([0-9a-f]{8})\n", re.ASCII)
 
-#: Seconds until a directory that another machine made must be seen on this one: NFS remembers what wasn't there.
+#: Seconds until this machine must see a directory that another one made: NFS caches that it wasn't there.
 _VISIBLE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Folder:
-    """A checkpoint's place: an absolute path, which needn't exist."""
+    """The absolute path of a checkpoint, which needn't exist."""
 
     path: Place
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """Returns the place that a user names; a CheckpointError if there is no such kind of place."""
+        """Returns the folder that a user names; raises CheckpointError if there is no such kind of place."""
         return Folder(place_of(path))
 
     def version(self, name: str) -> Place:
-        """Returns the directory of a version; a ValueError if that isn't the name of one."""
+        """Returns the directory of a version; raises ValueError if it is no version's name."""
         if _VERSION.fullmatch(name) is None:
             raise ValueError(f"{name[:80]!r} is no version's name")
         return self.path / name
@@ -54,11 +54,11 @@ class Folder:
     # --- reading ---
 
     def current(self) -> tuple[Place, int]:
-        """Returns the directory of the version that counts, and its manifest's checksum.
+        """Returns the directory of the current version, and its manifest's checksum.
 
         Raises:
           MissingCheckpointError: there is none.
-          CheckpointError: there is one, which can't be found.
+          CheckpointError: it is damaged.
         """
         line = self._line()
         if line is None:
@@ -90,7 +90,7 @@ class Folder:
     # --- writing: one process does it ---
 
     def begin(self) -> Place:
-        """Makes an empty directory for a new version, after what interrupted saves left was removed."""
+        """Removes the remains of interrupted saves, and makes an empty directory for a new version."""
         with named(self.path, "made or written to"):
             if self.path.exists():
                 self._require_ours()
@@ -105,12 +105,12 @@ class Folder:
         return version
 
     def commit(self, version: Place, crc32: int) -> None:
-        """Makes a version, whose files are all flushed, the one that counts; `crc32` is its manifest's."""
+        """Makes a version, whose files are flushed, the current one; `crc32` is its manifest's."""
         flush_all(version)
         put(self.path / POINTER, f"{version.name} crc32={crc32:08x}\n".encode())
 
     def clean(self) -> None:
-        """Removes all versions but the one that counts, as far as that can be done; none if that is unknown."""
+        """Removes all versions but the current one, as far as possible; none if it isn't known."""
         line = self._line()
         read = _LINE.fullmatch(line or "")
         if line is not None and read is None:
@@ -141,7 +141,7 @@ class Folder:
 
 
 def await_visible(path: Place) -> None:
-    """Waits until this machine sees a directory that another one made; a CheckpointError if it doesn't."""
+    """Waits until this machine sees a directory that another one made; raises CheckpointError if it doesn't."""
     end = time.monotonic() + _VISIBLE_S
     while isinstance(path, Path) and not path.is_dir():
         if time.monotonic() > end:

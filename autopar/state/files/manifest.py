@@ -1,7 +1,7 @@
-"""`Manifest`: what is in a checkpoint, as JSON. See docs/checkpoints.md for the format.
+"""`Manifest`: the contents of a checkpoint, as JSON. docs/checkpoints.md describes the format.
 
-The structure of a state has dicts, lists, tuples and None as such, other nodes by their names. Those (named tuples of
-optimizers, Flax's classes) are not made again from a file: that would run whatever code the file names. Their state is
+The structure of a state has dicts, lists, tuples and None as such, and other nodes (named tuples of optimizers, Flax's
+classes) by their names. The latter aren't made from a file, which could then run any code that it names: their state is
 restored into a template.
 """
 
@@ -31,7 +31,7 @@ Node = dict[str, Any]
 
 
 def describe_tree(tree: Pytree, numbers: Iterator[int] | None = None) -> Node:
-    """Describes the structure, leaves numbered as `jax.tree.leaves` has them: by `numbers` in a part of a tree."""
+    """Returns the structure of a tree, with leaves numbered as by `jax.tree.leaves`; `numbers`: those of a subtree."""
     numbers = itertools.count() if numbers is None else numbers
     children = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
     if tree is None:
@@ -50,7 +50,7 @@ def describe_tree(tree: Pytree, numbers: Iterator[int] | None = None) -> Node:
 
 
 def leaf_numbers(node: Node) -> Iterator[int]:
-    """Yields the leaves of a structure, in its order; a ValueError if it is none."""
+    """Yields the leaves of a structure in order; raises ValueError if it is no structure."""
     match node:
         case {"leaf": int(number)}:
             yield number
@@ -71,7 +71,8 @@ def leaf_numbers(node: Node) -> Iterator[int]:
 
 
 def rebuild(node: Node, leaves: Sequence[Leaf]) -> Pytree:
-    """Rebuilds the tree of a structure that was described; a CheckpointError for other nodes than those above."""
+    """Rebuilds a tree from its structure; raises CheckpointError if it has other nodes than dicts, lists, tuples and
+    None."""
     if "leaf" in node:
         return leaves[node["leaf"]]
     if "none" in node:
@@ -91,10 +92,10 @@ def rebuild(node: Node, leaves: Sequence[Leaf]) -> Pytree:
 #: The format that is written and read.
 FORMAT = 4
 NAME = "manifest.json"
-#: What `RowLayout.cyclic` is called in files.
+#: The name of `RowLayout.cyclic` in files.
 _CYCLIC = "dealt"
 
-#: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere, having no elements.
+#: Where a leaf is: in `dense/` by Orbax, in files of rows, in the manifest itself, or nowhere if it has no elements.
 LeafKind = Literal["dense", "rows", "value", "empty"]
 #: Types of Python numbers that a state may hold.
 NUMBERS: Mapping[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
@@ -104,12 +105,8 @@ LeafType = Literal["jax", "numpy", "bool", "int", "float", "complex"]
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file, under the checkpoint's directory.
-
-    Attributes:
-      crc32: Of its bytes; None of chunks.
-      crc32c: Of a chunk of rows, at its end as well; None of other files.
-    """
+    """A file in the checkpoint's directory. `crc32c` is the checksum at the end of a chunk of rows, `crc32` that of any
+    other file; one of them is None."""
 
     name: str
     nbytes: int
@@ -122,15 +119,14 @@ class LeafRecord:
     """A leaf of the state.
 
     Attributes:
-      path: In the state, `params/emb`.
-      name: Of its files, and among the arrays of `dense/`.
-      shape, dtype: Of the leaf; of the key data where the leaf is of PRNG keys.
-      weak: Whether JAX lets its dtype yield to others.
-      key: The implementation of PRNG keys, None of other leaves.
-      axis, layout: Of rows: the row axis, and which row is in which file.
-      value: Of a Python number, as text.
-      replicas: C, where each client has its own; `layout` is that of C rows, the clients' replicas.
-      files: Of rows, shard by shard; in object stores of dense leaves, too.
+      path, name: Its path in the state (`params/emb`), and the name of its files, or among the arrays of `dense/`.
+      shape, dtype: Those of the leaf; for PRNG keys `dtype` is that of their data.
+      weak: Whether its type is weak.
+      key: The implementation of PRNG keys; None for other leaves.
+      axis, layout: The row axis, and which row is in which file, for a leaf saved by rows.
+      value: A Python number as text.
+      replicas: C, if each client has its own; `layout` is then that of C rows, the clients' replicas.
+      files: Files of rows, shard by shard; in object stores also those of dense leaves.
     """
 
     path: str
@@ -154,22 +150,21 @@ class LeafRecord:
 
     @property
     def numpy_dtype(self) -> np.dtype:
-        """The dtype, bfloat16 and its like included."""
+        """The dtype; bfloat16 and the like included."""
         return np.dtype(self.dtype)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint.
+    """The contents of a checkpoint.
 
     Attributes:
-      structure: Of the state (`describe_tree`).
-      leaves: In the state's order.
-      position: Where the training was in its data, as the user gave it.
-      ranks: How many wrote it.
+      structure, leaves: The state's structure (`describe_tree`), and its leaves in order.
+      position: The user's position in the data.
+      ranks: Number of ranks that wrote it.
       dense: The files of ordinary arrays.
       beside: What the replicas of clients share.
-      format, autopar: Versions of the format, and of who wrote it.
+      format, autopar: Version of the format, and of the autopar that wrote it.
     """
 
     structure: Node
@@ -187,7 +182,7 @@ class Manifest:
         return (*(file for leaf in (*self.leaves, *self.beside) for file in leaf.files), *self.dense)
 
     def write(self, version: Place) -> int:
-        """Writes it to a version's directory, down to the disk; returns its checksum."""
+        """Writes it to a version's directory and flushes it; returns its checksum."""
         fields = dataclasses.asdict(self)
         for leaf in (*fields["leaves"], *fields["beside"]):
             if leaf["layout"] is not None:
@@ -198,11 +193,8 @@ class Manifest:
 
     @staticmethod
     def parse(data: bytes, version: Place, crc32: int) -> Manifest:
-        """Returns the manifest of a version's directory, of its bytes and their checksum.
-
-        Raises:
-          CheckpointError: it is damaged, or of another format.
-        """
+        """Returns the manifest of a version, from its bytes and their checksum; raises CheckpointError if it is
+        damaged, or of another format."""
         if zlib.crc32(data) != crc32:
             raise DamagedCheckpointError(
                 f"{version / NAME} isn't what was written (its checksum differs from the one in "
@@ -228,7 +220,7 @@ class Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Checks what a manifest says; a ValueError or TypeError if it can't be."""
+    """Checks a manifest's entries; raises ValueError, TypeError if one is impossible."""
     if list(leaf_numbers(manifest.structure)) != list(range(len(manifest.leaves))):
         raise ValueError("the structure isn't one of its leaves")
     for file in manifest.files:
@@ -247,7 +239,7 @@ def _check(manifest: Manifest) -> None:
 
 
 def _impossible(leaf: LeafRecord) -> str | None:
-    """Returns what is wrong with a leaf."""
+    """Returns what is wrong with a leaf, if anything."""
     layout = leaf.layout
     if not leaf.name or "/" in leaf.name or leaf.name in (".", ".."):
         return f"{leaf.name!r} is no name of an array"
@@ -269,24 +261,20 @@ def _impossible(leaf: LeafRecord) -> str | None:
 
 # --- checksums: CURRENT holds the manifest's, the manifest those of all other files: no byte is read unchecked ---
 #
-# Files are read again for theirs, a CRC-32 (zlib's), but for chunks of rows, which TensorStore writes with a CRC-32C at
-# their end, and checks when it reads them.
+# Written files are read again for a CRC-32 (zlib's). Chunks of rows aren't: TensorStore writes a CRC-32C at their end,
+# and checks it when it reads them.
 
 
 def flushed(version: Path, path: Path) -> FileRecord:
-    """Returns the record of a file that somebody wrote under a version's directory, once it is down on the disk."""
+    """Flushes a file that somebody wrote under a version's directory; returns its record."""
     with named(path, "written"):
         flush(path)
         return FileRecord(path.relative_to(version).as_posix(), *_length_and_crc32(path, "saving"))
 
 
 def check_files(version: Place, files: Iterable[FileRecord]) -> None:
-    """Checks that files hold what was written; of chunks of rows, which are checked when they are read, that they are
-    those of the checkpoint.
-
-    Raises:
-      DamagedCheckpointError: a file doesn't, or isn't there; it is named.
-    """
+    """Checks that files hold what was written (chunks of rows, which are checked when they are read: that they belong
+    to this checkpoint); raises DamagedCheckpointError, with the file's name."""
 
     def check(record: FileRecord) -> None:
         path = version / record.name
@@ -307,7 +295,7 @@ def check_files(version: Place, files: Iterable[FileRecord]) -> None:
     mapped(version, check, files, "restoring a checkpoint")
 
 
-#: What to do about a damaged checkpoint.
+#: Advice about a damaged checkpoint.
 _REMEDY = "The checkpoint can't be restored: take a copy of it, or another checkpoint"
 
 
@@ -315,7 +303,7 @@ def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
     if record.crc32c is None:
         nbytes, crc32 = _length_and_crc32(path, "restoring")
         return nbytes, crc32 != record.crc32
-    # A store is asked for a chunk's end alone: that of another length is another one.
+    # In a store only a chunk's end is read: a chunk of another length has another end.
     nbytes = path.stat().st_size if isinstance(path, Path) else record.nbytes
     return nbytes, nbytes == record.nbytes and int.from_bytes(last_bytes(path, 4), "little") != record.crc32c
 

@@ -1,8 +1,8 @@
 """Places of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
 
-In a store there are objects, which are written whole, each in a single step, and nothing else: no directories, no
-renames, nothing to flush. `ObjectPath` has those methods of `pathlib.Path` that checkpoints need; what takes more than
-one of these is a function here, of any place.
+A store has objects alone, each of which is written whole in a single step: no directories, no renames, nothing to
+flush. `ObjectPath` has the methods of `pathlib.Path` that checkpoints need; what takes more than one of these is a
+function here, of any place.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ T = TypeVar("T")
 #: TensorStore's drivers, by URL. `pathlib.Path` makes one slash of two.
 _DRIVERS = {"s3": "s3", "gs": "gcs"}
 _URL = re.compile(r"(s3|gs):/{1,2}([^/]+)(?:/(.*?))?/*")
-#: How often a request is made again: for a minute and a half, the pauses being 1, 2, 4, ... 32 s.
+#: Retries of a request: for a minute and a half, with pauses of 1, 2, 4, ... 32 s.
 _RETRIES = 7
-#: Works that wait for a store at the same time.
+#: Simultaneous requests to a store.
 _AT_ONCE = 4
 
 #: Bytes that are read at a time.
@@ -39,7 +39,7 @@ _BLOCK = 1 << 24
 
 
 def require_tensorstore() -> Any:
-    """Returns the module `tensorstore`; a CheckpointError if it isn't installed."""
+    """Returns the module `tensorstore`; raises CheckpointError if it isn't installed."""
     try:
         import tensorstore
     except ImportError as error:
@@ -52,7 +52,7 @@ def require_tensorstore() -> Any:
 
 @functools.cache
 def shared_context() -> Any:
-    """Returns TensorStore's context of all requests: the credentials that were found, how often one is made again."""
+    """Returns TensorStore's context of all requests, with their credentials and retries."""
     retries = {"max_retries": _RETRIES}
     spec = {"aws_credentials": {"type": "default"}, "s3_request_retries": retries, "gcs_request_retries": retries}
     return require_tensorstore().Context(spec)
@@ -60,15 +60,14 @@ def shared_context() -> Any:
 
 @functools.cache
 def _opened(spec: str) -> Any:
-    """Returns a bucket, which is kept open: to open it is to look for credentials."""
+    """Opens a bucket, which stays open: opening looks for credentials."""
     return require_tensorstore().KvStore.open(json.loads(spec), context=shared_context()).result()
 
 
 @dataclass(frozen=True)
 class ObjectPath(os.PathLike[str]):
-    """An object in a store, or all objects whose names go on with a slash behind this one.
-
-    Methods do what those of `pathlib.Path` do that have their names. Errors of the store are OSErrors.
+    """An object in a store, or all objects whose names begin with this one and a slash. Methods are those of
+    `pathlib.Path`, and the store's errors become OSErrors.
 
     Attributes:
       scheme: "s3" or "gs".
@@ -113,7 +112,7 @@ class ObjectPath(os.PathLike[str]):
         """Does nothing: an object needs no directory."""
 
     def read_bytes(self, last: int | None = None) -> bytes:
-        """Returns what the object holds; of that the last so many bytes, or as many as there are."""
+        """Returns the object's bytes, or at most the last `last` ones."""
         end = None if last is None else slice(-last, None)
         try:
             found = self._object(lambda store: store.read(self.name, byte_range=end))
@@ -129,27 +128,23 @@ class ObjectPath(os.PathLike[str]):
         return self.read_bytes().decode(encoding)
 
     def write_bytes(self, data: bytes) -> None:
-        """Writes the object, in place of what is there, in a single step."""
+        """Overwrites the object in a single step."""
         self._object(lambda store: store.write(self.name, data))
 
     def unlink(self, missing_ok: bool = True) -> None:
-        """Removes the object, if it is there."""
         self._object(lambda store: store.write(self.name, None))
 
     def remove_below(self) -> None:
-        """Removes all objects below this name."""
         self._below(lambda store: store.delete_range(require_tensorstore().KvStore.KeyRange()))
 
     def spec(self) -> dict[str, Any]:
-        """Returns TensorStore's key-value store of all objects below this name.
-
-        TensorStore reads the variables of credentials; Amazon's variables of another endpoint are read here.
-        """
+        """Returns TensorStore's key-value store of all objects below this name. TensorStore reads the environment's
+        credentials; Amazon's variables for other endpoints are read here."""
         spec: dict[str, Any] = {"driver": _DRIVERS[self.scheme], "bucket": self.bucket, "path": self._prefix}
-        if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # no complaints of files that aren't there
+        if self.scheme == "s3" and "AWS_ACCESS_KEY_ID" in os.environ:  # don't look for files of credentials
             spec["aws_credentials"] = {"type": "environment"}
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        if self.scheme == "s3" and endpoint:  # which may not know of regions; Amazon's tells the bucket's
+        if self.scheme == "s3" and endpoint:  # only Amazon's own endpoint tells a bucket's region
             region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
             spec |= {"endpoint": endpoint, "aws_region": region}
         return spec
@@ -162,7 +157,7 @@ class ObjectPath(os.PathLike[str]):
         return f"{self.key}/".lstrip("/")
 
     def opened(self) -> Any:
-        """Returns the store of all objects below this name."""
+        """Returns the open store of all objects below this name."""
         return _opened(json.dumps(replace(self, key="").spec())) / self._prefix
 
     def _object(self, ask: Callable[[Any], Any]) -> Any:
@@ -175,7 +170,7 @@ class ObjectPath(os.PathLike[str]):
         require_tensorstore()
         try:
             return ask(folder.opened()).result()
-        except Exception as error:  # TensorStore raises what it likes
+        except Exception as error:  # TensorStore raises any class
             raise OSError(errno.EIO, str(error).partition(" [")[0], str(self)) from error
 
 
@@ -184,7 +179,7 @@ Place = Path | ObjectPath
 
 
 def place_of(path: str | os.PathLike[str]) -> Place:
-    """Returns the place that a user names, absolute; a CheckpointError if there is no such kind of place."""
+    """Returns the place that a user names, absolute; raises CheckpointError if there is no such kind of place."""
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
     text = os.fsdecode(path).removeprefix("file://")
@@ -200,8 +195,8 @@ def place_of(path: str | os.PathLike[str]) -> Place:
 
 
 def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) -> list[T]:
-    """Returns `[work(item) for item in items]`; several at once where the path is in a store, which takes its time to
-    answer. `doing`: what the watchdog is told meanwhile."""
+    """Returns `[work(item) for item in items]`; several at once in a store, which is slow to answer. `doing` is for the
+    watchdog."""
     if isinstance(path, Path):
         return [work(item) for item in items]
     pool = ThreadPoolExecutor(_AT_ONCE, "autopar-objects")
@@ -218,15 +213,14 @@ def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) 
 
 
 def kvstore_of(path: Place) -> dict[str, Any]:
-    """Returns the key-value store of TensorStore in a directory."""
+    """Returns TensorStore's key-value store of a directory."""
     if isinstance(path, Path):
         return {"driver": "file", "path": f"{path}/"}
-    path.opened()  # and kept open
+    path.opened()  # it stays open
     return path.spec()
 
 
 def blocks(path: Place) -> Iterator[bytes]:
-    """Yields what a file holds."""
     if isinstance(path, ObjectPath):
         yield path.read_bytes()
         return
@@ -236,7 +230,6 @@ def blocks(path: Place) -> Iterator[bytes]:
 
 
 def last_bytes(path: Place, count: int) -> bytes:
-    """Returns the end of a file."""
     if isinstance(path, ObjectPath):
         return path.read_bytes(count)
     with path.open("rb") as file:
@@ -245,7 +238,7 @@ def last_bytes(path: Place, count: int) -> bytes:
 
 
 def write_file(path: Place, data: bytes) -> None:
-    """Writes a file, down to the disk."""
+    """Writes a file and flushes it to the disk."""
     with named(path, "written"):
         if isinstance(path, ObjectPath):
             path.write_bytes(data)
@@ -257,7 +250,7 @@ def write_file(path: Place, data: bytes) -> None:
 
 
 def put(path: Place, data: bytes) -> None:
-    """Writes a file in place of the one that is there, down to the disk; it is one or the other, whole, at any time."""
+    """Overwrites a file in a single step, and flushes it to the disk."""
     if isinstance(path, ObjectPath):
         write_file(path, data)
         return
@@ -269,7 +262,7 @@ def put(path: Place, data: bytes) -> None:
 
 
 def flush(path: Place) -> None:
-    """Flushes what was written to a file, or which files are in a directory, down to the disk."""
+    """Flushes a file's bytes, or a directory's entries, to the disk."""
     if isinstance(path, ObjectPath):
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -280,14 +273,14 @@ def flush(path: Place) -> None:
 
 
 def flush_all(path: Place) -> None:
-    """Flushes which files are in a directory, and in those below it, down to the disk."""
+    """Flushes the entries of a directory, and of those below it, to the disk."""
     for folder, _, _ in os.walk(path) if isinstance(path, Path) else ():
         with named(Path(folder), "written"):
             flush(Path(folder))
 
 
 def remove_all(path: Place) -> None:
-    """Removes a directory with all that is in it, as far as that can be done."""
+    """Removes a directory and its contents, as far as possible."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -297,10 +290,7 @@ def remove_all(path: Place) -> None:
 
 @contextlib.contextmanager
 def named(path: Place, done: str) -> Iterator[None]:
-    """Gives the system's errors the path that they are about: a CheckpointError in place of an OSError.
-
-    `done`: what is done to the file or directory, "written" or "read".
-    """
+    """Raises a CheckpointError, with the path, in place of the system's OSError. `done`: "written" or "read"."""
     try:
         yield
     except CheckpointError:  # some are OSErrors, too
@@ -311,7 +301,7 @@ def named(path: Place, done: str) -> Iterator[None]:
 
 
 def disk_space(folder: Place, error: Exception) -> str:
-    """Says how much space is free, and what to do, after an error that may come of too little; else nothing."""
+    """Returns a sentence on free space, after an error that a full disk may have caused; else ""."""
     if isinstance(folder, ObjectPath):
         return ""
     if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -1,8 +1,9 @@
-"""Rows of a table in zarr arrays, by TensorStore: one for each shard of its layout, row axis first, without spare rows.
+"""Rows of a table in zarr arrays, by TensorStore: one array for each shard of its layout, row axis first, without
+padding.
 
-Chunks of rows are written from where the rows are, one after the other, and read when a row of them is asked for: no
-table is in memory twice. Each chunk ends with its CRC-32C, by zarr's codec of that name, which TensorStore checks
-whenever it reads the chunk; the manifest has it, too, so that a chunk of another checkpoint isn't taken for this one's.
+Chunks of rows are written straight from where they are, one after the other, and read when one of their rows is wanted:
+no table is in memory twice. Each chunk ends with its CRC-32C, by zarr's codec of that name, which TensorStore checks
+whenever it reads the chunk. The manifest has it, too, so that a chunk of another checkpoint isn't taken for this one's.
 dtypes that zarr doesn't know are stored as unsigned integers of their width.
 """
 
@@ -25,20 +26,20 @@ from autopar.state.files.places import Place, disk_space, kvstore_of, require_te
 
 ROWS_FOLDER = "rows"
 
-#: Bytes of a chunk, and of the chunks that are kept while a leaf is read.
+#: Bytes of a chunk, and of the cache of chunks while a leaf is read.
 CHUNK, _CACHE = 1 << 24, 1 << 27
 #: Bytes of a checksum at the end of a chunk.
 _DIGEST = 4
 
 
 def array_name(leaf: str, shard: int, shards: int) -> str:
-    """Returns where a shard of a leaf is stored, under the checkpoint's directory."""
+    """Returns the path of a shard's array in the checkpoint's directory."""
     return f"{ROWS_FOLDER}/{leaf}.{shard:05d}-of-{shards:05d}"
 
 
 def _chunk_rows(shape: Sequence[int], dtype: np.dtype[Dtype]) -> int:
-    """Returns how many rows make a chunk; `shape` is [rows, ...]. Chunks are as equal as can be: the last one is stored
-    whole."""
+    """Returns the number of rows in a chunk; `shape` is [rows, ...]. Chunks are as equal as can be, as the last one is
+    stored whole."""
     most = max(1, CHUNK // max(1, math.prod(shape[1:]) * dtype.itemsize))
     return max(1, math.ceil(shape[0] / max(1, math.ceil(shape[0] / most))))
 
@@ -68,7 +69,7 @@ def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Dtype], **how: Any)
 
 
 def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
-    """Writes a shard, [n, ...] in any order in memory, to an array of this name in a checkpoint, down to the disk."""
+    """Writes a shard, [n, ...] in any memory order, to an array of this name in a checkpoint, and flushes it."""
     if not rows.size:
         return ()
     with _told(version / name, "written"):
@@ -96,7 +97,7 @@ def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord,
 
 @contextlib.contextmanager
 def _told(path: Place, done: str) -> Iterator[None]:
-    """Gives TensorStore's errors, which are of any class, the array that they are about."""
+    """Raises a CheckpointError, with the array's path, in place of TensorStore's errors of any class."""
     try:
         yield
     except CheckpointError:
@@ -110,7 +111,7 @@ def _told(path: Place, done: str) -> Iterator[None]:
 
 
 class RowFiles:
-    """The rows of a leaf, read by their numbers, from files that were checked (`checksums.check_files`)."""
+    """Reads rows of a leaf by number, from files that were checked (`manifest.check_files`)."""
 
     def __init__(self, version: Place, record: LeafRecord) -> None:
         assert record.layout is not None, "rows have a layout"
@@ -121,7 +122,7 @@ class RowFiles:
         self._shards = [self._reader(version, shard) for shard in range(self.layout.devices)]
 
     def _reader(self, version: Place, shard: int) -> Callable[[Any], np.ndarray]:
-        """Returns what reads rows of a shard: those of an index, a slice or places."""
+        """Returns a function that reads rows of a shard by an index: a slice or places."""
         count = int(self.layout.rows_on(np.asarray(shard)))
         shape = (count, *self._others)
         if not math.prod(shape):
@@ -137,7 +138,7 @@ class RowFiles:
         return read
 
     def read(self, numbers: np.ndarray) -> np.ndarray:
-        """Returns [n, ...]: a copy of rows by their numbers, row axis first."""
+        """Returns rows by number, [n, ...], row axis first."""
         go_on("restoring a checkpoint")
         picked = np.empty((numbers.size, *self._others), self.dtype)
         places = self.layout.place(numbers.astype(np.int64))
@@ -149,7 +150,7 @@ class RowFiles:
         return picked
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
-        """Returns [n, ...]: a copy of what has these numbers along an axis, that axis first."""
+        """Returns slices by number along an axis, [n, ...], that axis first."""
         if axis == self.record.axis:
             return self.read(numbers)
         return np.moveaxis(np.take(self.whole(), numbers, axis), axis, 0)
@@ -165,14 +166,13 @@ class RowFiles:
         return np.moveaxis(table, 0, self.record.axis)
 
     def part(self, index: Index) -> np.ndarray:
-        """Returns `table[index]`."""
         axis = self.record.axis
         rows = np.moveaxis(self.read(np.arange(self.layout.extent)[index[axis]]), 0, axis)
         return rows[(*index[:axis], slice(None), *index[axis + 1 :])]
 
 
 def _run(numbers: np.ndarray) -> Index:
-    """Returns numbers as a slice, where they are equally far apart: that is read without looking each one up."""
+    """Returns equally spaced numbers as a slice, which is read without looking each one up."""
     if numbers.size == 1:
         return slice(int(numbers[0]), int(numbers[0]) + 1)
     step = int(numbers[1]) - int(numbers[0])
