@@ -1,12 +1,11 @@
-"""Follow the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
+"""Follows the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
-Inputs that aren't state are global batches, spread along the axis that the user says (`ir.examples`) if the devices
-divide it, or if each device's part may be padded and masked (`uneven`). An evaluation has no state, and is given
-parameters beside the batch: they are what holds tables, or is used like weights, or has leaves of different sizes, and
-stay where they are. A leaf of the state with an axis of that size may be carried along with the examples (an LSTM's
-state from one piece of text to the next); it may be a weight that has this size by chance as well. So each is guessed
-to be carried, and the program tells: a carried leaf meets the batch along its axis only, and its new value is one of
-the batch whether or not the old one is.
+Inputs that aren't state are global batches, spread along the user's axis (`ir.examples`) if the devices divide it, or
+if each device's part may be padded and masked (`uneven`). An evaluation has no state, and takes parameters beside the
+batch, which stay in place: arguments with tables, or used like weights, or with leaves of different sizes. A leaf of
+the state with an axis of the batch's size may be carried along with the examples (an LSTM's state between pieces of
+text), or a weight that has this size by chance. So each is guessed to be carried, and the program decides: a carried
+leaf meets the batch along its axis only, and its new value runs over the batch whether or not the old one does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 
-#: Examples for each device from which on it is worth the while to divide them.
+#: Fewest examples for each device that are worth dividing.
 MANY = 16
 
 
@@ -36,17 +35,15 @@ def analyze_batch(
     always: bool = False,
     uneven: bool = False,
 ) -> tuple[Program, str]:
-    """Fills `program.batch`, and `program.ids`, which say of each device how many it looks up.
+    """Fills `program.batch` and `program.ids`, the ids that each device looks up.
 
     Args:
-      program: An analysed program.
       devices: N.
       microbatches: M, into which each device's examples are divided.
-      batch_axis: Which axis of the batch's leaves runs over its examples.
+      batch_axis: The axis of the batch's leaves that runs over its examples.
       always: Also for one device.
-      uneven: Whether a batch whose size N doesn't divide is spread: the largest of its leaves, or else those of the
-        size that most have, of which each device has ceil(B / N) examples. Shared leaves of other sizes that N doesn't
-        divide never are.
+      uneven: A batch whose size N doesn't divide is spread, with ceil(B / N) examples on each device: the size of its
+        largest leaf, or else the size that most have. Other leaves whose size N doesn't divide are shared.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -72,7 +69,7 @@ def analyze_batch(
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
-    """Returns the leaves of a program's batch that have examples, and along which axis.
+    """Returns the leaves of a program's batch that have examples, and their axis.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
@@ -91,7 +88,7 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
 
 
 def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]:
-    """Returns the inputs of an evaluation that are no examples; of a program with states none.
+    """Returns the inputs of an evaluation that are no examples; none of a program with states.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
@@ -103,20 +100,20 @@ def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]
 
 
 def common_size(sizes: Iterable[int], devices: int) -> int:
-    """Returns the size that most leaves of a batch have along their axes of examples; 0 if there are two such, or
+    """Returns the size that most leaves of a batch have along their axes of examples; 0 if two are as frequent, or
     few."""
     (size, leaves), (_, others) = (*Counter(sizes).most_common(2), (0, 0), (0, 0))[:2]
     return size if leaves > others and size >= MANY * devices else 0
 
 
 def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
-    """Returns the arguments of an evaluation that hold parameters: those with tables, or used like weights. If there
-    are none, the only one whose leaves differ in size, if one behind it has leaves of a single size.
+    """Returns the arguments of an evaluation that hold parameters: those with tables, or used like weights.
+
+    If there are none, the only one whose leaves differ in size, if one after it has leaves of a single size.
 
     Args:
-      program: The evaluation.
-      arguments: Of each input, which argument it is a leaf of.
-      named: The leaves that may be examples, and along which axis.
+      arguments: Input -> its argument.
+      named: Leaf that may have examples -> their axis.
     """
     tables = {arguments[v] for v, x in zip(program.block.inputs, program.inputs, strict=True) if x.role == "table"}
     tables |= _used_as_parameters(program.block, arguments, named)
@@ -130,8 +127,7 @@ def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[V
 
 
 def _used_as_parameters(block: Block, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:
-    """Returns the arguments with a leaf that is looked up, or summed over, along these axes with what follows from
-    others."""
+    """Returns the arguments with a leaf that is looked up, or contracted with other arguments, along these axes."""
     follows: dict[Atom, set[str]] = {v: {argument} for v, argument in arguments.items()}
     along: dict[Atom, int] = {**named}
     found: set[str] = set()
@@ -155,7 +151,7 @@ def _summed(equation: Equation) -> Sequence[Sequence[int]]:
 def _check_divides(
     paths: Mapping[Var, str], named: Mapping[Var, int], starts: Mapping[Var, int], devices: int, microbatches: int
 ) -> None:
-    """Checks that there are as many examples in every microbatch of every device."""
+    """Checks that every microbatch of every device has as many examples."""
     wrong = next((v for v in named if v not in starts), None)
     if wrong is not None:
         each = "" if devices == 1 else f" of each of {devices} devices"
@@ -203,8 +199,7 @@ def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchA
 
 
 def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
-    """Returns leaves of the state that may be carried, with their axes of the batch's size. Rows in row space never
-    are."""
+    """Returns leaves of the state that may be carried, with their axes of the batch's size; never rows in row space."""
     taken = {k for space in program.facts.spaces if space.refusal is None for k in space.leaves}
     candidates = {}
     for k in program.new_states:
@@ -222,7 +217,8 @@ def _wrong(guesses: Guesses, unconfirmed: int) -> int:
 
 
 def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:
-    """Counts guesses about leaves whose new value isn't known, without any guess, to lie along the same axis."""
+    """Returns guesses, as bits, about leaves whose new value isn't known, without any guess, to lie along the same
+    axis."""
     new = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
     total = 0
     for n, leaf in enumerate(leaves):

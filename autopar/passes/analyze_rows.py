@@ -1,10 +1,10 @@
-"""Find the families whose step can run on the touched rows only, and say why the others can't.
+"""Finds the families whose step can run on the touched rows only, and why others can't.
 
 An abstract interpretation over `ir.rowspace` values with the rules of `analysis.rules`. Each candidate leaf starts as a
-family of its own; families unite where their rows meet in one equation. Which are kept, `row_families` says. On a
+family of its own; families unite where their rows meet in one equation. `row_families` decides which are kept. On a
 refusal only its cause is dropped and the rest is analysed again: leaves that have as many rows as a table by chance
-(`find_slots`), leaves that move on every row, and of tables that stand in each other's way those that can't be lifted
-by themselves either.
+(`find_ties`), leaves that move on every row, and, of tables that prevent each other, those that can't be lifted alone
+either.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def analyze_rows(
 
     Args:
       program: A classified program.
-      lazy: Accept leaves that change off the touched rows (they will not): the meaning of `sparse="lazy"`.
-      defer: Accept them if what becomes of untouched rows can be replayed later.
-      undeferred: Leaves of families for which that was tried in vain, and why.
+      lazy: Accepts leaves that change on untouched rows (they will not), as `sparse="lazy"` does.
+      defer: Accepts them if the moves of untouched rows can be replayed later.
+      undeferred: Leaves of families for which that failed, and why.
     """
     search = _Search(program, lazy, defer, undeferred)
     families, spaces = search.run()
@@ -42,7 +42,7 @@ def analyze_rows(
             extent = program.block.inputs[k].shape[axis]
             refused.append(RowSpace(-1, extent, (k,), (axis,), (k,), (), reason, rows_read=read))
     taken = {k for space in (*spaces, *refused) for k in space.leaves}
-    # No tables, but `explain` has a reason: lookups that aren't followed, rows that are only written.
+    # No tables, but `explain` gives a reason: lookups that aren't followed, rows that are only written.
     for k, reason in program.unfollowed.items():
         if k not in taken:
             extent, read = program.block.inputs[k].shape[0], program.rows_read.get(k, 0)
@@ -59,7 +59,7 @@ def analyze_rows(
 
 @dataclass(frozen=True, slots=True)
 class _Dropped:
-    """Why a leaf belongs to no family, and the tables of the one that it was in."""
+    """The reason why a leaf belongs to no family, and the tables of the family that it was in."""
 
     refusal: Refusal
     tables: tuple[int, ...]
@@ -67,31 +67,23 @@ class _Dropped:
 
 @dataclass(eq=False)
 class _Search:
-    """The search for the largest set of leaves that can be lifted together.
-
-    Attributes:
-      axes: Leaves that may still be rows, with their row axes.
-      barred: Equations that make rows which turned out to be no table's.
-      reading_whole: Lookups whose ids depend on the rows they look up, and loops of whose results something needs all
-        rows: they read all rows.
-      dropped: Leaves that keep their family from being lifted.
-      refused: Families of tables that were dropped.
-    """
+    """The search for the largest set of leaves that can be lifted together."""
 
     program: Program
     lazy: bool
     defer: bool
     undeferred: Mapping[int, Refusal]
-    axes: dict[int, int] = field(default_factory=dict)
+    axes: dict[int, int] = field(default_factory=dict)  #: Leaves that may still be rows, with their row axes.
+    #: As in `RowFlow`.
     barred: set[Equation] = field(default_factory=set)
     reading_whole: set[Equation] = field(default_factory=set)
-    dropped: dict[int, _Dropped] = field(default_factory=dict)
-    refused: list[RowSpace] = field(default_factory=list)
+    dropped: dict[int, _Dropped] = field(default_factory=dict)  #: Leaves that keep their family from being lifted.
+    refused: list[RowSpace] = field(default_factory=list)  #: Families of tables that were dropped.
 
     def run(self) -> tuple[Families, list[RowSpace]]:
         """Returns the families, and those that can be lifted."""
         self.axes = dict(self.program.candidates)
-        # Each finding (what is barred, read whole, dropped) begins the interpretation anew, until there is none.
+        # Each finding (a barred equation, one that reads all rows, a dropped leaf) restarts the interpretation.
         while True:
             flow = RowFlow(self.program, self.axes, barred=self.barred, reading_whole=self.reading_whole)
             flow.start()
@@ -115,7 +107,8 @@ class _Search:
             self._drop(causes, families)
 
     def _part(self, leaves: set[int], entries: set[Equation]) -> None:
-        """Leaves out what has as many rows as a table by chance: first what isn't tied to any, then what is, too."""
+        """Leaves out leaves and equations that have a table's rows by chance: first those not tied to any, then
+        those that are."""
         tables = {k: axis for k, axis in self.program.tables if k in self.axes}
         ties = find_ties(self.program, tables, self.reading_whole)
         elsewhere = {k: axis for k, axis in ties.axes.items() if k in leaves and axis != self.axes[k]}
@@ -138,15 +131,17 @@ class _Search:
                 tables = tuple(k for k in space.tables if k in tables_of)
                 reason = self._first_reason(space, tables_of)
                 self.refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
-                tables_of = {k: tables_of[k] for k in tables}  # what was with them may be another table's
+                tables_of = {k: tables_of[k] for k in tables}  # their other leaves may belong to another table
             self.dropped |= {k: _Dropped(reason, space.tables) for k, reason in tables_of.items()}
-        if failed:  # what it stood in the way of is seen anew
+        if failed:  # leaves that these prevented from lifting are tried anew
             self.axes, self.barred, self.reading_whole = dict(self.program.candidates), set(), set()
         self.axes = {k: axis for k, axis in self.axes.items() if k not in self.dropped}
 
     def _spared(self, failed: Sequence[RowSpace], families: Families) -> list[RowSpace]:
-        """Returns families that may fail because of others: they wait until those are gone. Where all can be lifted by
-        themselves, but not together, the largest one waits."""
+        """Returns families that may fail because of others, and wait until those are gone.
+
+        If all can be lifted alone, but not together, the largest one waits.
+        """
         needed_whole = families.needed_whole(failed)
         if not needed_whole or len(failed) == 1:
             return []

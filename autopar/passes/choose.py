@@ -163,20 +163,14 @@ def _saved(program: Program, space: RowSpace, devices: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Holds what a strategy says.
+    """Holds what a strategy says."""
 
-    Attributes:
-      methods: Table -> (method, whether the strategy names this very table).
-      shards, tensors: Leaf -> the pattern that gives it to "ps", and to "tensor".
-      hosts: Tables that are to be on hosts.
-      kept: Leaves of which every device is to have all.
-    """
-
-    methods: dict[int, tuple[str, bool]]
+    methods: dict[int, tuple[str, bool]]  #: Table -> (method, whether the strategy names this very table).
+    #: Leaf -> the pattern that gives it to "ps", and to "tensor".
     shards: dict[int, str]
     tensors: dict[int, str]
-    hosts: frozenset[int]
-    kept: frozenset[int]
+    hosts: frozenset[int]  #: Tables that are to be on hosts.
+    kept: frozenset[int]  #: Leaves of which every device is to have all.
 
 
 def _with_tensors(

@@ -1,10 +1,8 @@
-"""Finds leaves that are looked up by rows: the candidates for lifting, and the leaves that may be their slots.
-
-Leaves are those of states, and Tables that are only read.
+"""Finds leaves (of states, and Tables that are only read) that are looked up by rows: the candidates for lifting.
 
 A leaf is a *table* if a gather (or a slice of rows) along one of its axes reads it, directly or through row-parallel
-equations. A leaf with as many rows may be one of its optimizer slots: whether it is, `analyze_rows` finds. Of leaves
-whose rows are lost ahead of a lookup, and of those into which rows are only written, it is noted why they are no table.
+equations. A leaf with as many rows may be one of its optimizer slots; `analyze_rows` decides. For leaves whose rows are
+lost ahead of a lookup, and those into which rows are only written, it notes why they are no table.
 """
 
 from __future__ import annotations
@@ -22,14 +20,14 @@ from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollo
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
 from autopar.ir.strategy import ROW_METHODS, Strategy, asked_of
 
-#: Where a variable's rows come from: (state leaf, the leaf's axis, the variable's axis).
+#: The origin of a variable's rows: (state leaf, the leaf's axis, the variable's axis).
 Trace = tuple[int, int, int]
 
 
 def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, str]:
     """Marks tables and candidates, each with its row axis.
 
-    Leaves into which rows are only written are tables if the strategy gives them to a method of rows.
+    Leaves into which rows are only written are tables if the strategy gives them a row method.
     """
     states = [k for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")]
     walk = _Lookups()
@@ -79,19 +77,12 @@ def _slot_axis(program: Program, k: int, tables: Sequence[tuple[int, int]]) -> i
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Holds what is known of a value.
+    """Knowledge of a value."""
 
-    Attributes:
-      traces: Where its rows come from.
-      pure: Whether it is made of states alone.
-      constant: Whether it is the same whatever the data, as far as its block shows.
-      lost: Of what is made of states alone, leaves all of whose elements it may have, though not row by row; and the
-        equations in which the rows were lost.
-    """
-
-    traces: frozenset[Trace] = frozenset()
-    pure: bool = False
-    constant: bool = False
+    traces: frozenset[Trace] = frozenset()  #: Origins of its rows.
+    pure: bool = False  #: It depends on states alone.
+    constant: bool = False  #: It doesn't depend on data, as far as its block shows.
+    #: For pure values, (leaf whose elements it may have, but not row by row; the equation that lost the rows).
     lost: frozenset[tuple[int, Equation]] = frozenset()
 
 
@@ -99,22 +90,21 @@ _NOTHING, _OF_LITERAL = _Rows(), _Rows(pure=True, constant=True)
 
 
 class _Lookups(Interpreter[_Rows]):
-    """Follows rows. `found`: (leaf, axis) that a lookup reads. `unfollowed`: leaf -> the equation in which its rows are
-    lost, and one that reads parts of what it makes. `read_by`: leaf -> what reads parts of it. `written`: leaf -> an
-    equation that writes into it by ids.
+    """Follows rows.
 
-    Products are followed only where they are of states alone (`table @ w`), or every activation would carry a trace
-    of every weight before it.
+    Products are followed only between states alone (`table @ w`), or every activation would carry a trace of every
+    weight before it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: set[tuple[int, int]] = set()
+        self.found: set[tuple[int, int]] = set()  #: (leaf, axis) that a lookup reads.
+        #: Leaf -> the equation that loses its rows, and one that reads parts of the result.
         self.unfollowed: dict[int, tuple[Equation, Equation]] = {}
-        self.read_by: dict[int, dict[Equation, None]] = {}
-        self.written: dict[int, Equation] = {}
+        self.read_by: dict[int, dict[Equation, None]] = {}  #: Leaf -> equations that read parts of it.
+        self.written: dict[int, Equation] = {}  #: Leaf -> an equation that writes into it by ids.
         self._loop: Equation | None = None
-        #: Results of concatenations, of which an index may be made.
+        #: Result of a concatenation, which may be an index -> the equation.
         self.joined: dict[Atom, Equation] = {}
 
     def unknown(self, atom: Atom) -> _Rows:
@@ -174,7 +164,7 @@ class _Lookups(Interpreter[_Rows]):
         if equation.op in _SLICED:
             self._look_up(equation, operands)
         self._note_unfollowed(equation, operands)
-        if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # leave rows where they are
+        if equation.op.startswith("scatter") or equation.op == "dynamic_update_slice":  # rows stay in place
             return [operands[0]]
         if equation.op in ALIGNED or equation.op == "optimization_barrier":
             pairs = zip(equation.inputs, operands, strict=True)
@@ -199,22 +189,22 @@ class _Lookups(Interpreter[_Rows]):
             self.read_by.setdefault(leaf, {})[equation] = None
 
     def _losing(self, equation: Equation, operands: Sequence[_Rows], results: Sequence[_Rows]) -> Sequence[_Rows]:
-        """Returns the results of an equation of states alone, with the leaves whose rows it loses, or that were lost
-        before."""
+        """Returns the results of an equation of states alone, with the leaves whose rows were lost by it or before."""
         pairs = zip(operands, equation.inputs, strict=True)
         axes = {(leaf, of, a.type.size) for v, a in pairs for leaf, of, _ in v.traces}
         lost = frozenset(entry for v in operands for entry in v.lost)
         made = []
         for value, out in zip(results, equation.outputs, strict=True):
             kept = {(leaf, of) for leaf, of, _ in value.traces}
-            # What is smaller than a result that has rows of another leaf are weights: `w` of `(table @ w)[ids]`.
+            # Leaves smaller than a result with rows of another leaf are weights: `w` of `(table @ w)[ids]`.
             least = out.type.size if kept else 0
             gone = {(k, equation) for k, of, n in axes if (k, of) not in kept and least <= n <= 2 * out.type.size}
             made.append(replace(value, lost=lost | gone))
         return made
 
     def _note_unfollowed(self, equation: Equation, operands: Sequence[_Rows]) -> None:
-        """Notes what reads parts of leaves whose rows were lost, or may do so by a rule of its own, and what writes."""
+        """Notes equations that read parts of leaves with lost rows, or may do so by a rule of their own, and writes
+        by ids."""
         first = _FIRST_INDEX.get("scatter" if equation.op.startswith("scatter") else equation.op)
         if first is not None:
             last = 2 if equation.op.startswith("scatter") else len(operands)
@@ -258,9 +248,9 @@ def _all(traces: Iterable[frozenset[Trace]]) -> frozenset[Trace]:
 
 
 _SLICED = frozenset({"gather", "dynamic_slice", "slice"})
-#: What reads or writes by ids -> the first operand that holds them.
+#: Operation that reads or writes by ids -> the first operand that holds them.
 _FIRST_INDEX = {"gather": 1, "dynamic_slice": 1, "scatter": 1, "dynamic_update_slice": 2}
-#: What has no rule and takes integers, and is no lookup: they are sizes.
+#: Operations without a rule whose integer operands are sizes rather than ids.
 _NO_LOOKUPS = frozenset({"ragged_dot_general", "ragged_dot"})
 
 
@@ -274,7 +264,8 @@ def _picks_rows(equation: Equation, axis: int) -> bool:
 
 
 def _moved(equation: Equation, k: int, axis: int) -> int | None:
-    """Returns where an operand's rows are in the results; None if they aren't all there, or are paired with others'."""
+    """Returns the axis of an operand's rows in the results; None if they aren't all there, or are paired with
+    others'."""
     op, operand = equation.op, equation.inputs[k]
     if op not in _MOVES or (k > 0 and op in _SLICED):
         return None

@@ -26,37 +26,24 @@ from autopar.ir.writer import expand
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LeafPiece:
-    """The update of one piece of some leaves.
+    """The update of one piece of some leaves."""
 
-    Attributes:
-      start, stop: Which part of the axis it is.
-      states: Of each leaf its piece.
-      given: Pieces of what is read of elsewhere.
-      slices: The equations that make these where the whole is.
-      equations: The update.
-      new: Of each leaf its new piece.
-    """
-
+    #: Which part of the axis it is.
     start: int
     stop: int
-    states: tuple[Var, ...]
-    given: tuple[Var, ...]
-    slices: tuple[Equation, ...]
-    equations: tuple[Equation, ...]
-    new: tuple[Var, ...]
+    states: tuple[Var, ...]  #: Of each leaf its piece.
+    given: tuple[Var, ...]  #: Pieces of what is read of elsewhere.
+    slices: tuple[Equation, ...]  #: The equations that make these where the whole is.
+    equations: tuple[Equation, ...]  #: The update.
+    new: tuple[Var, ...]  #: Of each leaf its new piece.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutLeaves:
-    """Some leaves in pieces.
+    """Some leaves in pieces."""
 
-    Attributes:
-      axis: Along which they are cut.
-      pieces: In their order.
-    """
-
-    axis: int
-    pieces: tuple[LeafPiece, ...]
+    axis: int  #: Along which they are cut.
+    pieces: tuple[LeafPiece, ...]  #: In their order.
 
 
 def cut_leaves(
@@ -212,15 +199,10 @@ _ON_ROWS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Says where an axis is cut: into pieces of one size, or of nearly one.
+    """Says where an axis is cut: into pieces of one size, or of nearly one."""
 
-    Attributes:
-      size: Of the axis.
-      count: How many pieces.
-    """
-
-    size: int
-    count: int
+    size: int  #: Of the axis.
+    count: int  #: How many pieces.
 
     @property
     def is_equal(self) -> bool:
@@ -240,41 +222,28 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceEquation:
-    """An equation that pieces compute.
+    """An equation that pieces compute."""
 
-    Attributes:
-      equation: As the program has it.
-      along: Its operands in pieces -> along which axis.
-      body: What lies in pieces in its body; None: it has none.
-    """
-
-    equation: Equation
-    along: Mapping[int, int | None]
-    body: Placing | None = None
+    equation: Equation  #: As the program has it.
+    along: Mapping[int, int | None]  #: Its operands in pieces -> along which axis.
+    body: Placing | None = None  #: What lies in pieces in its body; None: it has none.
 
 
 @dataclass(eq=False)
 class Placing:
-    """Finds which values of a block can be had in pieces.
+    """Finds which values of a block can be had in pieces."""
 
-    Attributes:
-      cut: Where axes are cut.
-      axes: What is had in pieces -> the axis of these; None: each piece has a value of its own, of the same shape.
-      elsewhere: What may be had in pieces from elsewhere.
-      given, whole: Of what is in pieces what comes from elsewhere, and what is had whole and cut where it is.
-      placed: The equations that pieces compute.
-      others: Results of equations that all servers compute -> the equation.
-      order: The place of each equation.
-    """
-
-    cut: Cut
+    cut: Cut  #: Where axes are cut.
+    #: What is had in pieces -> the axis of these; None: each piece has a value of its own, of the same shape.
     axes: dict[Var, int | None]
-    elsewhere: Collection[Var] = ()
+    elsewhere: Collection[Var] = ()  #: What may be had in pieces from elsewhere.
+    #: Of what is in pieces what comes from elsewhere, and what is had whole and cut where it is.
     given: list[Var] = field(default_factory=list)
     whole: list[Var] = field(default_factory=list)
-    placed: list[PieceEquation] = field(default_factory=list)
+    placed: list[PieceEquation] = field(default_factory=list)  #: The equations that pieces compute.
+    #: Results of equations that all servers compute -> the equation.
     others: dict[Var, Equation] = field(default_factory=dict)
-    order: dict[Equation, int] = field(default_factory=dict)
+    order: dict[Equation, int] = field(default_factory=dict)  #: The place of each equation.
 
     def follow(self, equations: Sequence[Equation]) -> None:
         """Raises NotLocal where an equation looks beyond a piece."""

@@ -357,18 +357,12 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedForm:
-    """The function that makes new rows of those that the step doesn't touch.
+    """The function that makes new rows of those that the step doesn't touch."""
 
-    Attributes:
-      body: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
-      leaves: Which leaves it takes.
-      frontier: Dense values of the step that it reads, as the block has them that the form is of.
-      finite, nonzero: What else must be finite, and must not be zero, for untouched rows to stay as they are.
-    """
-
-    body: Block
-    leaves: tuple[int, ...]
-    frontier: tuple[Atom, ...]
+    body: Block  #: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
+    leaves: tuple[int, ...]  #: Which leaves it takes.
+    frontier: tuple[Atom, ...]  #: Dense values of the step that it reads, as the block has them that the form is of.
+    #: What else must be finite, and must not be zero, for untouched rows to stay as they are.
     finite: tuple[Atom, ...]
     nonzero: tuple[Atom, ...]
 
@@ -503,15 +497,10 @@ def sweep(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """Implements `scope.Untouched`.
+    """Implements `scope.Untouched`."""
 
-    Attributes:
-      paths: Of the program's inputs.
-      outcomes: Whether untouched rows may differ.
-    """
-
-    paths: Sequence[str]
-    outcomes: Callable[[], NonfiniteOutcomes]
+    paths: Sequence[str]  #: Of the program's inputs.
+    outcomes: Callable[[], NonfiniteOutcomes]  #: Whether untouched rows may differ.
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns a densified value, swept if need be."""

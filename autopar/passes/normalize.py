@@ -1,10 +1,12 @@
-"""Dead-code elimination and value numbering, of a program in which lookups are gathers (`recognise_lookups`) in the
-tables themselves (`follow_joins`, `follow_reshapes`), their gradients those of all examples (`sink_sums`), what names
-examples by number is batched (`batch_indices`), and broadcasts are written down (`expand_broadcasts`).
+"""Brings a program into the form that later passes read, without dead and repeated equations.
 
-Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure
-equations of one block become one, so that the ids of a forward lookup and of its backward scatter are one value.
-Nested blocks are numbered by themselves: a remat's recomputation is never merged with the first computation.
+Lookups become gathers (`recognise_lookups`) in the tables themselves (`follow_joins`, `follow_reshapes`), sums over
+shards move to where these are made (`sink_sums`), accesses by examples' numbers are batched (`batch_indices`), and
+broadcasts are explicit (`expand_broadcasts`).
+
+Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure equations of
+one block become one, so that the ids of a forward lookup and of its backward scatter are one value. Nested blocks are
+numbered separately: a remat's recomputation is never merged with the first computation.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from autopar.passes.rewriting import Rewriter
 
 
 def normalize(program: Program) -> tuple[Program, str]:
-    """Returns the same program without dead and repeated equations; notes say how many went."""
+    """Returns the normalized program; the note counts the changes."""
     program, sums = sink_sums(program)
     counting = Counting(program.block)
     program, batched = batch_indices(program, counting)
@@ -55,7 +57,7 @@ def normalize(program: Program) -> tuple[Program, str]:
 
 
 def merge_equal(block: Block) -> Block:
-    """Merges equations of equal value, in one block and, separately, in the blocks in it."""
+    """Merges equal equations of a block and, separately, of the blocks in it."""
     return _MergeEqual().block(block)
 
 
@@ -77,11 +79,11 @@ class _MergeEqual(Rewriter):
         return merge_equal(body)
 
 
-# Write down the broadcasts that JAX leaves unsaid: `t - rate * g` with `rate[1, D]` multiplies [1, D] by [V, D].
+# --- explicit broadcasts: `t - rate * g` with `rate[1, D]` multiplies [1, D] by [V, D] ---
 #
-# Elementwise primitives take operands with axes of size 1 beside larger ones. Whoever follows an axis through an
-# equation (rows, examples, shards) would have to ask whether this operand has it at all; so each such operand is
-# broadcast by an equation of its own, which every analysis knows. XLA's lowering does the same.
+# Elementwise primitives take operands with axes of size 1 beside larger ones. An analysis that follows an axis (rows,
+# examples, shards) would have to ask whether each operand has it at all; so each such operand is broadcast by an
+# equation of its own, which every analysis knows. XLA's lowering does the same.
 
 
 def expand_broadcasts(block: Block) -> Block:

@@ -297,19 +297,13 @@ WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ids:
-    """Lookups of the same ids in fetched rows.
+    """Lookups of the same ids in fetched rows."""
 
-    Attributes:
-      lookup: One of them.
-      shape: Of the ids: the axes that lookups have of them.
-      fetched: Rows that there are to look up.
-      clips: Whether ids out of range look up the nearest row; else what the lookup fills in. Either way they have
-        entries of their own, the last ones, since no push adds them up.
-    """
-
-    lookup: Equation
-    shape: tuple[int, ...]
-    fetched: int
+    lookup: Equation  #: One of them.
+    shape: tuple[int, ...]  #: Of the ids: the axes that lookups have of them.
+    fetched: int  #: Rows that there are to look up.
+    #: Whether ids out of range look up the nearest row; else what the lookup fills in. Either way they have entries of
+    #: their own, the last ones, since no push adds them up.
     clips: bool
 
     @property
@@ -370,26 +364,16 @@ def _is_whole(lookup: Equation) -> bool:
 
 @dataclass(eq=False)
 class _Rewrite(Writer):
-    """Rewrites a block. Variables keep their names; those that nobody reads go in the end.
+    """Rewrites a block. Variables keep their names; those that nobody reads go in the end."""
 
-    Attributes:
-      block: As it was.
-      every: (route, index) -> the ids whose lookups are by entries.
-      backward: Whether sums by entries go through products, too.
-      forms: Values that are there by entries.
-      defined: Values that are there by lookups.
-      made: What is made once, by what it is.
-      producers: The old equations by their results.
-      constant: The axes along which old values are constant, as bits; those without any are missing.
-    """
-
-    block: Block
-    every: Mapping[tuple[Atom, Atom], Ids]
-    backward: bool
-    forms: dict[Atom, Form] = field(default_factory=dict)
-    defined: set[Atom] = field(default_factory=set)
-    made: dict[tuple[Pytree, ...], Pytree] = field(default_factory=dict)
-    producers: dict[Atom, Equation] = field(init=False)
+    block: Block  #: As it was.
+    every: Mapping[tuple[Atom, Atom], Ids]  #: (route, index) -> the ids whose lookups are by entries.
+    backward: bool  #: Whether sums by entries go through products, too.
+    forms: dict[Atom, Form] = field(default_factory=dict)  #: Values that are there by entries.
+    defined: set[Atom] = field(default_factory=set)  #: Values that are there by lookups.
+    made: dict[tuple[Pytree, ...], Pytree] = field(default_factory=dict)  #: What is made once, by what it is.
+    producers: dict[Atom, Equation] = field(init=False)  #: The old equations by their results.
+    #: The axes along which old values are constant, as bits; those without any are missing.
     constant: dict[Atom, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

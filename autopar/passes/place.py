@@ -1,7 +1,7 @@
-"""Say where values are: dense parameters that are spread are gathered where a whole one is used, after their casts.
+"""Places values: sharded dense parameters are gathered where a whole one is used, after their casts.
 
-Elementwise equations on shards stay on shards; what meets a shard there (the gradient) is spread as well, so that it is
-reduced to its owner and not to all. A lookup takes the owner's rows, and needs no gathered table.
+Elementwise equations on shards stay on shards, and spread their other operands (the gradient), so that the gradient is
+reduced to its owner rather than to all. A lookup takes the owner's rows, and needs no gathered table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def place(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     for equation in program.block.equations:
         placing.add(equation)
     outputs = program.block.outputs
-    # A new state keeps its place by itself, and any other result every device gets.
+    # New states keep their place; every device gets any other result.
     returned = tuple(
         atom if out.state is not None else placing.whole(atom)
         for atom, out in zip(outputs, program.outputs, strict=True)
@@ -37,10 +37,10 @@ def place(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
 
 @dataclass(eq=False)
 class _Placing(Writer):
-    """The block being written. `shards`: values that are spread, with their axis; `gathered`: and gathered."""
+    """The block being written."""
 
-    shards: dict[Atom, int]
-    gathered: dict[Atom, Var] = field(default_factory=dict)
+    shards: dict[Atom, int]  #: Spread value -> its axis.
+    gathered: dict[Atom, Var] = field(default_factory=dict)  #: Spread value -> the gathered one.
 
     def add(self, equation: Equation) -> None:
         axis = next((self.shards[a] for a in equation.inputs if a in self.shards), None)
@@ -60,7 +60,6 @@ class _Placing(Writer):
             self.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
 
     def whole(self, atom: Atom) -> Atom:
-        """Returns the value on every device."""
         if atom not in self.shards:
             return atom
         if atom not in self.gathered:

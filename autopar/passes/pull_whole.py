@@ -131,29 +131,18 @@ class _AllRows:
 
 @dataclass(eq=False)
 class _Update:
-    """Finds what of a step belongs to the owners of a leaf's rows.
+    """Finds what of a step belongs to the owners of a leaf's rows."""
 
-    Attributes:
-      program: The program.
-      leaves: The leaf, and those that follow it: its slots, moving averages of it.
-      axis: Of the rows.
-      shape: Of the leaf, its slots and its gradient.
-      of_rows: Values that are computed element by element from the leaves and from gradients.
-      sources: Values that are read there and aren't such.
-      scalars: Values that are a scalar everywhere.
-      made: What computes a value.
-      readers: What reads a value.
-    """
-
-    program: Program
-    leaves: set[int]
-    axis: int
-    shape: tuple[int, ...]
+    program: Program  #: The program.
+    leaves: set[int]  #: The leaf, and those that follow it: its slots, moving averages of it.
+    axis: int  #: Of the rows.
+    shape: tuple[int, ...]  #: Of the leaf, its slots and its gradient.
+    #: Values that are computed element by element from the leaves and from gradients.
     of_rows: set[Atom] = field(default_factory=set)
-    sources: set[Atom] = field(default_factory=set)
-    scalars: set[Atom] = field(default_factory=set)
-    made: dict[Atom, Equation] = field(default_factory=dict)
-    readers: dict[Atom, list[Equation]] = field(default_factory=dict)
+    sources: set[Atom] = field(default_factory=set)  #: Values that are read there and aren't such.
+    scalars: set[Atom] = field(default_factory=set)  #: Values that are a scalar everywhere.
+    made: dict[Atom, Equation] = field(default_factory=dict)  #: What computes a value.
+    readers: dict[Atom, list[Equation]] = field(default_factory=dict)  #: What reads a value.
 
     @staticmethod
     def of(program: Program, leaf: int, axis: int) -> _Update:

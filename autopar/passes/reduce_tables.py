@@ -71,16 +71,11 @@ class RowSource:
 
 @dataclass(eq=False)
 class Tables(Writer):
-    """A block being written, and what is known of its values of all rows.
+    """A block being written, and what is known of its values of all rows."""
 
-    Attributes:
-      rows: They, and where their rows lie.
-      sources: Those that rows come from.
-      waiting: Row by row from whole tables -> operands that are taken by rows, and along which axis.
-    """
-
-    rows: dict[Atom, TableRows] = field(default_factory=dict)
-    sources: dict[Atom, RowSource] = field(default_factory=dict)
+    rows: dict[Atom, TableRows] = field(default_factory=dict)  #: They, and where their rows lie.
+    sources: dict[Atom, RowSource] = field(default_factory=dict)  #: Those that rows come from.
+    #: Row by row from whole tables -> operands that are taken by rows, and along which axis.
     waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
 
 

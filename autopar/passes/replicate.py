@@ -1,4 +1,4 @@
-"""Decide what clients average of the replicas that they train (`autopar.sync`, docs/replicas.md)."""
+"""Decides which leaves of their replicas clients average (`autopar.sync`, docs/replicas.md)."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def replicate(
     Args:
       program: The analysed program of one client.
       bound: Its plan.
-      sync: The way that the user chose.
+      sync: The user's strategy.
       clients: C.
-      batch_axis: Which axis of the batch's leaves runs over its examples.
+      batch_axis: The axis of the batch's leaves that runs over its examples.
       earlier: A plan by which the step is to be run.
-      servers: How many may keep a centre.
-      server_ranks: Of those that are processes of their own.
+      servers: Most servers that may keep a centre.
+      server_ranks: Ranks of servers that are processes of their own.
 
     Raises:
       PlanError: the earlier plan has other replicas.
@@ -87,7 +87,7 @@ def replicate(
         outer=sync.outer is not None,
         fragments=tuple(tuple(program.inputs[k].path for k in fragment) for fragment in fragments),
         fragment_bytes=tuple(sum(sizes[k] for k in fragment) for fragment in fragments),
-        # Clients differ from a neighbour in more than a step's rows, in all of them at most.
+        # Clients differ from a neighbour in more than a step's rows, at most in all.
         mean_bytes=sum(rows[k] if k in rows and sync.partners == "all" else size for k, size in sizes.items()),
         by_rows=tuple(program.inputs[k].path for k in rows),
         own=tuple(program.inputs[k].path for k in floating if k not in sizes),
@@ -111,11 +111,11 @@ def check_replicas(earlier: Plan | None, name: str, old: object, new: object) ->
 
     Args:
       earlier: The plan, if there is one.
-      name: The step's.
-      old, new: What that plan says of them, and what `sync=` makes of the step.
+      name: The step's name.
+      old, new: That plan's replicas, and the ones of `sync=`.
 
     Raises:
-      PlanError: it has others.
+      PlanError: they differ.
     """
     if earlier is not None and str(old) != str(new):
         raise PlanError(
@@ -127,7 +127,7 @@ def check_replicas(earlier: Plan | None, name: str, old: object, new: object) ->
 def _touched(
     program: Program, bound: ProgramPlan, leaves: Sequence[int], minibatches: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields tables whose untouched rows no step moves, with the bytes of the rows that minibatches touch at most."""
+    """Yields tables whose untouched rows no step moves, with the most bytes of rows that minibatches touch."""
     for k in leaves:
         space = program.facts.space_of(k)
         family = None if space is None else bound.family(space.family)
@@ -139,19 +139,15 @@ def _touched(
             yield k, count * (program.block.inputs[k].type.nbytes // space.extent)
 
 
-# --- which leaves of a state are weights: those that examples meet. Slots, averages and counts meet sums over them ---
+# --- the weights of a state: leaves that examples meet. Slots, averages and counts meet sums over examples ---
 
 
 def weights(program: Program, batch: Mapping[Var, int]) -> list[int]:
-    """Returns the inputs, by number, that are weights: floating-point leaves of the state which the step changes, and
-    which values that run over the batch follow from, in order.
+    """Returns the inputs that are weights, in order: floating-point leaves of the state that meet examples and change.
 
-    What follows from a gradient is no weight any more: a slot that it is added to may meet examples later, in the next
-    update of the same step, or in a loss that is logged. (Of gradients that JAX didn't make nobody knows.)
-
-    Args:
-      program: An analysed program.
-      batch: The axis of each variable that runs over the batch.
+    A value that depends on a gradient is no weight any more: a slot that it is added to may meet examples later, in the
+    next update of the same step, or in a loss that is logged. (Gradients that JAX didn't make aren't recognized.)
+    `batch`: the axis of each variable that runs over the batch.
     """
     block = program.block
     starts: dict[Var, set[int]] = {}
@@ -163,7 +159,7 @@ def weights(program: Program, batch: Mapping[Var, int]) -> list[int]:
 
 
 def _met(block: Block, starts: Mapping[Var, set[int]], batch: Mapping[Var, int]) -> set[int]:
-    """Finds the leaves that values which meet the batch in a block follow from."""
+    """Finds the leaves on which values that meet the batch in a block depend."""
     reached, gradients, found = dict(starts), set[Var](), set[int]()
     for equation in block.equations:
         atoms = [a for a in equation.inputs if isinstance(a, Var)]
@@ -189,19 +185,16 @@ def _met_in_scan(equation: Equation, reached: Mapping[Var, set[int]], batch: Map
 
 
 def goes_on(program: Program, batch: Mapping[Var, int], k: int) -> bool:
-    """Returns whether a leaf's new value follows from the old one, otherwise than by what examples make of it.
-
-    Arguments as of `weights`; `k`: the leaf's input.
-    """
+    """Returns whether leaf `k`'s new value depends on the old one other than by its meeting the examples."""
     plain = (e for e in program.block.equations if e.bodies or not any(a in batch for a in (*e.inputs, *e.outputs)))
     return program.block.outputs[program.new_states[k]] in dependent(plain, [program.block.inputs[k]])
 
 
-# Whether a step's update is linear in gradients: only then is averaging weights what averaging gradients is.
+# --- linearity of the update in gradients: only then does averaging weights equal averaging gradients ---
 
 
 def backward_pass(program: Program) -> set[Equation]:
-    """Returns the equations of JAX's backward pass, and those that these follow from. None if there is no such pass."""
+    """Returns the equations of JAX's backward pass, and those that these depend on; empty if there is no such pass."""
     found: set[Equation] = set()
     read: set[Atom] = set()
     for equation in reversed(program.block.equations):
@@ -212,15 +205,11 @@ def backward_pass(program: Program) -> set[Equation]:
 
 
 def first_nonlinear(program: Program, gradients: Collection[Equation], weights: Sequence[int]) -> Equation | None:
-    """Returns the first equation from gradients or slots to new weights that isn't linear in them all; None: all are.
+    """Returns the first equation from gradients or slots to new weights that isn't linear in them; None: all are.
 
     Clients that average their weights after each step have the same weights before it. So weights are constants here,
-    as is everything that neither gradients nor slots, which stay each client's own, are a part of.
-
-    Args:
-      program: The analysed program.
-      gradients: The equations that make gradients.
-      weights: Inputs, by number.
+    as is everything that depends on neither gradients nor slots, which stay each client's own. `gradients`: the
+    equations that make gradients; `weights`: inputs, by number.
     """
     block, new = program.block, program.new_states
     slots = (v for k, v in enumerate(block.inputs) if k in new and k not in weights)

@@ -1,7 +1,7 @@
-"""The walk of passes that put equations in other equations' places, through loops, branches and checkpoints.
+"""Walks programs in passes that replace equations, through loops, branches and checkpoints.
 
-A pass is a `Rewriter`: `rule` says what takes the place of an equation, `look` notes what is to be known of its
-results, `body` says what a nested block knows of its inputs.
+A pass is a `Rewriter`: `rule` replaces an equation, `look` notes facts about its results, `body` notes facts about a
+nested block's inputs.
 """
 
 from __future__ import annotations
@@ -18,32 +18,26 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.writer import expand
 from autopar.jax_types import Leaf
 
-#: Of ids: others don't hold a table's numbers of rows, or wrap around.
+#: Dtypes of ids; others don't hold a table's numbers of rows, or wrap around.
 INTEGERS = frozenset("int8 int16 int32 int64 uint8 uint16".split())
-#: Parameters of a gather or scatter by ids of which nothing is known.
+#: Parameters of a gather or scatter by arbitrary ids.
 UNORDERED = {"indices_are_sorted": False, "unique_indices": False}
 
 
 class Rewriter:
-    """Rewrites a block, and those nested in it.
-
-    Attributes:
-      env: Value -> what takes its place.
-      made: Value -> the equation that makes it, as it is written.
-      count: How many equations were rewritten, for the pass's note.
-    """
+    """Rewrites a block, and those nested in it."""
 
     def __init__(self) -> None:
-        self.env: dict[Atom, Atom] = {}
-        self.made: dict[Atom, Equation] = {}
-        self.count = 0
+        self.env: dict[Atom, Atom] = {}  #: Value -> its replacement.
+        self.made: dict[Atom, Equation] = {}  #: Value -> the rewritten equation that makes it.
+        self.count = 0  #: Number of rewritten equations, for the pass's note.
 
     def run(self, program: Program) -> tuple[Program, int]:
-        """Returns the program, rewritten, and the count."""
+        """Returns the rewritten program, and the count."""
         return dataclasses.replace(program, block=self.block(program.block)), self.count
 
     def block(self, block: Block) -> Block:
-        """Returns a block, rewritten; itself if nothing in it changes."""
+        """Returns the rewritten block; itself if nothing in it changes."""
         equations: list[Equation] = []
         for equation in block.equations:
             inputs = tuple(self.env.get(a, a) for a in equation.inputs)
@@ -58,37 +52,31 @@ class Rewriter:
         return block.with_equations(equations) if same else Block(block.inputs, tuple(equations), outputs)
 
     def look(self, equation: Equation) -> None:
-        """Notes what is to be known of an equation's results, whatever takes its place."""
+        """Notes facts about an equation's results, whatever replaces it."""
 
     def rule(self, equation: Equation) -> list[Equation]:
-        """Returns what takes the place of an equation without bodies."""
+        """Returns the replacement of an equation without bodies."""
         return [equation]
 
     def nested(self, equation: Equation) -> list[Equation]:
-        """Returns what takes the place of a loop, branch or checkpoint."""
+        """Returns the replacement of a loop, branch or checkpoint."""
         return [equation.with_bodies([self.body(equation, body) for body in equation.bodies])]
 
     def body(self, equation: Equation, body: Block) -> Block:
-        """Returns a nested block, rewritten."""
         return self.block(body)
 
 
 class LookupRewriter(Rewriter):
-    """Rewrites lookups, knowing which values are made of the state alone.
+    """Rewrites lookups, with knowledge of functions of the state alone."""
 
-    Attributes:
-      keeps: Operations that make such values of such values.
-      pure: These values.
-      uniform: Value -> the scalar that all its elements are.
-    """
-
-    keeps: Set[str] = ELEMENTWISE
+    keeps: Set[str] = ELEMENTWISE  #: Operations that map such values to such values.
 
     def __init__(self, program: Program) -> None:
         super().__init__()
         pairs = zip(program.block.inputs, program.inputs, strict=True)
+        #: Functions of the state alone.
         self.pure: set[Atom] = {var for var, input_ in pairs if input_.role in ("state", "table")}
-        self.uniform: dict[Atom, Atom] = {}
+        self.uniform: dict[Atom, Atom] = {}  #: Value -> the scalar that all its elements are.
 
     def run(self, program: Program) -> tuple[Program, int]:
         rewritten, count = super().run(program)
@@ -103,7 +91,7 @@ class LookupRewriter(Rewriter):
             self.uniform[equation.outputs[0]] = self.uniform.get(inputs[0], inputs[0])
 
     def body(self, equation: Equation, body: Block) -> Block:
-        """Returns a nested block, rewritten: operands that all turns read are pure in it, too."""
+        # Pure operands that all turns read are pure in the body, too.
         if equation.op in ("scan", "remat", "cond"):
             border = equation.border
             operands = zip(body.inputs[: border.fixed], equation.inputs[border.head :], strict=False)
@@ -111,11 +99,11 @@ class LookupRewriter(Rewriter):
         return super().body(equation, body)
 
     def is_known(self, equation: Equation, forms: Mapping[Atom, Any]) -> bool:
-        """Returns whether each operand is the same everywhere, or has a form of another shape."""
+        """Returns whether each operand is uniform, or has a form of another shape."""
         return all(a.shape == () or a in forms or a in self.uniform for a in equation.inputs)
 
     def again(self, equation: Equation, forms: Mapping[Atom, Atom], shape: Sequence[int]) -> list[Equation]:
-        """Returns an elementwise equation once more, in another shape, of such operands."""
+        """Returns an elementwise equation on such operands in another shape."""
         atoms = [forms.get(a, self.uniform.get(a, a)) for a in equation.inputs]
         params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
 

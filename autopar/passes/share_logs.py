@@ -36,20 +36,14 @@ def share_logs(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Log:
-    """A family's update log.
+    """A family's update log."""
 
-    Attributes:
-      flush: Its flush.
-      record: What writes a step down; None if there is nothing to write.
-      old, new: Stamps, now, segment, records, segments before the step and after it.
-      first: The number of the stamps among the program's inputs.
-    """
-
-    flush: Equation
-    record: Equation | None
+    flush: Equation  #: Its flush.
+    record: Equation | None  #: What writes a step down; None if there is nothing to write.
+    #: Stamps, now, segment, records, segments before the step and after it.
     old: tuple[Var, ...]
     new: tuple[Atom, ...]
-    first: int
+    first: int  #: The number of the stamps among the program's inputs.
 
     @property
     def family(self) -> int:

@@ -185,23 +185,16 @@ _Key = tuple[Phase, int, int]
 
 @dataclass(eq=False)
 class StageCutter:
-    """Hands out equations to programs.
+    """Hands out equations to programs."""
 
-    Attributes:
-      program, parts, pipeline: What is cut, and how.
-      labels: Of the gradient program's equations.
-      homes: The stage of each leaf of the state.
-      weights: In order.
-      axes: Of values that are divided over the devices of a stage the axis.
-    """
-
+    #: What is cut, and how.
     program: Program
     parts: Parts
-    labels: Mapping[Equation, Label]
-    homes: Mapping[Var, int]
-    weights: tuple[Var, ...]
+    labels: Mapping[Equation, Label]  #: Of the gradient program's equations.
+    homes: Mapping[Var, int]  #: The stage of each leaf of the state.
+    weights: tuple[Var, ...]  #: In order.
     pipeline: Pipeline
-    axes: Mapping[Var, int]
+    axes: Mapping[Var, int]  #: Of values that are divided over the devices of a stage the axis.
     #: The equations of each program.
     equations: dict[_Key, list[Equation]] = field(default_factory=dict)
     #: Values that every program computes by itself -> what makes them.

@@ -1,11 +1,11 @@
-"""Cut a step whose gradient program is apart into a worker's program and those of the servers that keep its state.
+"""Cuts a step with a separate gradient program into a worker's program and those of the servers that keep its state.
 
-A worker runs the gradient program, and what the update computes of gradients alone (a clip's norm); servers run the
-rest of the update on what workers push. Where the cut is, is chosen by bytes: of two values of which one follows from
-the other the smaller one travels. Leaves that the update ties together are kept by one server, or by all in pieces, if
-they are large and it goes element by element (`cut_leaves`): tables of which rows are looked up by columns. What only
-counts (clocks) everyone has. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server"
-(2014), section 3; MXNET-MPI, section 2.
+A worker runs the gradient program, and the part of the update that depends on gradients alone (a clip's norm); servers
+run the rest of the update on pushed values. The cut minimizes bytes: of two values of which one follows from the other
+the smaller one travels. Leaves that the update ties together are kept by one server; large ones may be cut into pieces
+for all, if the update goes element by element (`cut_leaves`), tables of which rows are looked up by columns. Every
+process has the clocks. Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server" (2014),
+section 3; MXNET-MPI, section 2.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def split_servers(program: Program, servers: int, gradient: Collection[Equation]
 
     Args:
       program: A program that `split_update` has cut, into one microbatch; or any other one.
-      servers: How many servers there are.
+      servers: The number of servers.
       gradient: The equations of its gradient program; None: that of `split_update`.
 
     Raises:
-      StrategyError: a result needs what servers alone have, or the update has an effect.
+      StrategyError: a result needs leaves that only servers have, or the update has an effect.
     """
     cut = [e for e in program.block.equations if e.op == "ap.microbatches"] if gradient is None else gradient
     return _Cutter(program, servers, set(cut)).run()
@@ -46,23 +46,14 @@ def split_servers(program: Program, servers: int, gradient: Collection[Equation]
 
 @dataclass(frozen=True)
 class _Cut:
-    """Holds what all servers do together.
+    """The joint work of all servers."""
 
-    Attributes:
-      of_update: Equations of their updates.
-      pushed: What workers push.
-      of_pulls: Equations of pulls.
-      ids: What workers send for them.
-      whole: Leaves that are pulled whole.
-      pulls: Lookups of rows.
-    """
-
-    of_update: Sequence[Equation]
-    pushed: Sequence[Var]
-    of_pulls: Sequence[Equation]
-    ids: Sequence[Var]
-    whole: Collection[int]
-    pulls: Sequence[Equation]
+    of_update: Sequence[Equation]  #: Equations of their updates.
+    pushed: Sequence[Var]  #: Values that workers push.
+    of_pulls: Sequence[Equation]  #: Equations of pulls.
+    ids: Sequence[Var]  #: Values that workers send for them.
+    whole: Collection[int]  #: Leaves that are pulled whole.
+    pulls: Sequence[Equation]  #: Lookups of rows.
 
 
 class _Cutter:
@@ -74,17 +65,16 @@ class _Cutter:
         self._results = [k for k, output in enumerate(program.outputs) if output.state is None]
         self._clocks = self._find_clocks()
         self._served = [k for k in self._new if k not in self._clocks]
-        #: By number what servers keep: leaves of the state, and pieces of such, which have numbers behind those.
+        #: Number -> what servers keep: leaves of the state, and pieces of such, with numbers after theirs.
         self._kept: dict[int, Var] = {k: self._inputs[k] for k in self._served}
         self._pieces: dict[int, Piece] = {}
-        #: Updates and lookups of pieces; and what workers do to put together what they pull, and take apart what they
-        #: push.
+        #: Updates and lookups of pieces; workers' equations that join pulled pieces, and slice pushed values.
         self._of_pieces: list[Equation] = []
         self._lookups: list[Equation] = []
         self._joins: list[Equation] = []
         self._slices: list[Equation] = []
         apart = [e for e in self._equations if e not in gradient]
-        #: Of each value the leaves that it follows from other than by the gradient program, as bits.
+        #: Value -> the leaves on which it depends other than by the gradient program, as bits.
         self._of_state = _reached(apart, {self._inputs[k]: 1 << k for k in self._new})
         self._on_state = [e for e in apart if any(self._of_state.get(v) for v in e.outputs)]
         self._stateless = [e for e in apart if e not in self._on_state]
@@ -95,7 +85,7 @@ class _Cutter:
                 f"sync=Async: no new state of {self._program.name} follows from what it is given with each call, so "
                 "there is nothing to train. Say with state_argnums= what the state is, or leave sync= out"
             )
-        # Servers compute what new states need; what that reads beside states, workers push.
+        # Servers compute new states; workers push the other values that these need.
         new = [self._new[k] for k in self._served]
         update = needed_equations(self._on_state, new)
         states = {self._inputs[k] for k in self._new}
@@ -138,7 +128,7 @@ class _Cutter:
         )
 
     def _find_clocks(self) -> list[int]:
-        """Returns leaves of the state whose new value follows from such leaves alone."""
+        """Returns leaves of the state whose new value depends on such leaves alone."""
         reached = _reached(self._equations, {v: 1 << k for k, v in enumerate(self._inputs)})
         clocks = list(self._new)
         while True:
@@ -149,7 +139,7 @@ class _Cutter:
             clocks = kept
 
     def _sent(self, wanted: Iterable[Var]) -> tuple[list[Var], list[Equation]]:
-        """Returns which values travel in place of those that are wanted, and the equations that make these of them.
+        """Returns the values that travel in place of the wanted ones, and the equations that compute these from them.
 
         Raises:
           StrategyError: one of them can't travel.
@@ -183,12 +173,14 @@ class _Cutter:
     def _shares(
         self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], pulls: Sequence[Equation]
     ) -> list[list[int]]:
-        """Returns what each server keeps that has any, by number: leaves that the update ties together have one server.
+        """Returns the numbers of what each server keeps, if anything; leaves that the update ties together have one
+        server.
+
         While one has much more than others, its largest ones are cut.
 
         Args:
           of_update: Equations of the update.
-          pushed: What workers push.
+          pushed: Values that workers push.
           whole: Leaves that workers pull whole.
           pulls: Lookups of rows.
         """
@@ -227,7 +219,7 @@ class _Cutter:
         self._joins += joined(parts, axis, rows, lookup)
 
     def _numbers(self, group: tuple[int, ...], found: CutLeaves) -> list[tuple[int, ...]]:
-        """Returns new numbers of leaves in pieces, of each piece those of its leaves."""
+        """Returns new numbers of leaves in pieces, for each piece those of its leaves."""
         numbers = []
         for piece in found.pieces:
             first = len(self._inputs) + len(self._pieces)
@@ -240,7 +232,7 @@ class _Cutter:
         return numbers
 
     def _tied(self, equations: Sequence[Equation]) -> list[tuple[int, ...]]:
-        """Returns the leaves of the state that the update ties together."""
+        """Groups the leaves of the state that the update ties together."""
         reached = _reached(equations, {self._inputs[k]: 1 << k for k in self._served})
         groups: list[int] = []
         for k in self._served:
@@ -251,7 +243,7 @@ class _Cutter:
         return [tuple(k for k in self._served if bits >> k & 1) for bits in groups]
 
     def _counts_by_itself(self, clock: int, of_update: Sequence[Equation]) -> bool:
-        """Says whether a server can count a clock though nothing else of it needs that: not a random key, which is each
+        """Returns whether a server can count a clock that nothing else of it needs; not a random key, which is each
         worker's."""
         v = self._inputs[clock]
         if jax_compat.is_key(v.dtype):
@@ -264,8 +256,8 @@ class _Cutter:
         """Makes a server's programs.
 
         Args:
-          leaves: What it keeps, by number.
-          cut: Of all servers.
+          leaves: Numbers of what it keeps.
+          cut: The joint work of all servers.
           counted: Clocks that it counts, whether it reads them or not.
         """
         clocks = list(counted)
@@ -310,7 +302,7 @@ class _Cutter:
             )
 
     def _check_results(self, worker: Sequence[Equation], outputs: Sequence[Atom], given: Collection[Var]) -> None:
-        """Checks that a worker has all that its results need.
+        """Checks that a worker has everything that its results need.
 
         Raises:
           StrategyError: it hasn't.
@@ -352,20 +344,20 @@ def _bytes(some: Iterable[Var]) -> int:
 
 # --- the gradient program of a step whose examples can't be divided into microbatches ---
 #
-# In a contrastive loss, say, examples meet others, and no sum over them ends the gradient program. Whoever has a
-# minibatch whole needs none: the update is then what follows from leaves that no result needs (slots), and what is done
-# element by element to the leaves themselves; the rest of what follows from the batch is the gradient program.
-
-
-#: How rows are found and read, which is done for the examples and for the update.
+# In a contrastive loss, say, examples meet others, and no sum over them ends the gradient program. A worker with a
+# whole minibatch needs none: the update is then everything that depends on leaves that no result needs (slots), and
+# elementwise operations on the leaves themselves; the rest that depends on the batch is the gradient program.
+#: Operations that find and read rows, for the examples and for the update.
 _OF_ROWS = frozenset({"ap.row_ids", "ap.route", "ap.pull"})
-#: What is done to leaves, or to their rows, one by one.
+#: Elementwise operations on leaves, or on their rows.
 _ELEMENTWISE = ALIGNED | {"ap.commit", "optimization_barrier"}
 
 
 def gradient_equations(program: Program) -> set[Equation]:
-    """Returns the equations between a minibatch and the update: the update reads what they make, and they don't read
-    what it makes. None if no result of the step shows which leaves its examples meet."""
+    """Returns the equations between a minibatch and the update, which don't depend on it.
+
+    Empty if no result of the step shows which leaves its examples meet.
+    """
     block, equations = program.block, program.block.equations
     states = {block.inputs[k] for k in program.new_states}
     results = [block.outputs[n] for n, output in enumerate(program.outputs) if output.state is None]
@@ -397,14 +389,13 @@ def _chains(equations: Sequence[Equation], states: set[Var], new: Iterable[Atom]
     return {e for e in elementwise if not reached.isdisjoint(e.outputs) and not read.isdisjoint(e.outputs)}
 
 
-# --- what servers keep, and what workers exchange with them, as the plan has it ---
+# --- the plan of servers ---
 
 
 def served_plan(
     program: Program, bound: ProgramPlan, served: ServedStep, sync: Async, clients: int, ranks: Sequence[int] = ()
 ) -> ServedPlan:
-    """Returns what is decided of a step that `split_servers` has cut, as the plan has it. `ranks`: of the servers that
-    are processes of their own."""
+    """Returns the plan of a step that `split_servers` has cut. `ranks`: of servers that are processes of their own."""
     paths = [input_.path for input_ in program.inputs]
     lifted = {k for space in program.facts.spaces if bound.family(space.family) is not None for k in space.leaves}
     kept = [pair for part in served.servers for pair in zip(part.leaves, part.pull.inputs, strict=False)]

@@ -1,11 +1,11 @@
-"""Cut a step into its gradient program, run once for each microbatch, and its update, run once.
+"""Cuts a step into its gradient program, run once for each microbatch, and its update, run once.
 
-The gradient program G is what works on examples, up to the sums over them; the update U is what follows from the sums:
-U(state, G(state, batch)) is the step. Microbatches are `localize` over time in place of devices: G is the program of
-one of M parts of the batch, with its part of every value that runs over the examples (dropout masks and positions
-among them), and partial sums add up over the microbatches. A sum over all examples that G itself reads comes before
-it where it doesn't depend on the weights, such as the number of tokens that a mean divides by. Batch norm's statistics
-do: the step is refused with its line. Sources: GPipe (Huang et al., 2018), section 2.2; docs/pipelines.md.
+The gradient program G works on examples, up to the sums over them; the update U follows from the sums, so that U(state,
+G(state, batch)) is the step. Microbatches are `localize` over time in place of devices: G is the program of one of M
+parts of the batch, with its part of every value that runs over the examples (dropout masks and positions among them),
+and partial sums add up over the microbatches. A sum over all examples that G itself reads comes before G if it doesn't
+depend on the weights, such as the number of tokens that a mean divides by. Batch norm's statistics do depend on them:
+the step is refused with its line. Sources: GPipe (Huang et al., 2018), section 2.2; docs/pipelines.md.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
 
-#: What a microbatch has by its number.
+#: Operations whose result depends on the microbatch's number.
 _BY_NUMBER = ("ap.microbatch_shard", "ap.microbatch_once")
-#: A sum (or maximum) over all of them.
+#: A sum (or maximum) over all microbatches.
 _REDUCE = "ap.microbatch_reduce"
-#: Where values are among devices, which microbatches have nothing to do with.
+#: Operations on placement over devices, which don't concern microbatches.
 _PLACING = ("ap.replicate", "ap.spread", "ap.store", "ap.whole")
-#: What changes no sum's size.
+#: Operations that don't change a sum's size.
 _SCALES = ("mul", "div", "neg")
-#: Which rows all microbatches look up.
+#: Operations on the ids of all microbatches.
 _OF_IDS = ("ap.row_ids", "ap.route")
 
 
 def split_update(
     program: Program, bound: ProgramPlan, *, own_statistics: bool = False, option: str = "pipeline="
 ) -> tuple[Program, str]:
-    """Returns the program with an `ap.microbatches` equation in place of what works on examples.
+    """Returns the program with an `ap.microbatches` equation in place of the equations on examples.
 
     Args:
       program: A lifted program.
       bound: Its plan, whose placements divide the batch by devices and microbatches.
-      own_statistics: Whether a sum over the batch that examples read is that of each microbatch, times M: another
-        function, as of batch norm in GPipe (section 2.2).
-      option: Of `parallelize`, which one microbatch is cut for.
+      own_statistics: A sum over the batch that examples read is replaced by each microbatch's sum, times M, which
+        changes the function (batch norm in GPipe, section 2.2).
+      option: The option of `parallelize` that cuts the step if there is one microbatch.
 
     Raises:
-      StrategyError: what a microbatch computes depends on the examples of the others.
+      StrategyError: a microbatch depends on the examples of the others.
     """
     count = bound.plan.microbatches
     try:
@@ -125,8 +125,7 @@ def _with_own_bodies(equation: Equation) -> Equation:
 
 
 def _with_same_apart(local: Block) -> Block:
-    """Returns the program whose loops and branches don't make both what differs between microbatches and what is the
-    same."""
+    """Splits loops and branches of which some results vary with the microbatch and others don't."""
     varying, equations = set(local.inputs), list[Equation]()
     read = {a for e in local.equations if e.op != _REDUCE for a in e.inputs} | {*local.outputs}
     for equation in local.equations:
@@ -151,7 +150,7 @@ def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> lis
 
 
 def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:
-    """Checks that what works on examples is in the microbatches.
+    """Checks that the work on examples is in the microbatches.
 
     Raises:
       NotLocal: nothing is, or products of weights with the whole batch aren't.
@@ -194,10 +193,9 @@ def _reading(values: Sequence[Atom]) -> Equation:
 
 
 def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source | None, ...]]:
-    """Returns the program whose microbatches take their own sums, times M, for those over the batch that they read; and
-    where.
+    """Replaces sums over the batch that microbatches read by their own sums, times M; also returns their lines.
 
-    The update still reads the sums over the batch, as for a moving average of means.
+    The update still reads the sums over the batch, for moving averages, say.
     """
     reduces = [e for e in local.equations if e.op == _REDUCE]
     after = dependent(local.equations, [v for e in reduces for v in e.outputs])
@@ -249,10 +247,10 @@ def _by_number(equation: Equation) -> bool:
 
 
 def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation]]:
-    """Returns what is the same for all microbatches, what each does by itself, and what follows from their sums.
+    """Divides equations into those before the microbatches, those of each microbatch, and the update.
 
     Raises:
-      NotLocal: what a microbatch does follows from such a sum.
+      NotLocal: a microbatch depends on a sum over all.
     """
     for equation in local.equations:
         if any(e.op in (_REDUCE, "ap.microbatch_replicate") for body in equation.bodies for e in body.walk()):
@@ -267,7 +265,7 @@ def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation
             raise NotLocal("the examples' own values depend on a sum over all", _line(local, equation.outputs[0]))
     before, body, update = [], [], []
     for equation in apart:
-        values = equation.outputs or equation.inputs  # what has only an effect is run where its operands are
+        values = equation.outputs or equation.inputs  # an equation with only an effect runs where its operands are
         is_late, is_own = (not some.isdisjoint(values) for some in (after, varying))
         (update if is_late else body if is_own else before).append(equation)
     return before, body, update
@@ -279,16 +277,13 @@ def _line(block: Block, atom: Atom) -> Source | None:
 
 
 class _Microbatch(Localizer):
-    """The program of one microbatch. Inputs and values that all microbatches have keep their names.
-
-    Attributes:
-      whole_values: Values of the global program that are known before any microbatch, in order.
-    """
+    """The program of one microbatch. Inputs and values that all microbatches share keep their names."""
 
     def __init__(self, shared: Shared, program: Program) -> None:
         super().__init__(shared)
         pairs = zip(program.block.inputs, program.inputs, strict=True)
         weights = [v for v, input_ in pairs if input_.role != "batch" and not _counts(v)]
+        #: Values of the global program that are known before any microbatch, in order.
         self.whole_values: dict[Var, None] = {}
         self._of_weights = dependent(program.block.equations, weights)
 

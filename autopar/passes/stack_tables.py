@@ -130,20 +130,14 @@ def _method(table: TablePlan) -> Hashable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Member:
-    """A table's family, as what is to be the same of all tables in a stack says it.
+    """A table's family, as what is to be the same of all tables in a stack says it."""
 
-    Attributes:
-      space: The family.
-      key: Equal for families that are alike.
-      nodes: The equations in row space, lookups apart, in the order in which `key` has them.
-      names: Values in row space, and those that are made anew for any rows, by the key's names.
-      lookups: The lookups, each with what is to be the same of those that are made together.
-    """
-
-    space: RowSpace
-    key: Hashable
-    nodes: Sequence[Equation]
+    space: RowSpace  #: The family.
+    key: Hashable  #: Equal for families that are alike.
+    nodes: Sequence[Equation]  #: The equations in row space, lookups apart, in the order in which `key` has them.
+    #: Values in row space, and those that are made anew for any rows, by the key's names.
     names: Mapping[Atom, Hashable]
+    #: The lookups, each with what is to be the same of those that are made together.
     lookups: Sequence[tuple[Equation, Hashable]]
 
 
@@ -300,25 +294,21 @@ def _is_plain_scatter(equation: Equation) -> bool:
 
 
 class _Stack:
-    """Tables that are alike, and what stands for their values.
-
-    Attributes:
-      total: Rows of the stack.
-      sums: Additions of the tables' reductions, which the stack's make superfluous -> the value that stays; None if
-        some reductions aren't added up.
-    """
+    """Tables that are alike, and what stands for their values."""
 
     def __init__(self, program: Program, members: Sequence[_Member], shards: int) -> None:
         self.members = members
         rows = [-(-m.space.extent // shards) * shards for m in self.members]
         self.starts = np.cumsum([0, *rows[:-1]]).tolist()
-        self.total = sum(rows)
+        self.total = sum(rows)  #: Rows of the stack.
         self._placed: dict[tuple[int, Atom], Var] = {}
         self._joined: dict[tuple[tuple[int, Atom], ...], Var] = {}
         self.leaves = [StackedTable(inputs) for inputs in zip(*(m.space.leaves for m in self.members), strict=True)]
         first = self.members[0]
         self._vars: dict[Hashable, Var] = {first.names[v]: Var(v.type.resized(0, self.total)) for v in first.names}
         self.inputs = [self._vars["leaf", n] for n in range(len(self.leaves))]
+        #: Additions of the tables' reductions, which the stack's make superfluous -> the value that stays; None if some
+        #: reductions aren't added up.
         self.sums = self._sums(program)
 
     def new(self, atom: Atom) -> Atom:

@@ -1,4 +1,4 @@
-"""Decide for one family: whether it is lifted, by which method, and with which bounds."""
+"""Decides for one family: whether it is lifted, by which method, and with which bounds."""
 
 from __future__ import annotations
 
@@ -44,41 +44,31 @@ from autopar.passes.choosing.capacity import (
     with_layout,
 )
 
-#: Rows that a table may have: one number more must be free for "no row".
+#: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
-#: Bounds without limits and as planned, None if the family stays dense; and the plans of its tables.
+#: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Holds what the user, the devices, the example and the program say.
-
-    Attributes:
-      options: The user's.
-      measured: What is known of the devices and of an example batch.
-      methods: Table -> (method, whether the strategy names this very table).
-      hosts: Tables whose rows are to be in the memory of the hosts; the options' devices are ranks then.
-      repeatable: Whether a step may be done again (it has no effects), so that a batch may exceed a capacity.
-      decided: Table -> what an earlier plan decides about it.
-      waiting: Rows that may wait in one update log, of all families together; 0: each has its own.
-    """
+    """The basis of decisions: the user's options, the devices, the example and the program."""
 
     options: Options
     measured: Measurements
-    methods: Mapping[int, tuple[str, bool]]
+    methods: Mapping[int, tuple[str, bool]]  #: Table -> (method, whether the strategy names this very table).
+    #: Tables whose rows are to be in host memory; the options' devices are ranks then.
     hosts: frozenset[int] = frozenset()
-    repeatable: bool = True
-    decided: Mapping[int, TablePlan] = field(default_factory=dict)
-    waiting: int = 0
+    repeatable: bool = True  #: A step may be repeated (it has no effects), so that a batch may exceed a capacity.
+    decided: Mapping[int, TablePlan] = field(default_factory=dict)  #: Table -> its earlier plan.
+    waiting: int = 0  #: Rows of all families that may wait in one update log; 0: each has its own log.
 
     @property
     def devices(self) -> int:
-        """N."""
         return self.options.devices
 
     def waits(self, space: RowSpace) -> int:
-        """Returns how many steps rows of a family wait at most; 0 where no step moves those that it doesn't touch."""
+        """Returns the most steps that rows of a family wait; 0 if no step moves untouched rows."""
         if not space.deferred:
             return 0
         earlier = self.told(space)
@@ -86,7 +76,7 @@ class Choices:
         return said or log_steps(max(space.extent, self.waiting))
 
     def told(self, space: RowSpace) -> TablePlan | None:
-        """Returns what an earlier plan decides about a family."""
+        """Returns the earlier plan of a family, if any."""
         return next((self.decided[k] for k in space.tables if k in self.decided), None)
 
 
@@ -96,11 +86,8 @@ def decide_family(
     """Decides for one family.
 
     Args:
-      program: An analysed program.
-      space: The family's.
-      choices: What the user, the devices and the example say.
-      sharded: Why "auto" is to shard it, whatever that costs; empty: it takes what costs least.
-      left: Why "auto" is to leave it dense; empty: it decides by what that costs.
+      sharded: Why "auto" is to shard it at any cost; "": it takes the cheapest method.
+      left: Why "auto" is to leave it dense; "": it decides by cost.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -126,7 +113,7 @@ def decide_family(
                 f"strategy: {paths[0]} can't {what}: {space.refusal}.{remedy} Leave it to 'auto', or to 'allreduce'"
             )
         where = str(space.refusal.source) if space.refusal.source else source
-        # A sampled softmax is advised for tables of which rows would be updated then, by their size and their ids.
+        # Advise a sampled softmax only for tables whose rows would then be updated, by their size and their ids.
         small = space.refusal.kind == "softmax" and not _pays(program, space, ids, choices)
         return dense(space.refusal.reason, "" if small else space.refusal.remedy, where, refused=True)
     if choices.options.sparse == "off" and not space.is_pulled:
@@ -138,7 +125,7 @@ def decide_family(
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
     beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred)
-    if beside and method == "auto":  # update logs of devices and of hosts, say, don't go together
+    if beside and method == "auto":  # update logs of devices and of hosts, say, can't be mixed
         if not _pays(program, space, ids, choices):
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         hosted = True
@@ -176,7 +163,7 @@ def decide_family(
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
-    """Returns whether the method of a family is left to what each of them costs on several devices."""
+    """Returns whether a family's method is decided by the cost of each on several devices."""
     is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and choices.options.sparse != "off"
     if not is_open or choices.devices == 1 or choices.hosts:
         return False
@@ -213,14 +200,16 @@ def _why_dense(
     terms: Mapping[str, Sequence[Term]],
     method: str,
 ) -> str:
-    """Returns why a family is updated whole although it needn't be; empty: it isn't. `method`, `terms`: the cheapest
-    exchange, and what each takes; empty: unknown."""
+    """Returns why "auto" updates a family whole although it needn't; "" if it doesn't.
+
+    `method`, `terms`: the cheapest exchange, and what each takes; empty: unknown.
+    """
     if method == "allreduce" or (space.deferred and choices.options.accelerators):
         return "the dense update is the fastest"
     if not space.deferred or not terms:
         return ""
     row_elements = max(program.block.inputs[k].type.size for k in space.tables) // max(1, space.extent)
-    # `deferred_s` has what brings rows up to date.
+    # `deferred_s` includes bringing rows up to date.
     taken = sum(term.seconds for term in terms[method] if term.name != REPLAY)
     saved = sum(term.seconds for term in terms["allreduce"]) - taken
     is_little = saved < DEFERRED_MARGIN * deferred_s(ids=ids.count, row_elements=row_elements)
@@ -255,7 +244,7 @@ def _lifted(
 
 
 def _plans(program: Program, space: RowSpace, **fields: Any) -> list[TablePlan]:
-    """Returns the plans of a family's tables, of which the same is decided."""
+    """Returns the plans of a family's tables, with these common fields."""
     ids = program.ids[space.family].count if space.accesses else space.rows_read
     return [
         TablePlan(
@@ -278,7 +267,7 @@ def _moved(space: RowSpace) -> tuple[int, int]:
 
 
 def _told(bounds: Bounds, where: Where) -> str:
-    """Returns how sharded rows are spread, in words."""
+    """Describes how sharded rows are spread."""
     if bounds.layout is None:
         return ""
     if where == "hosts":
@@ -295,10 +284,9 @@ def _told(bounds: Bounds, where: Where) -> str:
 def _sharded(
     program: Program, space: RowSpace, ids: RowIds, choices: Choices, stored: RowLayout | None = None
 ) -> tuple[Bounds, Bounds]:
-    """Returns the bounds by `ps`: without limits, and with the capacity that the example needs, if there is one.
+    """Returns the bounds by `ps`, without limits and with the capacity that the example needs, if there is one.
 
-    What comes in a layout (`stored`) keeps it. What an earlier plan decides is kept, too: the layout, and the capacity
-    where as many ids are looked up.
+    Rows that come in a layout (`stored`) keep it. An earlier plan keeps its layout and, for as many ids, its capacity.
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
     earlier = choices.told(space)
@@ -309,7 +297,7 @@ def _sharded(
         layout = bounds_layout(bounds)
         layout = dataclasses.replace(layout, cyclic=earlier.cyclic or layout.cyclic)
         bounds = dataclasses.replace(bounds, layout=layout)
-    # A step that exceeds a capacity is done again: not if it has effects, nor if ids depend on other rows.
+    # A step that exceeds a capacity is repeated, which effects, or ids that depend on other rows, forbid.
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
     if earlier is not None and earlier.ids == ids.count:
@@ -325,7 +313,7 @@ def _sharded(
 
 
 def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choices: Choices) -> Sizes:
-    """Returns what a step does with the family, in numbers, given its bounds by `ps`."""
+    """Returns the sizes of a step's work with the family, given its bounds by `ps`."""
     layout, requested, capacity = bounds_layout(sharded), sharded.requested, sharded.capacity
     assert requested is not None and capacity is not None, "sharded rows have bounds"
     inputs = program.block.inputs
@@ -350,7 +338,7 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
 
 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
-    """Returns the same of a family on hosts, measured on the example where there is one."""
+    """Returns the sizes of a family on hosts, measured on the example if there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
     sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
     if space.is_pulled:
@@ -371,35 +359,25 @@ def _line(space: RowSpace) -> str:
     return str(next(filter(None, sources), ""))
 
 
-# --- find the bytes of a family's rows that travel: those that are looked up, and those of gradients ---
+# --- bytes of a family's rows that travel, looked up and as gradients ---
 #
-# A step may look up a few columns of a table, cast it first, or look up what it makes of its rows: what is sent is what
-# is looked up. Gradients are sent as they are scattered, those that are added up together (`passes.merge_pushes`).
+# A step may look up a few columns of a table, cast it first, or look up functions of its rows: the looked-up values are
+# sent. Gradients are sent as they are scattered, summed ones once (`passes.merge_pushes`).
 
 
 @dataclass(frozen=True, slots=True)
 class RowBytes:
-    """Bytes of a row, each value that travels by itself counted.
+    """Bytes of a row, counting each value that travels by itself."""
 
-    Attributes:
-      looked_up: Of the values that lookups read.
-      gradients: Of the sums of gradients that are sent.
-      reduced: Of each gradient that is reduced over the devices.
-    """
-
-    looked_up: int
-    gradients: int
-    reduced: tuple[int, ...]
+    looked_up: int  #: Of the values that lookups read.
+    gradients: int  #: Of the sums of gradients that are sent.
+    reduced: tuple[int, ...]  #: Of each gradient that is reduced over the devices.
 
 
 def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) -> RowBytes:
     """Returns the bytes of the family's rows that travel in a step.
 
-    Args:
-      program: The analysed program.
-      space: The family.
-      ids: Its ids.
-      on_cpus: There XLA adds up small floats as float32, and merges what a checkpoint computes anew.
+    `on_cpus`: XLA there adds up small floats as float32, and merges a checkpoint's recomputation.
     """
     numbering = Numbering()
     for equation in program.block.equations if on_cpus else ():
@@ -411,7 +389,7 @@ def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) 
         equation, path = access.equation, access.path
         if access.is_lookup:
             atom, turns = _outside(path, equation.inputs[0])
-            # Lookups that a checkpoint repeats are one lookup then: both get one name.
+            # Lookups that a checkpoint repeats are merged then, so both get one name.
             if on_cpus and path and all(e.op == "remat" for e in path):
                 inner, value, _ = hoist(path, equation.inputs[0])
                 atom = append_new(inner, value, [], numbering)
@@ -434,7 +412,7 @@ def _turns(path: Sequence[Equation]) -> int:
 
 
 def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
-    """Returns the value as the outermost block has it that computes it, and how often a step does."""
+    """Returns the value in the outermost block that computes it, and how often a step does."""
     for depth in range(len(path) - 1, -1, -1):
         equation = path[depth]
         body = next((b for b in equation.bodies if atom in b.inputs), None)
@@ -446,7 +424,7 @@ def _outside(path: Sequence[Equation], atom: Atom) -> tuple[Atom, int]:
 
 
 def _total(block: Block, access: Access) -> tuple[Var, int]:
-    """Returns the sum that a gradient is part of, as the outermost block has it, and how often a step makes it."""
+    """Returns the sum that a gradient is part of, in the outermost block, and how often a step computes it."""
     blocks, within = [block], (*access.path, access.equation)
     for outer, inner in itertools.pairwise(within):
         blocks.append(next(b for b in outer.bodies if any(e is inner for e in b.equations)))

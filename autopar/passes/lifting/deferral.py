@@ -279,27 +279,20 @@ _INT = np.dtype(np.int32)
 
 @dataclass(eq=False)
 class StepUpdateLog:
-    """One family's.
-
-    Attributes:
-      layout: How stamps are stored, with their rows; None where every device has all.
-      old, new: The step's inputs and outputs that the update log is: stamps, now, segment, records, segments.
-      stamped: The stamps of the rows that the step touches.
-      committed: Leaf -> the leaf with the rows that the step touched.
-      rows: Those rows.
-    """
+    """One family's."""
 
     family: int
-    layout: RowLayout | None
+    layout: RowLayout | None  #: How stamps are stored, with their rows; None where every device has all.
     caught: dict[int, Var]
     waiting: Equation
     stamps: Var
-    stamped: Atom
+    stamped: Atom  #: The stamps of the rows that the step touches.
     now: Var
+    #: The step's inputs and outputs that the update log is: stamps, now, segment, records, segments.
     old: list[Var] = field(default_factory=list)
     new: list[Atom] = field(default_factory=list)
-    committed: dict[int, Atom] = field(default_factory=dict)
-    rows: list[Atom] = field(default_factory=list)
+    committed: dict[int, Atom] = field(default_factory=dict)  #: Leaf -> the leaf with the rows that the step touched.
+    rows: list[Atom] = field(default_factory=list)  #: Those rows.
 
     @staticmethod
     def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepUpdateLog:

@@ -218,18 +218,13 @@ LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
 
 @dataclass(eq=False)
 class UntouchedScope(Scope):
-    """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported.
+    """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported."""
 
-    Attributes:
-      primary: The first rewriting of the same block.
-      outer: The second one of the block around it, by which this one's rows are computed; None for a `Template`, which
-        imports them, and for the outermost block.
-      ran: What was rewritten.
-    """
-
-    primary: Scope | None = None
+    primary: Scope | None = None  #: The first rewriting of the same block.
+    #: The second one of the block around it, by which this one's rows are computed; None for a `Template`, which
+    #: imports them, and for the outermost block.
     outer: UntouchedScope | None = None
-    ran: list[Equation] = field(default_factory=list)
+    ran: list[Equation] = field(default_factory=list)  #: What was rewritten.
 
     @property
     def may_import(self) -> bool:

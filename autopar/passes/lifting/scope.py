@@ -385,42 +385,26 @@ def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedRows:
-    """The rows that a step doesn't touch, for a reduction over all.
+    """The rows that a step doesn't touch, for a reduction over all."""
 
-    Attributes:
-      operands: Whether they are to be looked at, leaves, and values of the step.
-      axes: The leaves' row axes.
-      body: From a route to some rows, and these operands but the first, to what is reduced.
-    """
-
-    operands: tuple[Atom, ...]
-    axes: tuple[int, ...]
-    body: Block
+    operands: tuple[Atom, ...]  #: Whether they are to be looked at, leaves, and values of the step.
+    axes: tuple[int, ...]  #: The leaves' row axes.
+    body: Block  #: From a route to some rows, and these operands but the first, to what is reduced.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowValue:
-    """A value of which all rows are needed.
+    """A value of which all rows are needed."""
 
-    Attributes:
-      rows: It at the routed rows.
-      axis: Where its rows lie.
-      family: Whose they are.
-      constant: What analysis has found it to be off the touched rows.
-      sources: Values in row space that it is made of, and where their rows lie.
-      equation: The reduction over all rows, or what makes the value.
-      product: Makes it of the sources' rows, and where its rows lie; None where it is the only source.
-      is_reduced: Whether all that is needed is a reduction of it.
-    """
-
-    rows: Atom
-    axis: int
-    family: int
-    constant: Leaf
-    sources: tuple[tuple[Atom, int], ...]
-    equation: Equation | None
+    rows: Atom  #: It at the routed rows.
+    axis: int  #: Where its rows lie.
+    family: int  #: Whose they are.
+    constant: Leaf  #: What analysis has found it to be off the touched rows.
+    sources: tuple[tuple[Atom, int], ...]  #: Values in row space that it is made of, and where their rows lie.
+    equation: Equation | None  #: The reduction over all rows, or what makes the value.
+    #: Makes it of the sources' rows, and where its rows lie; None where it is the only source.
     product: tuple[Equation, int] | None = None
-    is_reduced: bool = True
+    is_reduced: bool = True  #: Whether all that is needed is a reduction of it.
 
     @property
     def op(self) -> str:

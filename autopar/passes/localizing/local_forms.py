@@ -28,15 +28,12 @@ def joined(states: Iterable[State]) -> State:
 
 @dataclass(eq=False)
 class Shared:
-    """Holds what the walks through a program and its bodies have in common.
+    """Holds what the walks through a program and its bodies have in common."""
 
-    Attributes:
-      bound, examples, between: As `localize` takes them.
-      over: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
-    """
-
+    #: As `localize` takes them.
     bound: ProgramPlan
     examples: bool
+    #: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
     over: str = ""
     between: bool = False
     owned: set[Var] = field(default_factory=set)

@@ -1,10 +1,10 @@
-"""Gathers and scatters that name each example by its number become batched ones, which keep examples apart.
+"""Rewrites gathers and scatters that name each example by its number as batched ones, which keep examples apart.
 
-    h[jnp.arange(n), ids]  ->  the gather that `jax.vmap(lambda h, i: h[i])(h, ids)` is
+  h[jnp.arange(n), ids]  ->  the gather of `jax.vmap(lambda h, i: h[i])(h, ids)`
 
-Which index counts along an axis is known (`analysis.counting`), and that it is never out of range: so the other indices
-are clipped, filled or dropped as before. Top-k mixtures of experts, the last token of a sentence and `put_along_axis`
-are written so; as batched ones they run in microbatches and on single devices.
+`analysis.counting` knows which index counts along an axis; it is never out of range, so the other indices are clipped,
+filled or dropped as before. Top-k mixtures of experts, the last token of a sentence and `put_along_axis` are written
+so; batched, they run in microbatches and on single devices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autopar.passes.rewriting import Rewriter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Names:
-    """Names in the dimension numbers of gathers and of scatters of what both have."""
+    """Names of corresponding dimension numbers of gathers and scatters."""
 
     gone: str
     mapped: str
@@ -36,8 +36,7 @@ _SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatt
 
 
 def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
-    """Returns the program with such gathers and scatters batched, and how many there were; `counting`: what counts in
-    it."""
+    """Returns the program with such gathers and scatters batched, and their number."""
     return _Batch(counting).run(program)
 
 
@@ -58,7 +57,7 @@ def _names(equation: Equation) -> _Names:
 
 
 def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
-    """Maps dimensions of the operand to the axes of the indices along which their index counts, all of it."""
+    """Maps dimensions of the operand to the axes of the indices along which their index counts completely."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
     operand, indices = equation.inputs[:2]
     taken = set(getattr(numbers, names.paired))
@@ -73,7 +72,7 @@ def _counting_pairs(equation: Equation, counting: Counting) -> dict[int, int]:
 
 
 def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
-    """Returns the equation without the indices that count along axes: these become batching dimensions."""
+    """Returns the equation with indices that count along axes as batching dimensions."""
     numbers, names = equation.params["dimension_numbers"], _names(equation)
     batched = dict(zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)) | pairs
     mapped = getattr(numbers, names.mapped)

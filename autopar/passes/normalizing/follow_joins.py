@@ -1,7 +1,7 @@
-"""Lookups in a table to which other rows are joined become lookups in each of the parts, of which one is selected.
+"""Rewrites lookups in joined tables as lookups in each of the parts, one of which is selected.
 
-    jnp.concatenate([t, zeros])[i]   ->  jnp.where(i < len(t), t[min(i, len(t) - 1)], zeros[max(i - len(t), 0)])
-    jnp.pad(t, ((1, 0), (0, 0)))[i]     the same, of zeros and t
+  jnp.concatenate([t, zeros])[i]   ->  jnp.where(i < len(t), t[min(i, len(t) - 1)], zeros[max(i - len(t), 0)])
+  jnp.pad(t, ((1, 0), (0, 0)))[i]     the same, of zeros and t
 
 The scatters of their gradients, of which a slice is taken for each part, become scatters into each.
 """
@@ -28,24 +28,23 @@ _SCATTERS = frozenset({"scatter", "scatter-add", "scatter_add", "scatter-mul", "
 
 
 def follow_joins(program: Program) -> tuple[Program, int]:
-    """Returns the program with such lookups and scatters in the parts, and how many there were."""
+    """Returns the program with such lookups and scatters in the parts, and their number."""
     return _Walk(program).run(program)
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """Layout of joined parts: their axis, and how many rows each has."""
+    """The axis along which parts are joined, and the number of rows of each."""
 
     axis: int
     sizes: tuple[int, ...]
 
     @property
     def starts(self) -> tuple[int, ...]:
-        """Returns where each part begins."""
         return tuple(int(n) for n in np.cumsum((0, *self.sizes[:-1])))
 
     def ids(self, index: Index, place: int, is_clipped: bool) -> list[Leaf]:
-        """Returns index vectors into each part, out of range where they mean another's row, or none."""
+        """Returns index vectors into each part, out of range if they mean another part's row, or none."""
         row = _wide(index[..., place])
         row = jnp.clip(row, 0, sum(self.sizes) - 1) if is_clipped else row
         spans = list(zip(self.starts, self.sizes, strict=True))
@@ -54,17 +53,12 @@ class _Layout:
 
 
 class _Walk(LookupRewriter):
-    """Rewrites blocks.
-
-    Attributes:
-      joined: Value -> how it is joined, and the parts.
-      layouts: Shape of such a value -> how it is joined.
-    """
+    """Rewrites blocks."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.joined: dict[Atom, tuple[_Layout, tuple[Atom, ...]]] = {}
-        self.layouts: dict[tuple[int, ...], _Layout] = {}
+        self.joined: dict[Atom, tuple[_Layout, tuple[Atom, ...]]] = {}  #: Joined value -> its layout and parts.
+        self.layouts: dict[tuple[int, ...], _Layout] = {}  #: Shape of a joined value -> its layout.
 
     def rule(self, equation: Equation) -> list[Equation]:
         op, (operand, *_) = equation.op, (*equation.inputs, None)
@@ -97,7 +91,7 @@ class _Walk(LookupRewriter):
             self.layouts.setdefault(equation.outputs[0].shape, layout)
 
     def _pad(self, equation: Equation) -> list[Equation]:
-        """Joins rows of one number to a table, at its ends."""
+        """Joins rows of one number to the ends of a table."""
         (table, number), padding = equation.inputs, equation.params["padding_config"]
         axes = [d for d, sizes in enumerate(padding) if tuple(sizes) != (0, 0, 0)]
         if len(axes) != 1 or padding[axes[0]][2] or min(padding[axes[0]]) < 0:
@@ -113,7 +107,7 @@ class _Walk(LookupRewriter):
         return [equation, *made]
 
     def _part(self, equation: Equation) -> Atom | None:
-        """Returns the part that a slice, or a pad by less than nothing, takes."""
+        """Returns the part that a slice, or a negative pad, takes."""
         layout, parts = self.joined[equation.inputs[0]]
         shape, params = equation.inputs[0].shape, equation.params
         if equation.op == "slice":
@@ -130,7 +124,7 @@ class _Walk(LookupRewriter):
         return next((part for start, n, part in spans if tuple(taken[layout.axis]) == (start, start + n)), None)
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
-        """Returns the equation once more for each of the parts that it takes."""
+        """Returns the equation on each of the parts of its operands."""
         joined = {a: self.joined[a] for a in equation.inputs if a in self.joined}
         layouts = {layout for layout, _ in joined.values()}
         if len(layouts) != 1 or not self.is_known(equation, joined):

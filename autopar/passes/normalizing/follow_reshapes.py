@@ -1,12 +1,12 @@
-"""Lookups behind a reshape that splits a table's rows, or merges them, evenly become lookups in the table itself.
+"""Rewrites lookups behind a reshape that evenly splits or merges a table's rows as lookups in the table itself.
 
-    t.reshape(500, 600, D)[i, j]       ->  t[600 * i + j]
-    t.reshape(2 * V, D // 2)[i]        ->  t.reshape(V, 2, D // 2)[i // 2, i % 2]
-    t.reshape(V // 2, 2 * D)[i]        ->  t[2 * i + [0, 1]]
+  t.reshape(500, 600, D)[i, j]       ->  t[600 * i + j]
+  t.reshape(2 * V, D // 2)[i]        ->  t.reshape(V, 2, D // 2)[i // 2, i % 2]
+  t.reshape(V // 2, 2 * D)[i]        ->  t[2 * i + [0, 1]]
 
-and so do the scatters of their gradients, whose zeros are in the reshaped form: both forms are told in the factors that
-they have in common (V // 2, 2, D of the last). What is out of range stays so. Tables enter and leave loops, checkpoints
-and branches in their own shape.
+The scatters of their gradients, into zeros of the reshaped form, are rewritten, too: both shapes are products of common
+factors (V // 2, 2, D in the last case). Indices out of range stay so. Tables enter and leave loops, checkpoints and
+branches in their own shape.
 """
 
 from __future__ import annotations
@@ -32,26 +32,19 @@ from autopar.passes.rewriting import INTEGERS, UNORDERED, LookupRewriter
 
 
 def follow_reshapes(program: Program) -> tuple[Program, int]:
-    """Returns the program with such lookups and scatters in the tables themselves, and how many there were."""
+    """Returns the program with such lookups and scatters in the tables themselves, and their number."""
     return _Walk(program).run(program)
 
 
 class _Walk(LookupRewriter):
-    """Rewrites blocks.
-
-    Attributes:
-      shapes: Those of the states.
-      views: Reshaped value -> the same in the shape of its table.
-      tables: Reshaped shape -> that of its table.
-      joined: Result of a concatenation, of which an index may be made -> it.
-    """
+    """Rewrites blocks."""
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
-        self.shapes = {var.shape for var in self.pure if isinstance(var.type, ArrayType)}
-        self.views: dict[Atom, Atom] = {}
-        self.tables: dict[Shape, Shape] = {}
-        self.joined: dict[Atom, Equation] = {}
+        self.shapes = {var.shape for var in self.pure if isinstance(var.type, ArrayType)}  #: Shapes of the states.
+        self.views: dict[Atom, Atom] = {}  #: Reshaped value -> the value in its table's shape.
+        self.tables: dict[Shape, Shape] = {}  #: Reshaped shape -> its table's.
+        self.joined: dict[Atom, Equation] = {}  #: Result of a concatenation, which may be an index -> the equation.
 
     def nested(self, equation: Equation) -> list[Equation]:
         if equation.op not in ("scan", "remat", "cond"):
@@ -66,12 +59,12 @@ class _Walk(LookupRewriter):
             apart.add(made)
 
     def _crossed(self, equation: Equation, apart: Set[int]) -> list[Equation] | int:
-        """Returns the equation with tables in their own shape across its border; or which carry doesn't end in such a
+        """Moves tables across an equation's border in their own shape, or returns a carry that doesn't end in that
         shape.
 
         Args:
           equation: A scan, remat or cond.
-          apart: Carries that stay as they are.
+          apart: Carries that stay unchanged.
         """
         is_scan, border = equation.op == "scan", equation.border
         skipped, consts, carry = border.head, border.consts, border.carries
@@ -104,13 +97,12 @@ class _Walk(LookupRewriter):
         return [*ahead, dataclasses.replace(equation, **ours), *behind]
 
     def _body(self, equation: Equation, body: Block, views: Mapping[int, Atom], known: int) -> Block:
-        """Returns a nested block.
+        """Returns a nested block with tables in their own shape.
 
         Args:
-          equation: The one whose it is.
-          body: As it was.
-          views: Place among its inputs -> an operand in the shape of its table.
-          known: How many of its inputs aren't parts of sequences.
+          equation: The equation that has it.
+          views: Number of an input -> an operand in the shape of its table.
+          known: Number of leading inputs that aren't slices of sequences.
         """
         inputs, start = list(body.inputs), list[Equation]()
         operands = equation.inputs[equation.border.head :]
@@ -152,7 +144,7 @@ class _Walk(LookupRewriter):
         return [equation] if table is operand else _reshaped(equation, table, out)
 
     def _elementwise(self, equation: Equation) -> list[Equation]:
-        """Returns the equation once more, in the shape of the table whose reshaped values it takes."""
+        """Returns the equation in the shape of the table whose reshaped values it takes."""
         shapes = {self.views[a].shape for a in equation.inputs if a in self.views}
         if len(shapes) != 1 or not self.is_known(equation, self.views):
             return []
@@ -172,11 +164,10 @@ class _Walk(LookupRewriter):
         return [*made, *self._viewed(equation, scattered), *back]
 
     def _sliced(self, equation: Equation) -> list[Equation]:
-        """Rewrites a dynamic slice of single places (as `t[i]` of one id is), or an update, by way of a gather, or a
-        scatter.
+        """Rewrites a dynamic slice of single places (`t[i]` of one id), or an update, by a gather or scatter.
 
-        An update by several axes, as the gradient of `t[i, j]` of one element is, is a scatter in any case: it has a
-        rule for rows.
+        An update by several axes, as the gradient of `t[i, j]` of one element is, becomes a scatter in any case, since
+        that has a rule for rows.
         """
         operand, out, before = equation.inputs[0], equation.outputs[0], self.count
         is_read = equation.op == "dynamic_slice"
@@ -212,12 +203,11 @@ class _Walk(LookupRewriter):
         return made[-1].outputs[0], made
 
     def _access(self, equation: Equation, view: Atom, updates: Sequence[Atom]) -> list[Equation] | None:
-        """Returns the gather or scatter in the table itself; None where it isn't of single places and whole windows.
+        """Returns the gather or scatter in the table itself; None if it isn't of single places and whole windows.
 
         Args:
-          equation: The gather or scatter.
           view: Its operand in the shape of the table.
-          updates: Of a scatter.
+          updates: Those of a scatter.
         """
         operand, indices = equation.inputs[:2]
         factors = common_factors(view.shape, operand.shape)
@@ -247,27 +237,23 @@ def _ending(body: Block, k: int, output: Atom | None, made: Sequence[Equation]) 
     return Block(body.inputs, (*body.equations, *made), (*body.outputs[:k], output, *body.outputs[k + 1 :]))
 
 
-# Gathers from a reshaped table, and scatters into it, in the table itself: by the factors that both shapes have.
+# --- gathers from a reshaped table, and scatters into it, by the common factors of both shapes ---
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Factors:
-    """The factors that two shapes have in common.
-
-    Attributes:
-      sizes: The factors.
-      table, reshaped: For each axis of either shape, the factors that it is a product of.
-    """
+    """The common factors of two shapes."""
 
     sizes: Shape
+    #: For each axis of either shape, the factors that it is a product of.
     table: tuple[Shape, ...]
     reshaped: tuple[Shape, ...]
 
     @property
     def fine(self) -> Shape:
-        """The table's shape with its rows whole and its other axes in factors."""
+        """The table's shape with rows whole and other axes in factors."""
         return (math.prod(self.sizes[f] for f in self.table[0]), *(self.sizes[f] for f in self.others))
 
     @property
@@ -278,7 +264,7 @@ class Factors:
 
 @functools.lru_cache(maxsize=256)
 def common_factors(table: Shape, reshaped: Shape) -> Factors | None:
-    """Returns the factors of two shapes of one size; None where they don't divide each other evenly."""
+    """Returns the factors of two shapes of one size; None if they don't divide each other evenly."""
     sizes: list[int] = []
     groups: tuple[list[list[int]], list[list[int]]] = ([[] for _ in table], [[] for _ in reshaped])
     left, i, j = [[*table], [*reshaped]], 0, 0
@@ -298,23 +284,17 @@ def common_factors(table: Shape, reshaped: Shape) -> Factors | None:
 
 @dataclass(frozen=True)
 class Places:
-    """The elements that a gather or scatter takes: one place along each indexed axis of its operand, all of the others.
+    """The elements that a gather or scatter takes: one place along each indexed axis of its operand, all of the
+    others."""
 
-    Attributes:
-      indexed: Axes of the operand, in the order of the components of the indices.
-      paired: Axes of the operand along which it takes the place that an id has along an axis of the indices, and that.
-      windows: The others.
-      inner: The axes of the result (or the updates) that those are.
-    """
-
-    indexed: Shape
-    paired: tuple[tuple[int, int], ...]
-    windows: Shape
-    inner: Shape
+    indexed: Shape  #: Axes of the operand, in the order of the components of the indices.
+    paired: tuple[tuple[int, int], ...]  #: (axis of the operand, axis of the indices along which it runs).
+    windows: Shape  #: The other axes of the operand.
+    inner: Shape  #: Their axes in the result (or the updates).
 
     @staticmethod
     def of(equation: Equation) -> Places | None:
-        """Returns the places that an equation takes; None if it takes something else than whole rows."""
+        """Returns the places that an equation takes; None if it doesn't take whole rows."""
         numbers, shape = equation.params["dimension_numbers"], equation.inputs[0].shape
         paired = numbers.operand_batching_dims
         if equation.op == "gather":
@@ -338,7 +318,7 @@ def accessed(
     """Returns the gather's result, or the scatter's in the shape of the table."""
     sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices[0].shape[:-1]
     taken = [f for d in places.windows for f in factors.reshaped[d]]  # factors that are taken whole
-    rows = [f for f in taken if f in factors.table[0]]  # those by which rows lie beside each other
+    rows = [f for f in taken if f in factors.table[0]]  # those of adjacent rows
     rest = [f for f in taken if f not in rows]
     index, columns = _index(equation, factors, places, indices, rows)
     fine = jnp.reshape(table, factors.fine)
@@ -372,11 +352,8 @@ def _index(
     """Returns index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
     Args:
-      equation: The gather or scatter.
-      factors: Of its operand and the table.
-      places: What it takes.
-      indices: Its own in parts, [*ids, axes] each.
-      rows: Factors by which rows lie beside each other that are taken together.
+      indices: The equation's own in parts, [*ids, axes] each.
+      rows: Factors of adjacent rows that are taken together.
     """
     sizes, shape, mode = factors.sizes, equation.inputs[0].shape, str(equation.params["mode"])
     dtype = np.dtype(np.int64 if indices[0].dtype.itemsize == 8 else np.int32)
@@ -385,7 +362,7 @@ def _index(
     parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in places.paired}
     is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
     ids: dict[int, Leaf] = {}
-    outside: list[Any] = []  # which ids mean no row
+    outside: list[Any] = []  # flags of ids that mean no row
     for d, part in parts.items():
         part = part.reshape(*part.shape, *[1] * len(rows))
         left = jnp.clip(part, 0, shape[d] - 1)
@@ -393,7 +370,7 @@ def _index(
             ids[f], left = left % sizes[f], left // sizes[f]
         is_outside = (part < 0) | (part >= shape[d])
         first = next(iter(factors.reshaped[d]), None)
-        if not is_clipped and first in factors.others:  # a column alone: the rows don't depend on it
+        if not is_clipped and first in factors.others:  # a column, on which rows don't depend
             ids[first] = jnp.where(is_outside, sizes[first], ids[first])
         elif not is_clipped:
             outside.append(is_outside)

@@ -1,13 +1,13 @@
-"""Lookups that are written as products with a one-hot matrix become gathers, their transposes scatter-adds.
+"""Rewrites lookups that are written as products with a one-hot matrix as gathers, their transposes as scatter-adds.
 
-    one_hot(ids, V) @ table  ->  table[ids], a row of zeros where an id is out of range (also a negative one)
-    one_hot(ids, V).T @ g    ->  zeros.at[ids].add(g), ids out of range dropped
+  one_hot(ids, V) @ table  ->  table[ids], a row of zeros where an id is out of range (also a negative one)
+  one_hot(ids, V).T @ g    ->  zeros.at[ids].add(g), ids out of range dropped
 
-`one_hot` is what `jax.nn.one_hot` computes, however it was written: ids compared with an iota, as numbers. Only
-products with what is made of the state alone are rewritten, and the transposes of products of so many classes: other
-one-hot products (the labels of a loss, the experts of a mixture) are no lookups in a table. A sum of products of which
-all but one are 0 is exact for finite numbers. A gradient that isn't finite makes NaN of the other rows (0 * inf), which
-`_as_product` does, too; only a table that itself holds an infinity or a NaN differs, as looked up.
+`one_hot` is what `jax.nn.one_hot` computes, however it is written: ids compared with an iota, as numbers. Only products
+with functions of the state alone are rewritten, and transposes of products with as many classes: other one-hot products
+(the labels of a loss, the experts of a mixture) are no lookups in a table. A sum of products of which all but one are 0
+is exact for finite numbers. A non-finite gradient makes NaN of the other rows (0 * inf), and so does `_as_product`;
+only a table that itself holds an infinity or a NaN differs, by being looked up.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autopar.jax_types import Dtype, Leaf
 from autopar.passes.rewriting import LookupRewriter, Rewriter
 
 _FILL = jax.lax.GatherScatterMode.FILL_OR_DROP
-#: Operations after which a value is still made of the state alone, row by row, so that its product is a lookup.
+#: Operations that keep a value a function of the state alone, row by row, so that its product is a lookup.
 _KEEPS = (
     IDENTITIES
     | SHAPED
@@ -37,35 +37,27 @@ _KEEPS = (
 
 @dataclass(frozen=True, slots=True)
 class OneHot:
-    """A one-hot array.
+    """A one-hot array."""
 
-    Attributes:
-      ids: What is compared with the classes, before it is repeated.
-      dims: Where the ids' axes are in the comparison.
-      compared: The shape of the comparison.
-      along: Its class axis.
-      order: The comparison's axes in the array, which may be transposed.
-    """
-
-    ids: Atom
-    dims: tuple[int, ...]
-    compared: tuple[int, ...]
-    along: int
-    order: tuple[int, ...]
+    ids: Atom  #: The ids that are compared with the classes, before they are repeated.
+    dims: tuple[int, ...]  #: The ids' axes in the comparison.
+    compared: tuple[int, ...]  #: The shape of the comparison.
+    along: int  #: Its class axis.
+    order: tuple[int, ...]  #: The comparison's axes in the array, which may be transposed.
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's own shape."""
         return tuple(self.compared[d] for d in self.order)
 
     @property
     def axis(self) -> int:
-        """The array's class axis."""
         return self.order.index(self.along)
 
     def expanded(self, ids: Leaf) -> Leaf:
-        """Returns the ids in the array's shape without the class axis; int32, of 64 bits int64 (what it can't hold is
-        negative then, and so still no class)."""
+        """Returns the ids in the array's shape without the class axis, as int32 or, of 64 bits, int64.
+
+        An unsigned id that it can't hold becomes negative, and so still is no class.
+        """
         others = [d for d in range(len(self.compared)) if d != self.along]
         full = [self.compared[d] for d in others]
         ids = ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
@@ -75,12 +67,7 @@ class OneHot:
 
 
 def recognise_lookups(program: Program, counting: Counting) -> tuple[Program, int]:
-    """Returns the program with lookups for one-hot products, and how many products there were.
-
-    Args:
-      program: Any program.
-      counting: Which of its values count along an axis, as classes do.
-    """
+    """Returns the program with lookups for one-hot products, and their number. `counting`: finds the classes."""
     lookups = _Lookups(program, counting)
     program, count = lookups.run(program)
     if not count:
@@ -90,7 +77,7 @@ def recognise_lookups(program: Program, counting: Counting) -> tuple[Program, in
 
 
 class _Lookups(LookupRewriter):
-    """Writes gathers for products. `extents`: the numbers of rows that are looked up in."""
+    """Rewrites products as gathers. `extents`: the numbers of rows of the tables."""
 
     keeps = _KEEPS
 
@@ -105,7 +92,6 @@ class _Lookups(LookupRewriter):
         return [equation] if written is None else written
 
     def _lookup(self, equation: Equation) -> list[Equation] | None:
-        """Returns the lookup in place of `one_hot @ table`."""
         contract, batch = equation.params["dimension_numbers"]
         for k in (0, 1):
             table, hot = equation.inputs[1 - k], equation.inputs[k]
@@ -131,7 +117,7 @@ class _Lookups(LookupRewriter):
 
 
 class _Transposes(Rewriter):
-    """Writes scatter-adds for products of gradients with one-hot matrices of so many classes."""
+    """Rewrites products of gradients with one-hot matrices of as many classes as scatter-adds."""
 
     def __init__(self, extents: set[int], counting: Counting) -> None:
         super().__init__()
@@ -161,7 +147,7 @@ class _Transposes(Rewriter):
                 ids = hot.expanded(ids)
                 rest = [d for d in range(grad.ndim) if d not in order]
                 extent = hot.shape[hot.axis]
-                wide = jnp.promote_types(dtype, jnp.float32)  # a product adds up in float32 at least
+                wide = jnp.promote_types(dtype, jnp.float32)  # products accumulate in float32 at least
                 window = range(ids.ndim, ids.ndim + len(rest))
                 updates = jax.lax.transpose(grad, (*order, *rest)).astype(wide)
                 rows = jax.lax.scatter_add(
@@ -179,15 +165,15 @@ class _Transposes(Rewriter):
 
 
 def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
-    """Sums of rows with the NaN of a product: an infinite or NaN element of one id, times 0, is NaN in all other rows.
+    """Adds the NaN of a product to sums of rows: a non-finite element of one id, times 0, is NaN in all other rows.
 
-    Where one id alone has all such elements of a column, its own row is what they add up to. All other rows are NaN,
-    also one whose own sum overflows: so that the two differ, infinite elements are added up as NaN.
+    If one id has all such elements of a column, its own row is their sum. All other rows are NaN, even one whose own
+    sum overflows; to tell the two apart, infinite elements are added up as NaN.
 
     Args:
       rows: [V, ...], the sums, with NaN for infinite elements.
       ids: [...], out of range for no row.
-      updates: [*ids, ...], what was added up.
+      updates: [*ids, ...], the terms of the sums.
       extent: V.
     """
     axes = tuple(range(ids.ndim))
@@ -197,7 +183,7 @@ def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
     last = jnp.where(bad, of_rows, -1).max(axes, initial=-1)
     total = jnp.where(bad, updates, 0).sum(axes)
     none, one_id = last < 0, (first == last) & (last < extent)
-    # 0 times 1 or NaN: what lifts the table counts on 0, and watches that it is 0.
+    # 0 times 1 or NaN: lifting assumes 0 for untouched rows, and checks it.
     factor = jnp.where(none, 1.0, jnp.nan).astype(rows.dtype)
     spread = jnp.where(jnp.isnan(rows) & one_id, total, rows + (rows * 0) * factor)
     return jnp.where(jnp.isinf(rows) & none, rows, spread)
@@ -207,7 +193,7 @@ def _as_product(rows: Leaf, ids: Leaf, updates: Leaf, extent: int) -> Leaf:
 
 
 def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> OneHot | None:
-    """Returns what a one-hot array is made of; None of anything else."""
+    """Returns a description of a one-hot array; None of any other."""
     equation, converted, orders = made.get(atom), False, []
     while equation is not None and equation.op in ("convert_element_type", "transpose"):
         converted = converted or equation.op == "convert_element_type"

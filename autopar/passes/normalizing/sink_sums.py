@@ -1,14 +1,14 @@
-"""Sums over devices' shards of the examples move to where the shards are made.
+"""Moves sums over devices' shards of the examples to where the shards are made.
 
-A step that was written for one device of several (`axis_name=`) is traced for all of them: a table's gradient is then
-[N, V, D], of each device by itself, and a sum over the N follows. Here that sum goes through linear equations to the
-scatter-add (or product) that made the shards, which so adds all examples' rows to one [V, D]:
+A step written for one device of several (`axis_name=`) is traced for all of them: a table's gradient is then [N, V, D],
+one for each device, and a sum over the N follows. Here that sum goes through linear equations to the scatter-add (or
+product) that made the shards, which then adds all examples' rows to one [V, D]:
 
-    reduce_sum(zeros[N, V, D].at[n, ids[n]].add(g[n]), axis=0)  ->  zeros[V, D].at[ids].add(g)
-    reduce_sum(einsum("nbi,nbo->nio", x, g), axis=0)            ->  einsum("nbi,nbo->io", x, g)
+  reduce_sum(zeros[N, V, D].at[n, ids[n]].add(g[n]), axis=0)  ->  zeros[V, D].at[ids].add(g)
+  reduce_sum(einsum("nbi,nbo->nio", x, g), axis=0)            ->  einsum("nbi,nbo->io", x, g)
 
-What is nonlinear stays (a norm of each device's own gradient). Batching writes such a sum as `psum` over a numbered
-axis, `pmax` and `pmin` likewise; they become the reductions that they are.
+Nonlinear functions of shards stay (a norm of each device's own gradient). Batching writes such a sum as `psum` over a
+numbered axis, `pmax` and `pmin` likewise; they become reductions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from autopar.ir.writer import expand
 from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
 
-#: Collectives that a step for one device calls -> which reduction.
+#: Collective that a step for one device calls -> the reduction.
 _REDUCTIONS: Mapping[str, str] = {"psum": "sum", "psum_invariant": "sum", "pmax": "max", "pmin": "min"}
 
 
 def sink_sums(program: Program) -> tuple[Program, int]:
-    """Returns the program with its sums over shards where they are made, and how many there were."""
+    """Returns the program with its sums over shards moved, and their number."""
     return _Sink().run(program)
 
 
@@ -63,7 +63,8 @@ class _Sinking:
         self._made: list[Equation] = []
 
     def sum(self, equation: Equation) -> list[Equation] | None:
-        """Returns the equations in place of a sum that reaches what makes the shards; None where it doesn't."""
+        """Returns the equations in place of a sum that reaches the equations that make the shards; None if it
+        doesn't."""
         if equation.op != "reduce_sum" or len(equation.params["axes"]) != 1:
             return None
         (operand,), axis = equation.inputs, int(equation.params["axes"][0])
@@ -73,7 +74,7 @@ class _Sinking:
         return self._made
 
     def _reaches(self, atom: Atom, axis: int) -> bool:
-        """Returns whether a value's shards along an axis are made by scatter-adds or products, linear equations
+        """Returns whether scatter-adds or products make a value's shards along an axis, with linear equations in
         between."""
         equation = self._producers.get(atom)
         if equation is None:
@@ -93,7 +94,6 @@ class _Sinking:
         return equation is not None and equation.op in keeps and self._is_zero(equation.inputs[0])
 
     def _summed(self, atom: Atom, axis: int, output: Var | None = None) -> Var:
-        """Returns the sum of a value along an axis."""
         equation = self._producers[atom]
         if equation.op == "scatter-add":
             apply, atoms = _scattered, equation.inputs[1:]
@@ -107,7 +107,7 @@ class _Sinking:
 
 
 def _through(equation: Equation, axis: int) -> list[tuple[Atom, int]] | None:
-    """Returns operands whose sums along an axis give that of a linear equation's result; None of any other equation."""
+    """Returns (operand, axis) of a linear equation whose sums give the result's sum; None of any other equation."""
     if equation.op in ("add", "add_any", "sub"):
         same = all(a.shape == equation.outputs[0].shape for a in equation.inputs)
         return [(a, axis) for a in equation.inputs] if same else None
@@ -144,7 +144,6 @@ def _contracted(equation: Equation, axis: int, *operands: Leaf) -> Leaf:
 
 
 def _scattered(equation: Equation, axis: int, indices: Leaf, updates: Leaf) -> Leaf:
-    """Returns the scatter-add of all shards into one."""
     numbers, old = equation.params["dimension_numbers"], equation.outputs[0]
     k = numbers.operand_batching_dims.index(axis)
     shape = [size for d, size in enumerate(old.shape) if d != axis]

@@ -307,17 +307,12 @@ def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> Sta
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """The change of a weight by its last update, kept in leaves of the pipeline's own.
+    """The change of a weight by its last update, kept in leaves of the pipeline's own."""
 
-    Attributes:
-      values: Of the whole weight, or of some of its rows.
-      rows: int32[U], the numbers of those, sorted; from the extent on for padding. None of a whole weight.
-      commit: What writes them.
-    """
-
-    values: Var
+    values: Var  #: Of the whole weight, or of some of its rows.
+    #: int32[U], the numbers of those, sorted; from the extent on for padding. None of a whole weight.
     rows: Var | None = None
-    commit: Equation | None = None
+    commit: Equation | None = None  #: What writes them.
 
     @property
     def leaves(self) -> tuple[Var, ...]:

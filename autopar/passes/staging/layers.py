@@ -32,31 +32,21 @@ Ends = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stack:
-    """Leaves of the state whose rows are layers of the same scans.
+    """Leaves of the state whose rows are layers of the same scans."""
 
-    Attributes:
-      layers: How many.
-      leaves: Weights and their slots.
-    """
-
-    layers: int
-    leaves: tuple[Var, ...]
+    layers: int  #: How many.
+    leaves: tuple[Var, ...]  #: Weights and their slots.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutProgram:
-    """A program whose stacked leaves are in parts.
+    """A program whose stacked leaves are in parts."""
 
-    Attributes:
-      program: It has an input for each part, and an output for each new one.
-      inputs, outputs: Those of the whole program, in order; of a leaf in parts these.
-      leaves: Leaf -> its parts.
-    """
-
-    program: Program
+    program: Program  #: It has an input for each part, and an output for each new one.
+    #: Those of the whole program, in order; of a leaf in parts these.
     inputs: tuple[Var | tuple[Var, ...], ...]
     outputs: tuple[Atom | tuple[Atom, ...], ...]
-    leaves: Mapping[Var, tuple[Var, ...]]
+    leaves: Mapping[Var, tuple[Var, ...]]  #: Leaf -> its parts.
 
     def parts(self, leaf: Var) -> tuple[Var, ...]:
         """Returns the parts of a leaf; itself, if it is whole."""
@@ -159,20 +149,15 @@ def _sizes(ends: Ends) -> list[int]:
 
 
 class _Cutter:
-    """Writes a block anew.
-
-    Attributes:
-      ends, parts: Of each leaf that is cut where its parts end, and these.
-      equations: What is written.
-      scans: For each scan that is cut the leaves that it goes through.
-      spoiled: Leaves that the gradient program doesn't only go through layer by layer, and where.
-    """
+    """Writes a block anew."""
 
     def __init__(self, ends: Mapping[Var, Ends], *, is_body: bool = False) -> None:
+        #: Of each leaf that is cut where its parts end, and these.
         self.ends = ends
         self.parts: dict[Var, tuple[Var, ...]] = {}
-        self.equations: list[Equation] = []
-        self.scans: list[frozenset[Var]] = []
+        self.equations: list[Equation] = []  #: What is written.
+        self.scans: list[frozenset[Var]] = []  #: For each scan that is cut the leaves that it goes through.
+        #: Leaves that the gradient program doesn't only go through layer by layer, and where.
         self.spoiled: dict[Var, Source | None] = {}
         self._is_body, self._spoils = is_body, True  # until the update
         self._env: dict[Var, _Pieces] = {}

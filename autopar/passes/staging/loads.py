@@ -21,33 +21,25 @@ from autopar.passes.staging.parts import Parts, homes_before, read_by
 
 @dataclass(slots=True)
 class StageLoad:
-    """The load of one stage, for a microbatch where nothing else is said.
+    """The load of one stage, for a microbatch where nothing else is said."""
 
-    Attributes:
-      flops, moved: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
-      exchanged, calls: Kind of task -> bytes that each device of a tensor axis sends to the others, and how often.
-      sent: Bytes that cross the border with the stage before it, both ways.
-      ahead, back: Bytes that it sends to later stages, and to earlier ones.
-      tied: Bytes that cross it in a step for weights that are used on both sides.
-      activation: What its forward leaves for its backward.
-      gradient: Of the sums over microbatches.
-      state: Of its leaves.
-      homed: Leaves, and what is made of them ahead of the microbatches, that live in it.
-      copies: Of other stages' leaves that it reads (tied embeddings) -> their bytes.
-    """
-
+    #: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
     flops: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
+    #: Kind of task -> bytes that each device of a tensor axis sends to the others, and how often.
     exchanged: dict[str, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    sent: int = 0
+    sent: int = 0  #: Bytes that cross the border with the stage before it, both ways.
+    #: Bytes that it sends to later stages, and to earlier ones.
     ahead: int = 0
     back: int = 0
-    tied: int = 0
-    activation: int = 0
-    gradient: int = 0
-    state: int = 0
+    tied: int = 0  #: Bytes that cross it in a step for weights that are used on both sides.
+    activation: int = 0  #: What its forward leaves for its backward.
+    gradient: int = 0  #: Of the sums over microbatches.
+    state: int = 0  #: Of its leaves.
+    #: Leaves, and what is made of them ahead of the microbatches, that live in it.
     homed: set[Var] = field(default_factory=set)
+    #: Of other stages' leaves that it reads (tied embeddings) -> their bytes.
     copies: dict[Var, int] = field(default_factory=dict)
 
     def seconds(self, rates: StageRates) -> dict[str, float]:
@@ -215,15 +207,10 @@ def _bytes(var: Var) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DividedLeaves:
-    """The leaves of a program that are divided.
+    """The leaves of a program that are divided."""
 
-    Attributes:
-      devices: T.
-      axes: Leaf -> the axis along which it is.
-    """
-
-    devices: int = 1
-    axes: Mapping[Var, int] = field(default_factory=dict)
+    devices: int = 1  #: T.
+    axes: Mapping[Var, int] = field(default_factory=dict)  #: Leaf -> the axis along which it is.
 
     def within(self, cut: CutProgram) -> DividedLeaves:
         """Returns the divided leaves of the program whose stacked leaves are in parts; layers aren't divided."""

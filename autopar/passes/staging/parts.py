@@ -197,14 +197,10 @@ def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> t
 
 
 class _Copier:
-    """Writes the equations, and what is computed once more ahead of its first reader.
-
-    Attributes:
-      labels: The equations written, in order, with their labels.
-    """
+    """Writes the equations, and what is computed once more ahead of its first reader."""
 
     def __init__(self, parts: Parts, labels: Mapping[Equation, Label]) -> None:
-        self.labels: dict[Equation, Label] = {}
+        self.labels: dict[Equation, Label] = {}  #: The equations written, in order, with their labels.
         self._forward: dict[Var, tuple[Equation, int]] = {}
         for equation in parts.body.equations:
             label = labels[equation]

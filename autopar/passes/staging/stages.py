@@ -26,33 +26,21 @@ from autopar.passes.staging.parts import find_parts, label_parts, other_homes, u
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """The decision on stages.
+    """The decision on stages."""
 
-    Attributes:
-      cut: The program, its stacked leaves in as many parts as they have stages.
-      homes: The stage of each weight.
-    """
-
-    cut: CutProgram
-    homes: dict[Var, int]
+    cut: CutProgram  #: The program, its stacked leaves in as many parts as they have stages.
+    homes: dict[Var, int]  #: The stage of each weight.
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units that stages can be cut between.
+    """The units that stages can be cut between."""
 
-    Attributes:
-      cut: The program, with its stacked leaves cut into single layers.
-      units: The weights in the order of their first use, those of one layer together.
-      stacks: The stacked leaves; `layers`: of each their parts, layer by layer.
-      divided: Which leaves of the program are divided over several devices.
-    """
-
-    cut: CutProgram
-    units: list[list[Var]]
-    stacks: list[Stack]
+    cut: CutProgram  #: The program, with its stacked leaves cut into single layers.
+    units: list[list[Var]]  #: The weights in the order of their first use, those of one layer together.
+    stacks: list[Stack]  #: The stacked leaves; `layers`: of each their parts, layer by layer.
     layers: list[list[tuple[Var, ...]]]
-    divided: DividedLeaves
+    divided: DividedLeaves  #: Which leaves of the program are divided over several devices.
 
 
 def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves) -> Chosen:
@@ -234,17 +222,11 @@ def reference_counts(counts: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Reference:
-    """A step for one number of microbatches.
+    """A step for one number of microbatches."""
 
-    Attributes:
-      program: As `split_update` cuts it.
-      divided: Leaves of it that are divided over several devices.
-      rates: Of the devices, for microbatches of this size; None: not measured.
-    """
-
-    program: Program
-    divided: DividedLeaves
-    rates: StageRates | None
+    program: Program  #: As `split_update` cuts it.
+    divided: DividedLeaves  #: Leaves of it that are divided over several devices.
+    rates: StageRates | None  #: Of the devices, for microbatches of this size; None: not measured.
 
 
 def search_pipeline(
