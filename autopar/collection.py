@@ -1,10 +1,12 @@
-"""Python's collector of cyclic garbage, while a program is made."""
+"""Memory while a program is made: Python's collector of cyclic garbage, and what XLA's compiler leaves behind."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -28,3 +30,24 @@ def paused_collection(*, lasting: bool = False) -> Iterator[None]:
             gc.freeze()
             gc.unfreeze()  # into the oldest generation; the youngest would be walked at once
         gc.enable()
+
+
+@contextlib.contextmanager
+def returned_memory() -> Iterator[None]:
+    """Gives the system what is free after a block that compiles.
+
+    XLA's compiler allocates hundreds of MiB, which glibc would keep: the free parts are between those that stay.
+    """
+    try:
+        yield
+    finally:
+        _trim()(0)
+
+
+@functools.cache
+def _trim() -> Callable[[int], object]:
+    """Returns glibc's `malloc_trim`; what does nothing with another C library."""
+    try:
+        return ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):  # of musl, of macOS, of Windows
+        return lambda pad: None

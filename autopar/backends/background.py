@@ -28,6 +28,7 @@ from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
 from autopar import jax_compat
+from autopar.collection import returned_memory
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ class Compilation(Generic[_T]):
     def _run(self, context: contextlib.AbstractContextManager[None]) -> None:
         result = self._otherwise
         try:
-            with context:
+            with context, returned_memory():
                 result = self._compile_all()
         except Exception as error:
             text = "%s couldn't be compiled beside the steps, so that a step will do it: %s: %s"

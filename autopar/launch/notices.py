@@ -21,6 +21,7 @@ from collections.abc import Iterator
 
 import jax
 
+from autopar.collection import returned_memory
 from autopar.mpi.world import world
 
 #: Seconds of work before it is said.
@@ -165,6 +166,13 @@ def noticing(
         notice.end()
         if notice in _open:
             _open.remove(notice)
+
+
+@contextlib.contextmanager
+def compiling(what: str) -> Iterator[None]:
+    """Shows that a step is compiled, and returns the memory that this took."""
+    with noticing(what, "compiling"), returned_memory():
+        yield
 
 
 def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:

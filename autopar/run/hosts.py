@@ -28,7 +28,7 @@ from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedTable
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
-from autopar.launch.notices import noticing
+from autopar.launch.notices import compiling
 from autopar.launch.progress import PROGRESS, mark
 from autopar.measure.cluster import reductions_here
 from autopar.mpi.exchange import Requested
@@ -172,7 +172,7 @@ class HostRunner(Runner):
         while True:
             is_known = self._staged in (None, staged)  # the caller announces the first compilation
             try:
-                with nullcontext() if is_known else noticing(self._program.name, "compiling"):
+                with nullcontext() if is_known else compiling(self._program.name):
                     results = staged.run(inputs, step)
                 break
             except OtherBucket as other:

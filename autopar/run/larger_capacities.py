@@ -15,7 +15,7 @@ from autopar.interrupts import interruptible
 from autopar.ir.sizes import HEADROOM, NEAR
 from autopar.jax_types import Leaf
 from autopar.launch.group import everyone
-from autopar.launch.notices import noticing
+from autopar.launch.notices import compiling
 from autopar.passes.choosing.capacity import needed_share
 from autopar.run.devices import DevicesRunner
 from autopar.run.planned_step import PlannedStep
@@ -48,7 +48,7 @@ class LargerCapacities:
                 planned.larger = self._larger(planned, 2 * planned.headroom)
             return planned, ""
         is_beside = planned.larger is not None and planned.larger.has_begun
-        with interruptible(not everyone().several), noticing(self.name, "compiling"):
+        with interruptible(not everyone().several), compiling(self.name):
             grown = None if planned.larger is None else planned.larger.finish()
             if grown is None or not _has_room(grown, {path: n for path, n, _ in needs}):
                 is_beside = False

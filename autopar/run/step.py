@@ -25,7 +25,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import everyone
-from autopar.launch.notices import noticing
+from autopar.launch.notices import compiling, noticing
 from autopar.launch.progress import mark
 from autopar.run.arguments import Call, call_difference, read_call, static_key
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
@@ -213,7 +213,7 @@ class ParallelStep(PickledByOptions):
             with StepTraceAnnotation(self.name, step_num=self._calls - 1):
                 if has_run:
                     return runner(leaves)
-                with noticing(self.name, "compiling"):
+                with compiling(self.name):
                     results = runner(leaves)
             ready.has_run = True
             return results

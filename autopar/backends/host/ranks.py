@@ -7,7 +7,7 @@ a rank fetched all of its devices have. The owner's programs are always its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -73,6 +73,8 @@ class Ranks:
         self.device_view: OwnPart = self.owner_view if self.is_single else several
         self.host = None if self.own_devices[0].platform == "cpu" else jax.local_devices(backend="cpu")[0]
         self.buffers = Buffers()
+        #: Compiled programs, by what they compute and where their operands and results are.
+        self.programs: dict[Hashable, Callable[..., Sequence[Array]]] = {}
         self._thread = ThreadPoolExecutor(1, "autopar-reductions")
         self.step = -1
 

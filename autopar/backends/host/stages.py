@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.analysis.values import block_key
 from autopar.backends.donation import donation_order
 from autopar.backends.emit import emit
 from autopar.backends.host.ranks import EACH, Place, Ranks
@@ -192,9 +193,17 @@ class StagedProgram:
         new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one place
         outputs = [block.outputs[k] for k in donation_order(new, len(block.outputs))]
         block = dataclasses.replace(block, outputs=tuple(outputs))
-        run = emit(block, host_backends(self._bound, view), view)
         given, returned = ([self._places.get(v, EACH) for v in of] for of in (names, outputs))
-        compiled = self._ranks.compile(run, segment.side, sorted(new), given, returned)
+
+        def compiled_now() -> Callable[..., Sequence[Any]]:
+            run = emit(block, host_backends(self._bound, view), view)
+            return self._ranks.compile(run, segment.side, sorted(new), given, returned)
+
+        try:  # what doesn't depend on the bucket is compiled once: ids, updates of dense parameters
+            key = block_key(block), segment.side, *map(tuple, (sorted(new), given, returned))
+            compiled = self._ranks.programs.get(key) or self._ranks.programs.setdefault(key, compiled_now())
+        except TypeError:  # a parameter can't be hashed
+            compiled = compiled_now()
 
         def read(step: RunningStep, var: Var, place: Place) -> Leaf:
             if owner:
