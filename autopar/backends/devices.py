@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from autopar import jax_compat
 from autopar.backends.indices import lengthened
-from autopar.backends.reductions import reduce_across
+from autopar.ir.reductions import REDUCERS
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.group import StoreGroup
 
@@ -180,3 +181,15 @@ class Mapped(OwnPart):
 
     def reduce(self, value: Array, op: str) -> Array:
         return reduce_across(op, value, self.axis)
+
+
+def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
+    """Reduces the devices' results over axes of the mesh, in `shard_map`."""
+    kind = REDUCERS[op]
+    if kind.across is not None and part.dtype != jnp.bool_:
+        result = kind.across(part, name)
+        if op == "sum" or not jax_compat.is_float(part.dtype):
+            return result
+        is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN
+        return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), result)
+    return kind.reduce(jax.lax.all_gather(part, name), (0,))

@@ -19,15 +19,13 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
-from autopar.backends.devices import Mapped, OwnPart
-from autopar.backends.gathered import ReplicatedRows
+from autopar.backends.devices import Mapped, OwnPart, reduce_across
 from autopar.backends.indices import ROW_OPS, cut, in_range
 from autopar.backends.layouts import own_rows, own_whole
 from autopar.backends.microbatches import Microbatch, run_microbatches
-from autopar.backends.protocol import RowBackend
-from autopar.backends.reductions import Others, reduce_across
+from autopar.backends.protocol import Others, RowBackend
 from autopar.backends.segments import Entries
-from autopar.backends.single import SingleDevice
+from autopar.backends.single import ReplicatedRows, SingleDevice
 from autopar.ir.operations import PREFIX, plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.trace import block_of

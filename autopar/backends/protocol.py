@@ -9,17 +9,26 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from autopar.backends.indices import numbered
-from autopar.backends.reductions import Others
-from autopar.ir.reductions import REDUCERS
-from autopar.jax_types import Array, Params
+from autopar.backends.indices import along, numbered, set_rows
+from autopar.ir.reductions import REDUCERS, neutral
+from autopar.jax_types import Array, Leaf, Params
 
 Route = Any
+
+
+@dataclass(frozen=True)
+class Others:
+    """Untouched rows, where they may differ from the padding row."""
+
+    needed: Array  #: They do differ.
+    rows: Callable[[Leaf], Array]  #: Returns what is reduced of the rows of a route, as if none were touched.
+    block: int  #: Number of rows that are taken at a time.
 
 
 class RowBackend(abc.ABC):
@@ -96,9 +105,9 @@ class RowBackend(abc.ABC):
         """Returns the padding rows (at least one) that stand for the untouched ones."""
         return self.last_rows(rows, params["axis"])
 
-    @abc.abstractmethod
     def last_rows(self, rows: Array, axis: int) -> Array:
         """Returns the last row; if rows are spread, that of each device."""
+        return rows[along(axis, slice(-1, None))]
 
     def commit(self, params: Params, leaf: Array, rows: Array, route: Route, *rest: Array) -> Array:
         """Replaces the routed rows of a leaf after computing `rest`; leaves it unchanged if a guard holds."""
@@ -107,9 +116,10 @@ class RowBackend(abc.ABC):
             rows, *_ = jax.lax.optimization_barrier((rows, *first))
         return self.replace(leaf, rows, route, params["axis"], guard)
 
-    @abc.abstractmethod
     def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
         """Replaces the routed rows of a leaf, in place if it is donated; leaves it unchanged if `guard` holds."""
+        numbers = route.rows if guard is None else jnp.where(guard, leaf.shape[axis], route.rows)
+        return set_rows(leaf, rows, numbers, axis)
 
     def load(self, params: Params, route: Route) -> Array:
         """Returns int32[], the most rows that a device asks another one for, even if the route holds fewer."""
@@ -122,11 +132,11 @@ class RowBackend(abc.ABC):
     def fill(self, params: Params, leaf: Array, rows: Array, route: Route, *unless: Array) -> Array:
         """Makes all rows equal to the padding row, in place, unless one of some conditions holds."""
         rounds = jnp.where(jnp.any(jnp.stack(unless)), 0, 1)
-        return jax.lax.fori_loop(0, rounds, lambda _, leaf: self.filled(leaf, rows, params["axis"]), leaf)
 
-    @abc.abstractmethod
-    def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
-        """Returns the leaf with all rows equal to the padding row."""
+        def filled(_: Array, leaf: Array) -> Array:
+            return jnp.broadcast_to(self.last_rows(rows, params["axis"]), leaf.shape)
+
+        return jax.lax.fori_loop(0, rounds, filled, leaf)
 
     # --- all rows, some at a time ---
 
@@ -172,3 +182,26 @@ class RowBackend(abc.ABC):
             return REDUCERS[params["op"]].join(total, reduced(others.rows(route), route).astype(total.dtype))
 
         return jax.lax.fori_loop(0, jnp.where(others.needed, self.blocks(size, extent), 0), step, part)
+
+
+# --- reductions over all rows of a table: those that aren't routed are as the padding row, the last, is ---
+
+
+def reduce_some(params: Params, rows: Array, which: Array) -> Array:
+    """Reduces some rows. `params`: `op`, `axes`, `axis`; `which`: bool[number of rows]."""
+    op, axis = params["op"], params["axis"]
+    shape = [1] * rows.ndim
+    shape[axis] = rows.shape[axis]
+    return REDUCERS[op].reduce(jnp.where(which.reshape(shape), rows, neutral(op, rows.dtype)), params["axes"])
+
+
+def reduce_routed(
+    params: Params, rows: Array, is_row: Array, extent: Array | int, alone: Array | bool = False
+) -> Array:
+    """Reduces all `extent` rows, or the routed ones `alone`. `is_row`: bool[U], False for padding."""
+    kind, axes, axis = REDUCERS[params["op"]], params["axes"], params["axis"]
+    part = reduce_some(params, rows, is_row)
+    padding = jax.lax.slice_in_dim(rows, rows.shape[axis] - 1, rows.shape[axis], axis=axis)
+    untouched = jnp.where(alone, 0, extent - jnp.sum(is_row, dtype=jnp.int32))
+    others = kind.repeated(kind.reduce(padding, axes), untouched)
+    return jnp.where(untouched > 0, kind.join(part, others), part)

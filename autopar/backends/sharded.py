@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from autopar.backends.devices import OwnPart
+from autopar.backends.devices import OwnPart, reduce_across
 from autopar.backends.indices import (
     along,
     as_bits,
@@ -24,13 +24,11 @@ from autopar.backends.indices import (
     pull_rows,
     scatter_rows,
     set_at,
-    set_rows,
     sorted_unique,
     spread_last_row,
     untouched,
 )
-from autopar.backends.protocol import RowBackend
-from autopar.backends.reductions import Others, reduce_across, reduce_routed, reduce_some
+from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Array, Params
 
@@ -153,21 +151,11 @@ class ShardedRows(RowBackend):
         result = across(reduce_routed(params, rows, route.rows < self._shard_rows, mine, *alone))
         return self.join_others(params, result, others, reduced)
 
-    def last_rows(self, rows: Array, axis: int) -> Array:
-        return rows[along(axis, slice(-1, None))]
-
-    def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        numbers = route.rows if guard is None else jnp.where(guard, self._shard_rows, route.rows)
-        return set_rows(leaf, rows, numbers, axis=axis)
-
     def load(self, params: Params, route: Route) -> Array:
         return jnp.max(route.load)
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         return spread_last_row(rows, route.rows, axis=params["axis"], extent=self._shard_rows)
-
-    def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
-        return jnp.broadcast_to(rows[along(axis, slice(-1, None))], leaf.shape)
 
     def blocks(self, rows: int, extent: int) -> int:
         return -(-self._shard_rows // (rows // self._devices.count))

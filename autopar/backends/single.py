@@ -9,13 +9,16 @@ part of the batch into zeros of the routed rows, and the partitioner sums them w
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
+from autopar.backends.devices import OwnPart
 from autopar.backends.indices import (
     along,
+    as_bits,
     find,
     find_own,
     gather_rows,
@@ -23,13 +26,11 @@ from autopar.backends.indices import (
     pull_rows,
     scatter_rows,
     set_at,
-    set_rows,
     sorted_unique,
     spread_last_row,
     untouched,
 )
-from autopar.backends.protocol import RowBackend
-from autopar.backends.reductions import Others, reduce_routed, reduce_some
+from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.program import RouteType
 from autopar.jax_types import Array, Params
 
@@ -90,18 +91,8 @@ class SingleDevice(RowBackend):
         routed = reduce_routed(params, rows, route.rows < extent, extent, *alone)
         return self.join_others(params, routed, others, reduced)
 
-    def last_rows(self, rows: Array, axis: int) -> Array:
-        return rows[along(axis, slice(-1, None))]
-
-    def replace(self, leaf: Array, rows: Array, route: Route, axis: int, guard: Array | None = None) -> Array:
-        numbers = route.rows if guard is None else jnp.where(guard, leaf.shape[axis], route.rows)
-        return set_rows(leaf, rows, numbers, axis)
-
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         return spread_last_row(rows, route.rows, params["axis"], params["extent"])
-
-    def filled(self, leaf: Array, rows: Array, axis: int) -> Array:
-        return jnp.broadcast_to(self.last_rows(rows, axis), leaf.shape)
 
     def blocks(self, rows: int, extent: int) -> int:
         return -(-extent // rows)
@@ -109,3 +100,60 @@ class SingleDevice(RowBackend):
     def block(self, k: Array, rows: int, extent: int) -> Route:
         numbers = jnp.minimum(k * rows + jax.lax.iota(jnp.int32, rows), extent)
         return Route(numbers, jnp.minimum(numbers[-1], extent - 1))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GatheredRoute(Route):
+    """The rows that a step touches, known to all devices."""
+
+    requested: Array  #: int32[F], the sorted rows that the device touches itself; V for padding.
+    back: Array  #: int32[N F], where these are among `rows`; U for none.
+
+
+class GatheredRows(SingleDevice):
+    """Rows that all devices hold; gradients travel by AllGather (`allgather`).
+
+    Each device sums its own gradients by row, sends the rows that it has touched to all others, and adds what it
+    receives to the routed rows. Source: Parallax, section 3.2 (Horovod's way with sparse gradients), here with local
+    aggregation.
+    """
+
+    def __init__(self, devices: OwnPart) -> None:
+        self._devices = devices
+
+    def route(self, params: Params, *ids: Array) -> Route:
+        if params["requested"] is None:  # nothing is spread
+            return super().route(params, *ids)
+        count, extent = self._devices.count, params["extent"]
+        requested = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
+        theirs = jax.lax.all_gather(requested, self._devices.axis, tiled=True)
+        rows = sorted_unique(theirs, params["rows"], extent)
+        return GatheredRoute(rows, untouched(rows), requested, find(rows, theirs, extent))
+
+    def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
+        assert isinstance(route, GatheredRoute), "gradients of this device alone are aggregated"
+        return scatter_rows(params, base, local_index(params, route.requested, index), updates)
+
+    def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
+        assert isinstance(route, GatheredRoute), "gradients of this device alone are delivered"
+        axis, touched = params["axis"], route.rows.shape[0]
+        gather = functools.partial(jax.lax.all_gather, axis_name=self._devices.axis, tiled=True)
+        rows = as_bits(gather, jnp.moveaxis(sums, axis, 0))
+        start = jnp.zeros((touched, *rows.shape[1:]), rows.dtype) if base is None else jnp.moveaxis(base, axis, 0)
+        return jnp.moveaxis(start.at[route.back].add(rows, mode="drop"), 0, axis)
+
+
+class ReplicatedRows(SingleDevice):
+    """Row space that every device has whole, in the program of one device (`allreduce_rows`).
+
+    Every device scatters its gradients into zeros of the routed rows, which are then reduced like any other value.
+    """
+
+    def __init__(self, devices: OwnPart) -> None:
+        self._devices = devices
+
+    def route(self, params: Params, *ids: Array) -> Route:
+        batched = params["batched"] or [False] * len(ids)
+        pairs = zip(ids, batched, strict=True)
+        return super().route(params, *(self._devices.gathered(i, 0) if b else i for i, b in pairs))

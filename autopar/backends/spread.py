@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from autopar.backends.combined import combined
 from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
-from autopar.backends.gathered import GatheredRows
 from autopar.backends.layouts import store, whole
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
+from autopar.backends.single import GatheredRows
 from autopar.ir.local import LocalFacts, Spread
 from autopar.ir.program import ArrayType, Program
 from autopar.ir.program_plan import ProgramPlan

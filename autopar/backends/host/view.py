@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Mapped, OwnPart
-from autopar.backends.gathered import ReplicatedRows
+from autopar.backends.devices import Mapped, OwnPart, reduce_across
 from autopar.backends.protocol import Route, RowBackend
-from autopar.backends.reductions import reduce_across
 from autopar.backends.sharded import ShardedRows
+from autopar.backends.single import ReplicatedRows
 from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Array, Params
 
