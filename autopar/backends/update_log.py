@@ -9,7 +9,7 @@ import abc
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,28 +48,29 @@ class LogPrograms(abc.ABC):
         return self is other or self._signature == other._signature
 
     @abc.abstractmethod
-    def flush(self, log: UpdateLog[Any]) -> Sequence[Leaf]:
+    def flush(self, log: AnyLog) -> Sequence[Leaf]:
         """Brings all rows up to date, in place; returns now and segment of an empty log."""
 
     @abc.abstractmethod
-    def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
+    def turned(self, log: AnyLog) -> list[Leaf] | None:
         """Makes the newer part the older one, and returns its (now, records); None if it takes a flush instead."""
 
     @abc.abstractmethod
-    def prepare(self, log: UpdateLog[Any]) -> None:
+    def prepare(self, log: AnyLog) -> None:
         """Compiles, beside the steps, the programs for a full log."""
 
     @abc.abstractmethod
-    def catch_up(self, log: UpdateLog[Any], rows: Any) -> None:
+    def catch_up(self, log: AnyLog, rows: Leaf) -> None:
         """Brings these rows up to date, in place."""
-        pass
 
     @abc.abstractmethod
-    def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
+    def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
         """Brings some rows, in place, up to the end of the older part, `closed`; `which`: the call, of `times`."""
 
 
 Programs = TypeVar("Programs", bound=LogPrograms)
+#: An update log, wherever its rows are.
+AnyLog: TypeAlias = "UpdateLog[Any]"
 
 
 @dataclass(eq=False, repr=False)
@@ -124,7 +125,7 @@ class UpdateLog(Generic[Programs]):
 
     @uninterrupted
     @jax_compat.outside_traces()
-    def catch_up(self, rows: Any) -> None:
+    def catch_up(self, rows: Leaf) -> None:
         """Brings some rows up to date (`DeviceLogPrograms.catch_up`; on hosts rows of this rank's shard)."""
         if not self.is_up_to_date:
             self.programs.catch_up(self, rows)
@@ -252,10 +253,10 @@ class DeviceLogPrograms(LogPrograms):
         entries, count = list(self._begin(*(leaves[k] for k in self._changed))), len(self.layouts)
         return UpdateLog(self, leaves, entries[:count], entries[count:], self.replay.part)
 
-    def flush(self, log: UpdateLog[Any]) -> Sequence[jax.Array]:
+    def flush(self, log: AnyLog) -> Sequence[jax.Array]:
         return self._run(log, self._flush, *log.steps)
 
-    def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
+    def turned(self, log: AnyLog) -> list[Leaf] | None:
         if self._turn_compilation is not None:
             self._turn_compilation.finish()
         takes_all, *rest = self._turn(*log.entries)
@@ -271,7 +272,7 @@ class DeviceLogPrograms(LogPrograms):
         log.steps = [now, segment, *map(moved, records), *segments]
         return [place_array(np.full((), part, np.int32), self.everywhere, own=True), *map(moved, records)]
 
-    def prepare(self, log: UpdateLog[Any]) -> None:
+    def prepare(self, log: AnyLog) -> None:
         """Compiles programs for evaluations, for some rows between steps, and for a full log.
 
         They begin before the programs that take longest (`run.devices.LateFallback`), for which the step that fills the
@@ -286,7 +287,7 @@ class DeviceLogPrograms(LogPrograms):
                 "what a full update log needs", lambda: self._turn.lower(*entries).compile()
             )
 
-    def catch_up(self, log: UpdateLog[Any], rows: Mapping[int, jax.Array]) -> None:
+    def catch_up(self, log: AnyLog, rows: Mapping[int, jax.Array]) -> None:
         """Brings some rows up to date; up to `blocks` rows of each table need no program of their own.
 
         `rows`: for some tables int32[], sorted and distinct, on every device; out of range is no row.
@@ -294,18 +295,16 @@ class DeviceLogPrograms(LogPrograms):
         if rows:
             self._run_some(log, *log.steps, np.int32(-1), *(rows.get(t, none) for t, none in enumerate(self._no_rows)))
 
-    def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
+    def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
         self._run_some(log, *closed, np.int32(which), *self._no_rows)
 
-    def _run_some(self, log: UpdateLog[Any], *operands: Leaf) -> None:
+    def _run_some(self, log: AnyLog, *operands: Leaf) -> None:
         """Runs `Deferred.catch_up_some`; the first time it waits for the compilation that `prepare` began."""
         if self._some_compilation is not None:
             self._some_compilation.finish()
         self._run(log, self._some, *operands)
 
-    def _run(
-        self, log: UpdateLog[Any], program: Callable[..., Sequence[jax.Array]], *operands: Leaf
-    ) -> Sequence[jax.Array]:
+    def _run(self, log: AnyLog, program: Callable[..., Sequence[jax.Array]], *operands: Leaf) -> Sequence[jax.Array]:
         """Runs a program that updates leaves and stamps of all tables in place; returns its other results."""
         try:
             results = program(*log.leaves, *log.stamps, *operands)

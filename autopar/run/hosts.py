@@ -18,7 +18,7 @@ from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows, stacked
 from autopar.backends.host.update_log import HostLogPrograms, common_host_log
-from autopar.backends.update_log import UpdateLog
+from autopar.backends.update_log import AnyLog
 from autopar.compile import Compiled, follow
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
@@ -184,7 +184,7 @@ class HostRunner(Runner):
 
     # --- deferred rows ---
 
-    def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[UpdateLog[Any]], frozenset[HostRows]]:
+    def _logs(self, tables: Mapping[int, HostRows]) -> tuple[list[AnyLog], frozenset[HostRows]]:
         """Returns an update log for each family with deferred rows, and the tables that the step only pulls rows of.
         Those may stay behind their updates; all other tables are brought up to date."""
         logs = []
@@ -201,7 +201,7 @@ class HostRunner(Runner):
                 storage.bring_up_to_date()
         return logs, frozenset(storage for k, storage in others.items() if k in self._pulled_alone)
 
-    def _written(self, results: Sequence[Leaf], logs: Sequence[UpdateLog[Any]]) -> Sequence[Leaf]:
+    def _written(self, results: Sequence[Leaf], logs: Sequence[AnyLog]) -> Sequence[Leaf]:
         """Gives the update logs their entries, and returns the step's own results."""
         start = len(self._program.outputs)
         rest = results[start:]

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.host.storage import HostRows
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout
-from autopar.jax_types import Dtype, Index
+from autopar.jax_types import Index
 from autopar.mpi.machines import exchange
 from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
 
@@ -46,6 +45,9 @@ class HostTable(PlacedLeaf):
     """
 
     def __init__(self, storage: HostRows) -> None:
+        others = storage.rows.shape[1:]
+        shape = (*others[: storage.axis], storage.layout.extent, *others[storage.axis :])
+        super().__init__(jax.ShapeDtypeStruct(shape, storage.rows.dtype))
         self._storage = storage
         self._handed = storage.handed
 
@@ -71,15 +73,6 @@ class HostTable(PlacedLeaf):
     @property
     def axis(self) -> int:
         return self._storage.axis
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        others = self._storage.rows.shape[1:]
-        return (*others[: self.axis], self.layout.extent, *others[self.axis :])
-
-    @property
-    def dtype(self) -> Dtype:
-        return self._storage.rows.dtype
 
     @property
     def stored_as(self) -> tuple[RowLayout, int]:
@@ -117,10 +110,6 @@ class HostTable(PlacedLeaf):
         places, back = np.unique(self.layout.place(rows.astype(np.int64)), return_inverse=True)
         requested = ranks.ask(places, self.layout.shard_rows)
         return ranks.fetch(requested, storage.rows[requested.rows])[back]
-
-    def materialize(self) -> jax.Array:
-        """Returns the table as an ordinary array of this process. Collective."""
-        return jnp.asarray(self._on_host())
 
     def _written(self) -> np.ndarray:
         return self._on_host()  # a device may have no room for it

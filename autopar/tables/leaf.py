@@ -67,23 +67,28 @@ class TableLeaf(abc.ABC):
             flax.register_serialization_state(cls, TableLeaf.ordinary, lambda leaf, state: state)
         return super().__new__(cls)
 
-    @property
-    @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The table's own shape, [..., V, ...]."""
+    def __init__(self, aval: Leaf) -> None:
+        """Takes what has its shape and dtype."""
+        self._aval = aval
 
     @property
-    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The table's own shape, [..., V, ...]."""
+        return self._aval.shape
+
+    @property
     def dtype(self) -> Dtype:
         """The rows' dtype."""
+        return self._aval.dtype
 
     @abc.abstractmethod
     def is_deleted(self) -> bool:
         """Tells whether the rows were given to a step, which updated them in place."""
 
-    @abc.abstractmethod
+    @explicit_meshes.outside_mesh
     def materialize(self) -> Leaf:
-        """Returns the table as an ordinary array, which later steps leave alone."""
+        """Returns the table as an ordinary array, which later steps leave alone. Collective as `_on_host` is."""
+        return jnp.asarray(self._on_host())
 
     @abc.abstractmethod
     def _on_host(self) -> np.ndarray:
@@ -92,11 +97,6 @@ class TableLeaf(abc.ABC):
     def read(self) -> Leaf:
         """Returns what `materialize` does, or an array that the next step updates: to be read at once."""
         return self.materialize()
-
-    def current(self) -> Leaf:
-        """Returns the leaf once nothing is left to be done to it: itself, or what it stands for, an array or another
-        leaf."""
-        return self
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:
@@ -253,18 +253,12 @@ class StandingLeaf(TableLeaf, Generic[P]):
 
     def __init__(self, pending: P, place: int, aval: Leaf) -> None:
         """Takes, besides the attributes, what has its shape and dtype (`aval`)."""
-        self.pending, self.place, self._aval = pending, place, aval
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._aval.shape
-
-    @property
-    def dtype(self) -> Dtype:
-        return self._aval.dtype
+        super().__init__(aval)
+        self.pending, self.place = pending, place
 
     @abc.abstractmethod
-    def current(self) -> Leaf: ...
+    def current(self) -> Leaf:
+        """Returns the leaf once nothing is left to be done to it: an array, or another leaf."""
 
     def read(self) -> Leaf:
         leaf = self.current()

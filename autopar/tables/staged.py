@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
@@ -117,17 +116,9 @@ class StageArray(PlacedLeaf):
         is_weak: bool = False,
     ) -> None:
         """Takes who holds it, part by part, and this rank's arrays; `is_weak`: its dtype yields to others."""
-        self.is_weak = is_weak
-        self._shape, self._dtype, self._places, self._values = shape, dtype, tuple(places), tuple(values)
+        super().__init__(jax.ShapeDtypeStruct(shape, dtype))
+        self.is_weak, self._places, self._values = is_weak, tuple(places), tuple(values)
         self._is_gone = False
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape
-
-    @property
-    def dtype(self) -> Dtype:
-        return self._dtype
 
     @property
     def places(self) -> tuple[StagePlace, ...]:
@@ -170,7 +161,7 @@ class StageArray(PlacedLeaf):
 
     def duplicate(self) -> StageArray:
         values = [None if value is None else copied(value) for value in self.values]
-        return StageArray(self._shape, self._dtype, self._places, values, is_weak=self.is_weak)
+        return StageArray(self.shape, self.dtype, self._places, values, is_weak=self.is_weak)
 
     def is_deleted(self) -> bool:
         return self._is_gone or any(value is not None and value.is_deleted() for value in self._values)
@@ -179,10 +170,6 @@ class StageArray(PlacedLeaf):
         """Says that a step has taken it."""
         self._is_gone = True
 
-    def materialize(self) -> jax.Array:
-        """Returns an ordinary array of this process. Collective."""
-        return jnp.asarray(self._on_host())
-
     @uninterrupted  # the others wait for this rank
     def _on_host(self) -> np.ndarray:
         parts = [self._read(place, value) for place, value in zip(self._places, self.values, strict=True)]
@@ -190,8 +177,8 @@ class StageArray(PlacedLeaf):
 
     def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
         """Returns a part, of which its first rank tells the others."""
-        shape = (place.stop - place.start, *self._shape[1:])
-        array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self._dtype)
+        shape = (place.stop - place.start, *self.shape[1:])
+        array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self.dtype)
         if place.ranks:
             everyone().share(array.reshape(-1).view(np.uint8), place.ranks[0])
         return array

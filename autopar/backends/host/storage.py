@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.update_log import UpdateLog
+from autopar.backends.update_log import AnyLog
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import allocate_table
@@ -40,7 +39,7 @@ class HostRows:
     axis: int
     path: str
     generation: int = 0
-    log: UpdateLog[Any] | None = None
+    log: AnyLog | None = None
     stack: HostRows | None = None
     start: int = 0
 

@@ -15,7 +15,7 @@ from autopar.backends.background import Compilation, beside
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.segments import Entries, close
-from autopar.backends.update_log import LogPrograms, UpdateLog
+from autopar.backends.update_log import AnyLog, LogPrograms, UpdateLog
 from autopar.errors import note_lost_rows
 from autopar.ir.program import Equation
 from autopar.jax_types import Leaf
@@ -74,7 +74,7 @@ class HostLogPrograms(LogPrograms):
             leaf.log = log
         return log
 
-    def prepare(self, log: UpdateLog[Any]) -> None:
+    def prepare(self, log: AnyLog) -> None:
         if self._compilation is not None:
             return
         rows = self._rows(log.leaves, _SOME_ELEMENTS)
@@ -89,16 +89,16 @@ class HostLogPrograms(LogPrograms):
         with jax.default_device(self._device):
             self._compilation = beside("what a full update log on hosts needs", compile_all)
 
-    def flush(self, log: UpdateLog[Any]) -> Sequence[Leaf]:
+    def flush(self, log: AnyLog) -> Sequence[Leaf]:
         rows = np.arange(len(log.stamps[0].rows))
         self._replace(log, rows, _BLOCK_ELEMENTS, self._up_to_date, log.steps)
         return np.full((), self.replay.part, np.int32), np.zeros((), np.int32)  # there are no segments then
 
-    def catch_up(self, log: UpdateLog[Any], rows: np.ndarray) -> None:
+    def catch_up(self, log: AnyLog, rows: np.ndarray) -> None:
         lagging = rows[log.stamps[0].rows[rows] < log.steps[0]]
         self._replace(log, lagging, _SOME_ELEMENTS, self._caught_up, log.steps)
 
-    def catch_up_some(self, log: UpdateLog[Any], closed: Sequence[Leaf], which: int) -> None:
+    def catch_up_some(self, log: AnyLog, closed: Sequence[Leaf], which: int) -> None:
         stamps = log.stamps[0].rows
         numbers = np.arange(which, len(stamps), self.times)
         lagging = numbers[self._deferred.lags(stamps[numbers], closed[1])]
@@ -106,7 +106,7 @@ class HostLogPrograms(LogPrograms):
 
     def _replace(
         self,
-        log: UpdateLog[Any],
+        log: AnyLog,
         taken: np.ndarray,
         elements: int,
         program: Callable[..., Sequence[Any]],
@@ -135,7 +135,7 @@ class HostLogPrograms(LogPrograms):
                 note_lost_rows(error)
             raise
 
-    def turned(self, log: UpdateLog[Any]) -> list[Leaf] | None:
+    def turned(self, log: AnyLog) -> list[Leaf] | None:
         if self._compilation is not None:
             self._compilation.finish()
         with jax.default_device(self._device):
