@@ -168,10 +168,10 @@ class _Finder:
         walk = _Walk(self._facts, self._makers, space, program)
         for equation in self._equations.get(family, ()):
             walk.take(equation)
-        new = program.new_states
+        new = {k: out for k, out in program.new_states.items() if k in space.leaves}
         outputs = [program.block.outputs[new[k]] for k in space.leaves]
-        states = set(new.values())
-        _require(not any(a in walk.names for out, a in enumerate(program.block.outputs) if out not in states))
+        others = (a for out, a in enumerate(program.block.outputs) if out not in new.values())
+        _require(not any(a in walk.names for a in others))
         leaves = tuple((program.block.inputs[k].shape[1:], str(program.block.inputs[k].dtype)) for k in space.leaves)
         key = (leaves, len(space.tables), tuple(walk.key), tuple(walk.names.get(a) for a in outputs))
         return _Member(space, key, walk.nodes, walk.names, walk.lookups)
@@ -561,9 +561,11 @@ def _written(
 def _ordered(equations: Sequence[Equation], given: Iterable[Var]) -> list[Equation] | None:
     """Returns equations in an order in which they can be run, as near to theirs as can be; those that can be observed
     stay in order. None: there is no such order."""
-    waiting: dict[Var, list[int]] = {}
+    waiting, known = dict[Var, list[int]](), set(given)
     missing = [0] * len(equations)
     made = {v for e in equations for v in e.outputs}
+    if any(isinstance(a, Var) and a not in made and a not in known for e in equations for a in e.inputs):
+        return None  # something else reads a table's own value
     observed = [k for k, e in enumerate(equations) if e.effects]
     after = dict(itertools.pairwise(observed))
     for k, e in enumerate(equations):

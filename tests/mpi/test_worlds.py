@@ -50,6 +50,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_growth",
             "check_once_per_row",
             "check_stacked_tables",
+            "check_bytes_of_stacked_tables",
             "check_shape_buckets",
             "check_whole_reads",
             "check_what_cannot_be",
@@ -64,7 +65,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_models_in_which_examples_meet",
             "check_stacked_tables",
         ),
-        (3, 1): ("check_some_of_the_contract", "check_stacked_tables"),
+        (3, 1): ("check_some_of_the_contract", "check_stacked_tables", "check_bytes_of_stacked_tables"),
     },
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {

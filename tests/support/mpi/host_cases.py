@@ -411,3 +411,26 @@ def check_stacked_tables() -> None:
         assert [operations.count(op) for op in ("ap.route", "ap.fetch", "ap.deliver")] == [2, 2, 2]  # and of t5
         for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
             np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-3, atol=1e-4, err_msg=f"{name}{path}")
+
+
+def check_bytes_of_stacked_tables() -> None:
+    """Each distinct row of each table that another rank owns goes one way as a row, and the other as a gradient."""
+    tx, here = stacked_tables.OPTIMIZERS["momentum"], exchange()
+    planned = autopar.parallelize(stacked_tables.step_of(tx), strategy=HOSTS)
+    state, rows, gradients = stacked_tables.start(tx), 0, 0
+    for k in range(3):
+        before, given = dict(here.sent_bytes), stacked_tables.batch(k)
+        state, _ = planned(state, given)
+        parts = np.split(given["ids"], RANKS)
+        asked = [[np.unique(part[:, t]) for t in range(part.shape[1])] for part in parts]
+        rows = sum(
+            4 * width * np.sum(ids % RANKS == RANK)
+            for rank, tables in enumerate(asked)
+            for width, ids in zip(stacked_tables.WIDTHS, tables, strict=True)
+            if rank != RANK
+        )
+        pairs = zip(stacked_tables.WIDTHS, asked[RANK], strict=True)
+        gradients = sum(4 * width * np.sum(ids % RANKS != RANK) for width, ids in pairs)
+        sent = {name: n - before[name] for name, n in here.sent_bytes.items()}
+        assert (sent["rows"], sent["gradients"]) == (rows, gradients), (sent, rows, gradients)
+    assert stacked_tables.stacks(planned) == [5]

@@ -101,6 +101,17 @@ def test_what_is_of_one_table_keeps_it_apart() -> None:
         assert_same(mine, theirs)
 
 
+def test_tables_whose_new_values_are_other_leaves_as_well_are_refused_as_without_a_stack() -> None:
+    def remembering(state: Any, batch: Any) -> Any:
+        new, loss = step_of(ADAGRAD)({k: state[k] for k in ("params", "opt")}, batch)
+        return {**new, "last": new["params"]["tables"]}, loss
+
+    state = start(ADAGRAD)
+    state["last"] = jax.tree.map(jnp.zeros_like, state["params"]["tables"])
+    with pytest.raises(autopar.StrategyError, match="all rows of a table are read at once"):
+        autopar.parallelize(remembering, strategy=HOSTS)(state, batch(0))
+
+
 def test_arguments_stay_if_they_are_not_donated() -> None:
     """A table that comes twice is two tables."""
     planned = autopar.parallelize(step_of(ADAGRAD), strategy=HOSTS, donate=False)
