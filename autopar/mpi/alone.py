@@ -1,6 +1,6 @@
-"""Processes of one job that don't see each other: each would train by itself, on the whole batch, without a word.
+"""Finds processes of one job that don't see each other: each would train by itself, on the whole batch, in silence.
 
-That is found when a step is planned. An import is too early: the user may connect JAX's processes after it, and a
+They are found when a step is planned. An import is too early: the user may connect JAX's processes after it, and a
 script that only prints its `--help` needs no job.
 """
 
@@ -16,9 +16,9 @@ import jax
 from autopar.errors import LaunchError
 from autopar.mpi.world import OFF_VARIABLE, is_off_or_child, launched, world
 
-#: (variable of the number of processes, variable of this one's, what connects them without MPI), of those that start
-#: processes and leave it to them to connect. Of Slurm's variables only those of a step are srun's: a batch script and
-#: a Python in an interactive shell have those of the job (SLURM_NTASKS), too, and are alone.
+#: Launchers that leave it to processes to connect: (variable of their number, variable of this one's number, what
+#: connects them without MPI). Only a step's variables are srun's: a batch script and a Python in an interactive shell
+#: have those of Slurm's job (SLURM_NTASKS), too, and are alone.
 STARTERS = (
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "jax.distributed.initialize()"),
     (
@@ -31,15 +31,8 @@ STARTERS = (
 
 
 def check_connected(name: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Checks that this process knows of the others that were started with it, if there are any.
-
-    Args:
-      name: The step that is planned.
-      environment: The process's.
-
-    Raises:
-      LaunchError: it doesn't; the message says how to start them.
-    """
+    """Checks that this process knows of others that were started with it, or raises LaunchError, which says how to
+    start them."""
     if is_off_or_child(environment) or launched(environment) is not None or jax.process_count() > 1:
         return
     for count, number, by_jax in STARTERS:
@@ -54,16 +47,8 @@ def check_connected(name: str, environment: Mapping[str, str] = os.environ) -> N
 
 
 def check_ranks(name: str, what: str, instead: str) -> None:
-    """Checks that JAX's processes are the ranks of an MPI job, where something needs MPI.
-
-    Args:
-      name: The step that is planned.
-      what: What of it needs MPI.
-      instead: What needs none, for the message.
-
-    Raises:
-      LaunchError: JAX has more processes than MPI.
-    """
+    """Checks that JAX's processes are ranks of an MPI job, or raises LaunchError. `what` needs MPI; `instead` needs
+    none."""
     count = jax.process_count()
     if count > world().size:
         off = f", without {OFF_VARIABLE}=off" * (OFF_VARIABLE in os.environ)

@@ -1,7 +1,7 @@
-"""Host memory: aligned arrays, buffers that are used again, and tables that either fit or say so.
+"""Host memory: aligned arrays, reused buffers, and tables that either fit or say so.
 
-JAX takes a NumPy array over without a copy only where it starts at a multiple of 64 bytes, and then reads it for as
-long as a program that got it runs: a buffer mustn't be written again before that. Hence alternating sets.
+JAX takes over a NumPy array without a copy only if it starts at a multiple of 64 bytes, and then reads it for as long
+as a program with it runs: a buffer mustn't be written again before that. Hence alternating sets.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from autopar.errors import HostMemoryError
 from autopar.mpi.limits import available_bytes
 
-#: Bytes: what XLA wants on CPUs, and a cache line.
+#: Bytes: XLA's alignment on CPUs, and a cache line.
 ALIGNMENT = 64
 
 #: Bytes that a table leaves to everything else on the machine.
@@ -24,7 +24,7 @@ _PAGE = 4096
 
 
 def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-    """Makes an array that starts at a multiple of 64 bytes, in C order, its elements not set to anything."""
+    """Returns an uninitialised array in C order that starts at a multiple of 64 bytes."""
     dtype = np.dtype(dtype)
     shape = (shape,) if isinstance(shape, int) else shape
     raw = np.empty(math.prod(shape) * dtype.itemsize + ALIGNMENT, np.uint8)
@@ -32,11 +32,11 @@ def aligned(shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
 
 
 class Buffers:
-    """Aligned memory by name, which grows to the most that a name was asked for.
+    """Aligned memory by name, which grows to the most that was asked for under a name.
 
-    A name has several buffers that take turns: what `take` returned stays as it is until the name has been taken `sets`
-    times more. With two sets, a buffer that a step filled can be read by that step's program while the next step fills
-    the other one; before the step after next the program must be done (`jax.block_until_ready`).
+    Each name has several buffers that take turns: an array from `take` stays as it is until its name has been taken
+    `sets` times more. With two sets a program can read the buffer that its step filled while the next step fills the
+    other one; before the step after next the program must be done (`jax.block_until_ready`).
     """
 
     def __init__(self, sets: int = 2) -> None:
@@ -45,7 +45,7 @@ class Buffers:
         self._memory: dict[tuple[str, int], np.ndarray] = {}
 
     def take(self, name: str, shape: int | tuple[int, ...], dtype: npt.DTypeLike) -> np.ndarray:
-        """Returns an array of this shape and dtype, in the next buffer of this name; its elements are anything."""
+        """Returns an uninitialised array in the next buffer of this name."""
         dtype = np.dtype(dtype)
         shape = (shape,) if isinstance(shape, int) else shape
         wanted = math.prod(shape) * dtype.itemsize
@@ -57,24 +57,21 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all buffers hold."""
         return sum(memory.nbytes for memory in self._memory.values())
 
 
 def grown(wanted: int) -> int:
-    """Returns the next of eight sizes to an octave: sizes that vary a little seldom need new memory."""
+    """Returns the next of eight sizes to an octave, so that slightly varying sizes seldom need new memory."""
     step = max(1 << max(wanted.bit_length() - 4, 0), ALIGNMENT)
     return -(-wanted // step) * step
 
 
 def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> np.ndarray:
-    """Allocates a table, or this rank's share of one: an aligned array, all zero, whose pages the process has.
+    """Allocates a table, or this rank's share of one: an aligned array of zeros, whose pages the process has. Raises
+    HostMemoryError, with the path, if the machine or the container hasn't so much memory.
 
-    Raises a HostMemoryError with its path if the machine, or the container, hasn't so much.
-
-    Linux promises more memory than it has, and ends the process, without a word, when pages are written that
-    aren't there. So what is there is looked up first, and the pages are then taken at once: the next table sees
-    what this one took.
+    Linux promises more memory than it has, and kills the process in silence when it writes to missing pages. So the
+    available memory is looked up first, and the pages are taken at once: the next table sees what this one took.
     """
     dtype = np.dtype(dtype)
     wanted = math.prod(shape) * dtype.itemsize
@@ -88,7 +85,7 @@ def allocate_table(shape: tuple[int, ...], dtype: npt.DTypeLike, path: str) -> n
 
 
 def require_pages(wanted: int, path: str, what: str, available: int | None = None) -> None:
-    """Raises `HostMemoryError` where `wanted` bytes aren't to be had now of the machine's `available` ones."""
+    """Raises HostMemoryError if `wanted` bytes can't be had of the machine's `available` ones."""
     available = (available_bytes() if available is None else available) - RESERVE
     if wanted > _PAGE and wanted > available:
         raise memory_refusal(path, what, wanted, max(available, 0))

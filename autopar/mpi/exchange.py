@@ -1,18 +1,18 @@
 """`Exchange`: rows and sums that the ranks of a job exchange in a step, as NumPy arrays.
 
-Rows of a table are spread over the ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
-step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and gives the sums of
-their gradients back (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is the server side of a
-parameter server as Parallax has it (papers/parallax.txt, 4.2 and 5.1), one server in each worker.
+Rows of a table are divided over ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
+step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and returns the sums
+of their gradients (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is Parallax's parameter
+server (papers/parallax.txt, 4.2 and 5.1), with one server in each worker.
 
 Invariants:
 
 - All calls are collective: every rank makes the same ones in the same order. Nothing else may use the communicator.
-- Results are exact and reproducible: sums are taken in the order of the ranks, never in that of arrival. (Where several
-  ranks share a machine, `machines` makes exchanges by way of node leaders, and says in which order those add up.)
+- Results are exact and reproducible: sums are taken in the order of the ranks, never of arrival. (If several ranks
+  share a machine, `machines` exchanges by way of node leaders, and says in which order those add up.)
 - What a rank asks of itself goes through memory, not through MPI.
-- What a call returns is no buffer of the exchange: it stays as it is. `out` and `memory` are for callers that use
-  theirs again (`buffers.Buffers`). With one rank a call returns its argument where it may.
+- Results are no buffers of the exchange, and stay as they are. `out` and `memory` are for callers that reuse theirs
+  (`buffers.Buffers`). With one rank a call may return its argument.
 """
 
 from __future__ import annotations
@@ -34,19 +34,18 @@ from autopar.jax_types import Comm, Leaf, Request
 from autopar.mpi.buffers import ALIGNMENT, Buffers, aligned
 from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting, swap
 
-#: Ids in the first message of an ask; those beyond follow in a second one, since the first says how many there are.
+#: Ids in the first message of an ask, which says how many there are; the rest follows in a second one.
 FIRST_IDS = 2047
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requested:
-    """Who wants which rows, after `ask`.
+    """The rows that ranks want of each other, after `ask`.
 
     Attributes:
-      rows: `[u]`, int32 (int64 where a shard needs it), sorted, unique: rows of this rank that any rank asked for.
-      bounds: Where the places of each owner begin among those that this rank asked for, and the end: those of owner r
-        are `places[bounds[r]:bounds[r + 1]]`.
-      sources: By rank, `[n_r]`, intp: where its rows are among `rows`, in the order in which it asked.
+      rows: `[u]`, int32 (int64 if a shard needs it), sorted, unique: rows of this rank that any rank asked for.
+      bounds: The places that this rank asked of owner r are `places[bounds[r]:bounds[r + 1]]`.
+      sources: By rank, `[n_r]`, intp: positions of its rows in `rows`, in the order in which it asked.
     """
 
     rows: np.ndarray
@@ -55,7 +54,7 @@ class Requested:
 
     @property
     def counts(self) -> np.ndarray:
-        """`[size]`, int64: how many rows this rank asked each owner for."""
+        """`[size]`, int64: the number of rows that this rank asked of each owner."""
         return np.diff(self.bounds)
 
     @property
@@ -68,17 +67,15 @@ class Exchange:
     """One rank's exchanges with the others.
 
     Attributes:
-      rank: This rank.
-      size: How many there are.
-      sent_bytes: What this rank handed to MPI for other ranks, in bytes, by kind: 'ids', 'rows', 'gradients' and
-        'gather' are what its messages hold; 'reduce' is this rank's contribution, once, whatever MPI's algorithm then
-        sends (a ring's AllReduce 2(N-1)/N of it).
-      near_bytes: What it handed to MPI for ranks of its own machine, where rows go by way of node leaders (`machines`):
-        'sent_bytes' has then only what crosses machines of ids, rows and gradients. Else nothing.
-      own_bytes: What the rank asked of itself, in bytes, by kind.
+      sent_bytes: Bytes that this rank handed to MPI for other ranks, by kind. 'ids', 'rows', 'gradients' and 'gather'
+        count messages; 'reduce' counts this rank's contribution once, whatever MPI's algorithm then sends (a ring's
+        AllReduce 2(N-1)/N of it).
+      near_bytes: Bytes for ranks of its own machine, if rows go by way of node leaders (`machines`); `sent_bytes` then
+        has only what crosses machines. Else nothing.
+      own_bytes: Bytes that the rank asked of itself, by kind.
       limit: Bytes of one MPI message at most; the same on all ranks.
-      rings_from: Bytes from which on reductions go in rings (`rings`), as `autopar.calibrate` found them faster than
-        MPI's; None: never. The same on all ranks.
+      rings_from: Size in bytes from which reductions go in rings, which `autopar.calibrate` found faster than MPI's;
+        None: never. The same on all ranks.
     """
 
     def __init__(
@@ -87,8 +84,8 @@ class Exchange:
         """Prepares exchanges. Collective.
 
         Args:
-          comm: An mpi4py communicator that nothing else uses; None with one rank, and MPI isn't touched.
-          polling: Whether to wait by polling; None: where ranks or other threads want the cores (`waiting`).
+          comm: An mpi4py communicator that nothing else uses; None with one rank.
+          polling: Whether to wait by polling; None: if ranks or other threads want the cores (`waiting`).
           shares_cores: Whether other threads of the program communicate, as gloo's do.
         """
         if (comm is None) != (size == 1):
@@ -100,11 +97,11 @@ class Exchange:
         self.own_bytes = dict.fromkeys(("ids", "rows", "gradients"), 0)
         self.limit = LIMIT
         self.rings_from: int | None = None
-        #: By whether the rank computes meanwhile.
+        #: Rings by `beside`.
         self._rings: dict[bool, Rings | NodeRings] = {}
         self._comm = comm
         self._scratch = Buffers(sets=1)
-        #: Whom this rank may ask for rows, and who may ask it.
+        #: Ranks that this one may ask for rows, and those that may ask it.
         self._askable = self._askers = frozenset(range(size))
         self._waiting = (
             Waiting(polling=False) if comm is None else choose_waiting(comm, polling, shares_cores=shares_cores)
@@ -112,11 +109,10 @@ class Exchange:
 
     @property
     def polling(self) -> bool:
-        """This rank waits by polling."""
         return self._waiting.polling
 
     def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
-        """Tells the owners which rows this rank wants, and learns which of its own are wanted.
+        """Tells owners which rows this rank wants, and learns which of its own are wanted.
 
         Args:
           places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * shard_rows`.
@@ -162,7 +158,7 @@ class Exchange:
         return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Gives the owners what belongs to their rows, and adds up what belongs to this rank's.
+        """Returns sums to the owners of their rows, and adds up those for this rank's.
 
         Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
 
@@ -171,8 +167,8 @@ class Exchange:
           out: Where to write: C order, `[at least u, ...]`, of the same dtype.
 
         Returns:
-          `[u, ...]`: for each of `requested.rows` the sum over the ranks that asked for it, in the order of the
-          ranks: the first u of `out`, or an aligned array.
+          `[u, ...]`: for each of `requested.rows` the sum over the ranks that asked for it, in the order of the ranks:
+            the first u of `out`, or an aligned array.
         """
         require_rows(sums, requested.size, "sums")
         u = len(requested.rows)
@@ -194,24 +190,24 @@ class Exchange:
     def reduce(
         self, arrays: Sequence[np.ndarray], op: str = "sum", memory: np.ndarray | None = None, *, beside: bool = False
     ) -> list[np.ndarray]:
-        """Combines arrays over the ranks: one AllReduce for each dtype, MPI's or one in rings (`rings_from`). The same
-        bits on every rank.
+        """Combines arrays over the ranks, with the same bits on each: one AllReduce for each dtype, MPI's or in rings
+        (`rings_from`).
 
         16-bit and 8-bit floats travel as float32. A NaN on any rank is the result of max and min, too. Sum, max and
-        "or" of bools are "or"; "and" and "or" of integers go by their bits.
+        "or" of bools are "or"; "and" and "or" of integers are bitwise.
 
         Args:
-          arrays: Of the same shapes and dtypes on all ranks.
-          op: One of `packing.OPS`.
-          memory: Bytes for the results, aligned, at least `packed_bytes(arrays, op)` of them.
-          beside: Whether the rank computes meanwhile, and its cores are wanted; the same on all ranks.
+          arrays: With the same shapes and dtypes on all ranks.
+          op: One of `OPS`.
+          memory: Aligned bytes for the results, at least `packed_bytes(arrays, op)` of them.
+          beside: Whether the rank computes meanwhile and needs its cores; the same on all ranks.
 
         Returns:
-          An array for each, aligned: a view of `memory`, or of new memory that they share; an array of its own where
-          the dtype isn't the one that travelled. With one rank the arguments.
+          Aligned arrays: views of `memory`, or of new memory that they share; new arrays if another dtype travelled.
+            With one rank the arguments.
 
         Raises:
-          ArgumentsError: No such reduction, or not of such elements; or `memory` is too small.
+          ArgumentsError: there is no such reduction of such elements, or `memory` is too small.
         """
         arrays = [np.asarray(a) for a in arrays]
         specs = tuple((a.shape, a.dtype) for a in arrays)
@@ -234,12 +230,11 @@ class Exchange:
         return results
 
     def packed_bytes(self, arrays: Sequence[Leaf], op: str = "sum") -> int:
-        """Returns the bytes of memory that `reduce` needs for arrays of these shapes and dtypes."""
+        """Returns the bytes of memory that `reduce` needs for such arrays."""
         return packing(tuple((tuple(a.shape), np.dtype(a.dtype)) for a in arrays), op).nbytes
 
     def gather(self, array: np.ndarray) -> list[np.ndarray]:
-        """Returns every rank's array, in the order of the ranks; their lengths may differ, not the rest of their
-        shapes."""
+        """Returns every rank's array, in order; only the lengths may differ."""
         array = np.ascontiguousarray(array)
         if self.size == 1:
             return [array]
@@ -255,7 +250,7 @@ class Exchange:
         return Rings(self._comm, waiting)
 
     def _in_one_buffer(self, sources: Sequence[np.ndarray]) -> tuple[list[slice | None], int]:
-        """Returns where each rank's rows are in a buffer for all others' (None of this rank's own), and its length."""
+        """Returns the slice of each other rank's rows in one buffer (None for this rank), and the buffer's length."""
         ends = [0, *accumulate(0 if r == self.rank else back.size for r, back in enumerate(sources))]
         slices = [None if r == self.rank else slice(a, b) for r, (a, b) in enumerate(pairwise(ends))]
         return slices, ends[-1]
@@ -287,7 +282,7 @@ class Exchange:
         return self._rest_of_ids(parts, received)
 
     def _rest_of_ids(self, parts: list[np.ndarray], received: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Sends and receives what didn't fit into the first messages; by rank, all that it wants."""
+        """Exchanges the ids that didn't fit into the first messages; returns all ids by rank."""
         counts = received[:, 0].tolist()
         counts[self.rank] = 0
         wanted = [part[1 : 1 + count] for part, count in zip(received, counts, strict=True)]
@@ -305,7 +300,7 @@ class Exchange:
         return tuple(wanted)
 
     def _add_up(self, result: np.ndarray, sources: Sequence[np.ndarray], parts: Sequence[np.ndarray]) -> None:
-        """Adds each source's rows to where they belong. A source's rows are distinct, so that `+=` loses none."""
+        """Adds each source's rows where they belong. A source's rows are distinct, so that `+=` loses none."""
         wide = np.dtype(np.float32) if result.dtype.itemsize <= 2 and result.dtype.kind in "fV" else result.dtype
         total = result
         if wide != result.dtype:
@@ -318,8 +313,7 @@ class Exchange:
                 np.copyto(result, total, casting="unsafe")
 
     def _all_reduce(self, flat: np.ndarray, op: str, beside: bool) -> None:
-        """Reduces in place, in as many calls as it takes: the same number on all ranks, since the lengths are the
-        same."""
+        """Reduces in place, in pieces if necessary; their number follows from the length, which all ranks share."""
         from mpi4py import MPI
 
         waiting = BESIDE if beside else self._waiting
@@ -335,19 +329,19 @@ class Exchange:
                 waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
 
 
-# --- many arrays in few messages: how arrays lie in one buffer, and in which form they are reduced ---
+# --- many arrays in few messages: their places in one buffer, and the form in which they are reduced ---
 #
-# What MPI can't reduce as it is travels as something that it can, and comes back:
+# Arrays that MPI can't reduce travel in another form:
 #
 # - float16, bfloat16 and the 8-bit floats as float32, rounded once, after the reduction;
-# - bool as a byte, combined by its bits;
-# - max and min of floats as integers of the same order, NaN beyond all others: a NaN of any rank is then
-#   the result, as in JAX, where MPI's own max keeps or loses it by the order of the ranks.
+# - bool as a byte, combined bitwise;
+# - max and min of floats as integers of the same order, NaN beyond all others: a NaN on any rank is then the result, as
+#   in JAX, while MPI's own max keeps or loses it depending on the order of the ranks.
 
-#: Name of a reduction -> the name of MPI's.
+#: Name of a reduction -> MPI's name.
 OPS = {"sum": "SUM", "prod": "PROD", "max": "MAX", "min": "MIN", "and": "BAND", "or": "BOR"}
 
-#: What sums and the like of bools are, as in NumPy.
+#: Reductions of bools, as in NumPy.
 _OF_BOOLS = {"sum": "BOR", "max": "BOR", "or": "BOR", "prod": "BAND", "min": "BAND", "and": "BAND"}
 
 Spec = tuple[tuple[int, ...], np.dtype]
@@ -358,12 +352,11 @@ class Segment:
     """Arrays that are reduced in one call.
 
     Attributes:
-      dtype: Of the elements that MPI sees.
-      op: MPI's name of the reduction.
-      ordered: Whether the elements are floats that travel as integers of the same order: these floats' dtype, or None.
-      members: Which arrays.
-      starts: Where each begins, in elements from the segment's own start.
-      size: Elements, the gaps between arrays included.
+      dtype, op: The elements that MPI sees, and its name of the reduction.
+      ordered: The floats' dtype if they travel as integers of the same order, else None.
+      members: Numbers of the arrays.
+      starts: Where each begins, in elements from the segment's start.
+      size: Number of elements, including gaps.
       offset: Where the segment begins in the buffer, in bytes.
     """
 
@@ -382,13 +375,8 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """Places of arrays in one buffer.
-
-    Attributes:
-      segments: By dtype, in the order of their first arrays.
-      nbytes: Of the whole buffer.
-      sent: Bytes that MPI is given; less than `nbytes` by the gaps between segments.
-    """
+    """Places of arrays in one buffer of `nbytes`: segments by dtype, in the order of their first arrays. `sent`: bytes
+    that MPI is given, without gaps between segments."""
 
     segments: tuple[Segment, ...]
     nbytes: int
@@ -397,10 +385,8 @@ class Packing:
 
 @functools.lru_cache(maxsize=64)
 def packing(specs: tuple[Spec, ...], op: str) -> Packing:
-    """Packs arrays of these shapes and dtypes, each at a multiple of 64 bytes.
-
-    Raises an ArgumentsError if there is no such reduction, or not of such elements.
-    """
+    """Packs arrays, each at a multiple of 64 bytes; raises ArgumentsError if there is no such reduction of such
+    elements."""
     groups: dict[tuple[np.dtype, str, np.dtype | None], list[int]] = {}
     for k, (_, dtype) in enumerate(specs):
         groups.setdefault(_wire(dtype, op), []).append(k)
@@ -421,7 +407,7 @@ def packing(specs: tuple[Spec, ...], op: str) -> Packing:
 
 
 def pack(segment: Segment, arrays: Sequence[np.ndarray], flat: np.ndarray) -> None:
-    """Writes a segment's arrays to where it wants them; `flat` is its part of the buffer."""
+    """Writes a segment's arrays to its part of the buffer."""
     floats = flat if segment.ordered is None else flat.view(segment.ordered)
     for k, start in zip(segment.members, segment.starts, strict=True):
         array = arrays[k]
@@ -431,7 +417,7 @@ def pack(segment: Segment, arrays: Sequence[np.ndarray], flat: np.ndarray) -> No
 
 
 def unpack(segment: Segment, specs: Sequence[Spec], flat: np.ndarray, results: list[np.ndarray]) -> None:
-    """Puts a segment's arrays into `results`: views of `flat`, new arrays where another dtype travelled."""
+    """Stores a segment's arrays in `results`: views of `flat`, or new arrays if another dtype travelled."""
     if segment.ordered is not None:
         _swap_order(flat)
         flat = flat.view(segment.ordered)
@@ -445,7 +431,7 @@ def unpack(segment: Segment, specs: Sequence[Spec], flat: np.ndarray, results: l
 
 
 def _wire(dtype: np.dtype, op: str) -> tuple[np.dtype, str, np.dtype | None]:
-    """Returns the dtype that travels, MPI's reduction of it, and the floats' dtype if they travel as ordered
+    """Returns the dtype that travels, MPI's name of its reduction, and the floats' dtype if they travel as ordered
     integers."""
     if op not in OPS:
         raise ArgumentsError(f"no reduction {op!r}; there are {', '.join(OPS)}")
@@ -474,7 +460,7 @@ def _is_small_float(dtype: np.dtype) -> bool:
 
 
 def _order(floats: np.ndarray, nan_sign: float) -> None:
-    """Replaces floats, in place, by integers of the same order; NaN beyond infinity, on the side of `nan_sign`."""
+    """Replaces floats in place by integers of the same order, with NaN beyond infinity on the side of `nan_sign`."""
     holes = np.isnan(floats)
     if holes.any():
         floats[holes] = np.copysign(np.nan, nan_sign)
@@ -482,9 +468,9 @@ def _order(floats: np.ndarray, nan_sign: float) -> None:
 
 
 def _swap_order(bits: np.ndarray) -> None:
-    """Exchanges the bits of floats for integers of the same order, in place; it is its own inverse.
+    """Exchanges floats' bits and integers of the same order in place; it is its own inverse.
 
-    A float's bits are its sign and a magnitude; for negative ones the magnitude's bits are turned over.
+    A float's bits are a sign and a magnitude, whose bits are inverted for negative floats.
     """
     signs = bits >> (8 * bits.itemsize - 1)
     signs &= np.iinfo(bits.dtype).max
@@ -493,22 +479,21 @@ def _swap_order(bits: np.ndarray) -> None:
 
 # --- AllReduce, reduce-scatter and allgather of one buffer in rings: bucket algorithms (MXNET-MPI, section 6) ---
 #
-# Each rank sends to the next one and receives from the one before, in p - 1 turns a piece of a p-th each, so that an
-# AllReduce sends 2(p - 1)/p of the buffer, which is the least there is, by any number of ranks. A turn has to wait for
-# the addition of the last one; so the buffer is divided over several rings, of which one adds while the pieces of the
-# others are on their way (figure 9).
+# Each rank sends to the next one and receives from the one before, in p - 1 turns, a p-th of the buffer each. So an
+# AllReduce sends 2(p - 1)/p of it, the least possible. A turn has to wait for the addition of the last one; the buffer
+# is therefore divided over several rings, of which one adds while pieces of the others are on their way (figure 9).
 #
-# The vectors of a node are one (6.1): those of a rank's devices are added before they come here, and ranks of one
-# machine scatter their sum among themselves, reduce each part with the other machines, and gather (`NodeRings`). So the
-# network has 2(m - 1)/m of the buffer from each of m machines.
+# A node's vectors are summed first (6.1): those of a rank's devices before they come here; and ranks of one machine
+# scatter their sum among themselves, reduce each part with the other machines, and gather (`NodeRings`). So each of m
+# machines sends 2(m - 1)/m of the buffer through the network.
 #
 # Results have the same bits on every rank, and in each run: a piece is added up in the order of a ring.
 
-#: How many rings a buffer is divided over, between machines.
+#: Number of rings between machines.
 RINGS = 2
-#: Bytes that are added between two looks at what is on its way: over TCP messages go on only while MPI is called.
+#: Bytes that are added between two tests of messages: over TCP these go on only while MPI is called.
 _BETWEEN_LOOKS = 1 << 18
-#: MPI's name of a reduction -> what computes it here.
+#: MPI's name of a reduction -> NumPy's function.
 _UFUNCS = {
     "SUM": np.add,
     "PROD": np.multiply,
@@ -520,10 +505,10 @@ _UFUNCS = {
 
 
 class Rings:
-    """One rank's part in collectives of ranks that are equally far from each other.
+    """One rank's part in collectives between equally distant ranks.
 
-    All calls are collective, and in place: of arrays `[n]` of one dtype, in C order, as long on all ranks, each no
-    longer than a message may be.
+    All calls are collective and in place, on arrays `[n]` in C order, of one dtype and length on all ranks, no longer
+    than a message may be.
     """
 
     def __init__(self, comm: Comm, waiting: Waiting, rings: int = RINGS) -> None:
@@ -535,12 +520,12 @@ class Rings:
         self.sent_bytes = 0
 
     def all_reduce(self, flat: np.ndarray, op: str) -> None:
-        """Reduces an array, all of it on every rank. `op`: MPI's name ("SUM")."""
+        """Reduces an array on every rank. `op`: MPI's name ("SUM")."""
         self.reduce_scatter(flat, op)
         self.all_gather(flat)
 
     def reduce_scatter(self, flat: np.ndarray, op: str) -> None:
-        """Reduces an array; a rank has its pieces of the result (`own`), and anything in the others."""
+        """Reduces an array; a rank gets its pieces of the result (`own`), and anything in the others."""
         self._go_round(flat, -1, _UFUNCS[op])
 
     def all_gather(self, flat: np.ndarray) -> None:
@@ -548,11 +533,11 @@ class Rings:
         self._go_round(flat, 0, None)
 
     def own(self, flat: np.ndarray) -> list[np.ndarray]:
-        """Returns this rank's pieces of an array, of each ring one."""
+        """Returns this rank's piece of each ring."""
         return [ring[self.rank] for ring in self._pieces(flat)]
 
     def _pieces(self, flat: np.ndarray) -> list[list[np.ndarray]]:
-        """Returns for each ring its pieces, by rank: nearly equal ones, cut at cache lines."""
+        """Returns for each ring its pieces by rank, nearly equal and cut at cache lines."""
         lines = -(-flat.nbytes // ALIGNMENT)
         count, each = self._rings * self.size, max(ALIGNMENT // flat.itemsize, 1)
         cuts = [k * lines // count * each for k in range(count)] + [flat.size]
@@ -560,12 +545,12 @@ class Rings:
         return [parts[k : k + self.size] for k in range(0, count, self.size)]
 
     def _go_round(self, flat: np.ndarray, first: int, ufunc: np.ufunc | None) -> None:
-        """Does p - 1 turns in all rings. `first`: which piece a rank begins with, counted from its own one."""
+        """Does p - 1 turns in all rings. `first`: the piece that a rank begins with, counted from its own."""
         rings = self._pieces(flat)
         under_way: deque[tuple[int, int, list[Request]]] = deque()
 
         def received(ring: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
-            """Returns where a turn's piece belongs, and where it is received."""
+            """Returns a turn's target, and the buffer that receives its piece."""
             target = rings[ring][(self.rank + first - turn - 1) % self.size]
             if ufunc is None:
                 return target, target
@@ -591,10 +576,10 @@ class Rings:
 
 
 class NodeRings:
-    """One rank's part in the AllReduce of a job whose machines have as many ranks each."""
+    """One rank's part in an AllReduce over machines with equal numbers of ranks."""
 
     def __init__(self, comm: Comm, waiting: Waiting, machines: Sequence[Any]) -> None:
-        """Takes by rank what machine it is on, beside the arguments of `Rings`. Collective."""
+        """Takes the machine of each rank, and arguments of `Rings`. Collective."""
         rank = comm.Get_rank()
         number = list(machines[:rank]).count(machines[rank])
         self._near = Rings(comm.Split(machines.index(machines[rank]), rank), waiting, 1)
@@ -602,7 +587,7 @@ class NodeRings:
 
     @property
     def sent_bytes(self) -> int:
-        """Returns what this rank has sent to other machines, in bytes."""
+        """Bytes that this rank has sent to other machines."""
         return self._far.sent_bytes
 
     def all_reduce(self, flat: np.ndarray, op: str) -> None:
@@ -614,7 +599,7 @@ class NodeRings:
 
 
 def _combine(ufunc: np.ufunc, target: np.ndarray, other: np.ndarray, under_way: Sequence[Request]) -> None:
-    """Combines two arrays into the first one, and looks at messages in between."""
+    """Combines two arrays into the first one, and tests messages in between."""
     step = max(_BETWEEN_LOOKS // target.itemsize, 1)
     with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX
         for start in range(0, target.size, step):
@@ -630,7 +615,6 @@ _INT32_MAX = np.iinfo(np.int32).max
 
 
 def number_dtype(count: int) -> np.dtype:
-    """Returns the dtype of numbers up to `count`: int32 where they fit, else int64."""
     return np.dtype(np.int32 if count <= _INT32_MAX else np.int64)
 
 
@@ -644,14 +628,13 @@ def distinct_rows(values: np.ndarray) -> np.ndarray:
 
 
 def union_rows(wanted: Sequence[np.ndarray]) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Returns the sorted distinct rows of all sources, and where each source's are among them. Each source's are
-    sorted."""
+    """Returns the sorted distinct rows of all sources (each sorted), and each source's positions among them."""
     rows = distinct_rows(np.concatenate(wanted))
     return rows, tuple(rows.searchsorted(part) for part in wanted)
 
 
 def as_lines(rows: np.ndarray) -> np.ndarray:
-    """Views rows as `[rows, bytes of a row]`, without a copy where they are contiguous."""
+    """Views rows as `[rows, bytes of a row]`, without a copy if they are contiguous."""
     rows = np.ascontiguousarray(rows)
     return rows.reshape(-1).view(np.uint8).reshape(len(rows), -1 if rows.size else 0)
 

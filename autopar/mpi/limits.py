@@ -1,7 +1,7 @@
-"""Memory and cores that this machine lets the process have.
+"""Memory and cores that this machine allows the process.
 
-A container has less than the machine: the limits of its cgroups count too, of version 1 and 2, at every level from
-the process's own up to the root (kernel documentation: admin-guide/cgroup-v2 and cgroup-v1/memory).
+A container has less than the machine: the limits of its cgroups count too, of version 1 and 2, at every level from the
+process's own up to the root (kernel documentation: admin-guide/cgroup-v2 and cgroup-v1/memory).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import os
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-#: What a cgroup without a limit says: "max", or a number near 2^63.
+#: Numbers from here on mean that a cgroup has no limit (it is "max", or near 2^63).
 _UNLIMITED = 1 << 60
 
-#: Version of a cgroup -> its files with the limit and with what is used, and what its statistic calls idle files.
+#: Version of a cgroup -> its files with the limit and the usage, and the name of idle files in its statistic.
 _MEMORY_FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -21,24 +21,21 @@ _MEMORY_FILES = {
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory that the process can take without anything being swapped out or killed.
-
-    `root`, here and below: where `proc` and `sys` are.
-    """
+    """Returns the bytes of memory that the process can take without swapping or being killed. `root`, here and below:
+    the folder with `proc` and `sys`."""
     return min(memory_levels(root).values())
 
 
 def total_bytes(root: Path = Path("/")) -> int:
-    """Returns the bytes of memory of the machine, or of what the process is confined to, in use or not."""
+    """Returns the bytes of memory, free or not, of the machine or of the process's cgroup."""
     limits = [_number(folder / _MEMORY_FILES[version][0]) for version, folder in _cgroups(root, "memory")]
     return min([_machine_bytes(root, "MemTotal"), *(limit for limit in limits if limit is not None)])
 
 
 def memory_levels(root: Path = Path("/")) -> dict[str, int]:
-    """Returns the bytes of memory that can still be taken, by what has them: the machine, and each cgroup with a limit.
+    """Returns the free bytes of memory of the machine (first), and of each cgroup with a limit.
 
-    Processes that share one see it by the same name, whatever their namespaces.
-    The machine comes first.
+    Processes that share a cgroup see it by the same name, whatever their namespaces.
     """
     machine = machine_name()
     levels = {machine: _machine_bytes(root, "MemAvailable")}
@@ -46,7 +43,7 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
         limit_file, usage_file, inactive = _MEMORY_FILES[version]
         limit, used = _number(folder / limit_file), _number(folder / usage_file)
         if limit is not None and used is not None:
-            # Pages of files that nobody has used lately are given up before anything else.
+            # The kernel gives up idle files' pages before anything else.
             files = _statistic(folder / "memory.stat", inactive) or 0
             at = folder.stat()
             levels[f"{machine}/{at.st_dev}:{at.st_ino}"] = max(limit - max(used - files, 0), 0)
@@ -54,13 +51,13 @@ def memory_levels(root: Path = Path("/")) -> dict[str, int]:
 
 
 def affinity() -> frozenset[int]:
-    """Returns the numbers of the cores that the process may run on."""
     has_some = hasattr(os, "sched_getaffinity")
     return frozenset(os.sched_getaffinity(0) if has_some else range(os.cpu_count() or 1))
 
 
 def cores(root: Path = Path("/"), own: Collection[int] | None = None) -> int:
-    """Counts the cores that the process can run on: its `own`, or those of its affinity, cut to its cgroups' quota."""
+    """Returns the number of cores that the process can run on: `own` ones, by default its affinity, up to its cgroups'
+    quota."""
     count = len(affinity() if own is None else own)
     for version, folder in _cgroups(root, "cpu"):
         if version == 2:
@@ -74,18 +71,18 @@ def cores(root: Path = Path("/"), own: Collection[int] | None = None) -> int:
 
 
 def machine_name() -> str:
-    """Returns a name that is equal on all processes of a running machine, whatever their host names, and on no
-    other."""
+    """Returns a name that all processes of a running machine share, whatever their host names, and no other machine
+    has."""
     return _text(Path("/proc/sys/kernel/random/boot_id")).strip() or os.uname().nodename
 
 
 def _machine_bytes(root: Path, name: str) -> int:
     kib = _statistic(root / "proc/meminfo", f"{name}:")
-    return _UNLIMITED if kib is None else kib * 1024  # not Linux: the system itself refuses what it doesn't have
+    return _UNLIMITED if kib is None else kib * 1024  # other systems than Linux refuse memory that they don't have
 
 
 def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yields version and folder of each cgroup that the process is in, from its own one upwards."""
+    """Yields version and folder of each of the process's cgroups, from its own upwards."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, names, path = line.split(":", 2)
         if number == "0":
@@ -108,7 +105,7 @@ def _statistic(path: Path, name: str) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """Returns the number in a file, None where there is no file or no limit in it."""
+    """Returns the number in a file; None if there is no file, or no limit in it."""
     text = _text(path).strip()
     return int(text) if text.lstrip("-").isdigit() and int(text) < _UNLIMITED else None
 

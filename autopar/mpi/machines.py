@@ -1,17 +1,17 @@
-"""Exchanges of ranks of which several share a machine: what these want of another machine crosses the network once.
+"""Exchanges between ranks of which several share a machine: rows for another machine cross the network once.
 
 For each rank on another machine one rank of this machine is the *node leader*; a rank of this machine is its own. Ranks
-ask the node leaders, within the machine, and node leaders ask the owners for what any of the machine's ranks wants;
-rows come back the same way, and gradients are added up at the node leader before they are sent on. This is Parallax's
-local aggregation (papers/parallax.txt, 5.1 and 5.2), and the same for rows and their numbers.
+ask the node leaders, within the machine, and node leaders ask the owners for the rows that any of the machine's ranks
+wants. Rows return the same way, and node leaders add up gradients before they send them on. This is Parallax's local
+aggregation (papers/parallax.txt, 5.1 and 5.2), also for rows and their numbers.
 
 Invariants, beside those of `exchange`:
 
-- Between two ranks of a machine nothing goes but what one of them wants; from a machine to an owner on another one
-  each row's number and its gradients go once, and the row once in return.
-- The order of sums: within each machine that of the ranks, and then that of the node leaders' ranks, an owner being the
-  node leader of its own machine: that of the machines, where ranks are numbered machine by machine. Sums of 16-bit and
-  8-bit floats are rounded once in each machine, and once at the owner.
+- Two ranks of a machine exchange only what one of them wants. From a machine to an owner on another one each row's
+  number and its gradients go once, and the row returns once.
+- Sums are taken within each machine in the order of the ranks, and then in the order of the node leaders' ranks, an
+  owner being the node leader of its own machine; that is the order of the machines, if ranks are numbered machine by
+  machine. Sums of 16-bit and 8-bit floats are rounded once in each machine, and once at the owner.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def exchange() -> Exchange:
 
 
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:
-    """Returns the exchange that suits a job: by way of node leaders where that saves anything. Collective.
+    """Returns a job's exchange, by way of node leaders if they save anything. Collective.
 
-    `machines`: by rank, what machine it is on, the same on all ranks; None: they ask each other.
+    `machines`: by rank the machine that it is on, the same on all ranks; None: they ask each other.
     """
     if here.size == 1:
         return Exchange(here.rank, 1, None)
@@ -56,11 +56,11 @@ def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestedByLeaders(Requested):
-    """Who wants which rows, by way of node leaders. `sources` are those that the ranks asked for as node leaders.
+    """Rows that are wanted, by way of node leaders. `sources` are of node leaders' requests.
 
     Attributes:
-      near: What this rank asked its machine's node leaders for, and they it.
-      far: What it asked the owners for as a node leader, and the others' node leaders it.
+      near: Requests between this rank and its machine's node leaders.
+      far: Requests between this rank as a node leader, and owners.
     """
 
     near: Requested
@@ -68,15 +68,11 @@ class RequestedByLeaders(Requested):
 
 
 class LeaderExchange(Exchange):
-    """One rank's exchanges with the others, rows by way of node leaders.
-
-    Attributes:
-      machines: The ranks of each machine.
-      near: Exchanges with the ranks of this machine.
-    """
+    """One rank's exchanges with the others, rows by way of node leaders. `machines`: the ranks of each machine; `near`:
+    exchanges within this one."""
 
     def __init__(self, rank: int, size: int, comm: Comm, machines: Sequence[Hashable]) -> None:
-        """Connects 2 ranks at least, by the arguments of `Exchange` and `connect`. Collective."""
+        """Connects at least 2 ranks. Collective."""
         super().__init__(rank, size, comm)
         groups: dict[Hashable, list[int]] = {}
         for r, machine in enumerate(machines):
@@ -95,11 +91,10 @@ class LeaderExchange(Exchange):
         self._askers = frozenset(ranks[_leaders(ranks, size)[rank]] for ranks in self.machines if rank not in ranks)
 
     def ask(self, places: np.ndarray, shard_rows: int) -> RequestedByLeaders:
-        """Asks for rows as `Exchange` does, by way of node leaders."""
         total = self.size * shard_rows
         places = places.astype(np.int64, copy=False)
         bounds = self._bounds(places, shard_rows)
-        # As places of a table of which each node leader has as many rows as there are in all.
+        # Places of a table of which each node leader owns as many rows as there are in all.
         keys = np.empty(places.size, np.int64)
         for owner, part, sent in self._parts(bounds):
             np.add(places[part], self._leaders[owner] * total, out=keys[sent])
@@ -108,7 +103,6 @@ class LeaderExchange(Exchange):
         return RequestedByLeaders(far.rows, bounds, far.sources, near, far)
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Fetches rows as `Exchange` does, by way of node leaders."""
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is fetched so"
         if self.near.size == 1:
             return super().fetch(requested.far, rows, out)
@@ -123,7 +117,6 @@ class LeaderExchange(Exchange):
         return result
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray | None = None) -> np.ndarray:
-        """Delivers sums as `Exchange` does, by way of node leaders, which add up what their machine has."""
         assert isinstance(requested, RequestedByLeaders), "what was asked by way of node leaders is delivered so"
         if self.near.size == 1:
             return super().deliver(requested.far, sums, out)
@@ -144,7 +137,8 @@ class LeaderExchange(Exchange):
         return NodeRings(self._comm, waiting, machines)
 
     def _parts(self, bounds: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """Yields each owner, where its places are among the given ones, and among those sorted by node leader."""
+        """Yields each owner, and the slices of its places among the given ones, and among those sorted by node
+        leader."""
         end = 0
         for owner in self._by_leader:
             start, stop = bounds[owner], bounds[owner + 1]
@@ -153,23 +147,23 @@ class LeaderExchange(Exchange):
 
 
 def _leaders(ranks: Sequence[int], size: int) -> list[int]:
-    """Returns by owner which of a machine's ranks is the node leader; owners on other machines are distributed
-    cyclically."""
+    """Returns for each owner which of a machine's ranks is the node leader; owners on other machines are assigned in
+    turn."""
     others = [r for r in range(size) if r not in ranks]
     leaders = {r: k for k, r in enumerate(ranks)} | {r: k % len(ranks) for k, r in enumerate(others)}
     return [leaders[r] for r in range(size)]
 
 
-# --- the memory that the tables of all ranks take of their machines, before any of it is taken ---
+# --- memory for the tables of all ranks, before any is taken ---
 #
 # Ranks on one machine share its memory: each by itself would find memory for its own tables, and the system would then
-# end one of them. So they ask together, and where there is too little, every rank raises the same error.
+# kill one of them. So they ask together, and if there is too little, every rank raises the same error.
 
 
 def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
-    """Raises on every rank where the tables of all ranks together don't fit somewhere. Collective.
+    """Raises HostMemoryError on every rank if the tables of all ranks together don't fit somewhere. Collective.
 
-    `tables`: path -> shape and dtype of what this rank is about to allocate. The error names the host, and the largest
+    `tables`: path -> shape and dtype that this rank is about to allocate. The error names the host, and the largest
     table there.
     """
     wanted = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, (shape, dtype) in tables.items()}

@@ -16,22 +16,21 @@ from autopar.jax_types import Comm, Dtype, Request
 from autopar.mpi.waiting import LIMIT, Waiting, choose_waiting, pieces
 from autopar.mpi.world import world
 
-#: Between two looks at the messages, in seconds. A transfer of some MB takes a few of them.
+#: Seconds between two looks at messages. A transfer of some MB takes a few of them.
 _PAUSE_S = 0.5e-3
 
 
 class Incoming:
-    """An array that is on its way to this rank."""
+    """An array on its way to this rank."""
 
     def __init__(
         self, buffer: np.ndarray, requests: list[Request], source: int, waiting: Waiting, open_: set[Incoming]
     ) -> None:
-        """Takes requests under way; `open_` keeps all that MPI still writes to, whoever has forgotten them."""
+        """Takes requests under way; `open_` keeps all buffers that MPI still writes to, even if nobody else does."""
         self._buffer, self._requests, self.source, self._waiting, self._open = buffer, requests, source, waiting, open_
         open_.add(self)
 
     def wait(self) -> np.ndarray:
-        """Waits for the array, and returns it."""
         if self._requests:
             self._waiting.finish(self._requests)
             self._requests = []
@@ -40,18 +39,14 @@ class Incoming:
 
 
 class PointToPoint:
-    """A rank's messages to and from single others. Collective to make.
-
-    Attributes:
-      sent_bytes: What this rank has sent so far, by target.
-    """
+    """A rank's messages to and from single others. Collective to make. `sent_bytes`: by target."""
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm.Dup()
         self._waiting = choose_waiting(self._comm)
         #: Ranks whose memory this one doesn't share, as MPI sees it.
         self._far = _ranks_apart(self._comm)
-        #: What is being sent: requests, the array that they read, and to whom.
+        #: Requests, the array that they read, and the target.
         self._outgoing: list[tuple[list[Any], np.ndarray, int]] = []
         self._incoming: set[Incoming] = set()
         self.sent_bytes: dict[int, int] = {}
@@ -65,16 +60,13 @@ class PointToPoint:
         self._outgoing.append((requests, message, target))
 
     def receive(self, shape: tuple[int, ...], dtype: Dtype, source: int) -> Incoming:
-        """Begins to receive an array."""
         buffer = np.empty(shape, dtype)
         requests = [self._comm.Irecv(p, source) for p in pieces(buffer, LIMIT)]
         return Incoming(buffer, requests, source, self._waiting, self._incoming)
 
     def during(self, is_done: Callable[[], bool]) -> None:
-        """Lets messages between machines go on until other threads have computed something.
-
-        Over TCP they do only while MPI is called. (Where memory is shared, the receiver copies by itself.)
-        """
+        """Lets messages between machines go on until other threads have computed something: over TCP they do only while
+        MPI is called. (In shared memory the receiver copies by itself.)"""
         while not is_done() and self._is_far_open():
             self._comm.Iprobe()
             time.sleep(_PAUSE_S)
@@ -84,14 +76,14 @@ class PointToPoint:
         return not self._far.isdisjoint(peers)
 
     def finish(self) -> None:
-        """Waits until all that was sent has gone."""
+        """Waits until all messages have gone."""
         requests = [r for left, *_ in self._outgoing for r in left]
         self._waiting.finish(requests)
         self._outgoing = []
 
 
 def _ranks_apart(comm: Comm) -> set[int]:
-    """Finds the ranks on other machines. Collective."""
+    """Returns the ranks on other machines. Collective."""
     from mpi4py import MPI
 
     near = comm.Split_type(MPI.COMM_TYPE_SHARED)
@@ -106,5 +98,5 @@ def _are_done(requests: list[Request]) -> bool:
 
 @functools.cache
 def point_to_point() -> PointToPoint:
-    """Returns this process's messages. Collective, the first time; it is a rank of an MPI job."""
+    """Returns this rank's messages. Collective, the first time."""
     return PointToPoint(world().comm)

@@ -1,8 +1,8 @@
-"""`Service`: ranks ask each other for something while both go on with their work.
+"""`Service`: ranks send each other requests while both go on with their work.
 
-A thread of its own makes all calls of MPI on communicators of its own: it takes what comes, has it answered by who is
-registered for it, and hands on replies. So a rank answers while its main thread is inside a compiled program (which
-has let go of Python's lock). Objects travel by pickle's protocol 5, arrays within them out of band, without a copy.
+A thread makes all MPI calls, on communicators of its own: it takes messages, has the registered handler answer them,
+and hands on replies. So a rank answers while its main thread is inside a compiled program, which has released Python's
+lock. Objects travel by pickle's protocol 5, with arrays out of band, without a copy.
 """
 
 from __future__ import annotations
@@ -19,21 +19,19 @@ from autopar.errors import AutoparError
 from autopar.jax_types import Comm, Sent
 from autopar.mpi.world import World, job
 
-#: Takes a rank's message, and returns the replies that are due now, each with the rank that it is for.
+#: Takes a rank's message; returns the replies that are due now, each with its rank.
 Handler = Callable[[Any], list[tuple[int, Any]]]
 
 
 class Opening(Protocol):
-    """Says what a dedicated server is to answer messages with. It is sent by pickle."""
+    """Tells a dedicated server how to answer messages. It is sent by pickle."""
 
-    def handler(self) -> Handler:
-        """Makes what answers them."""
-        ...
+    def handler(self) -> Handler: ...
 
 
-#: Between two looks for messages: at least, at most, and as a part of the time since the last one, in seconds.
+#: Seconds between two looks for messages, at least and at most, and as a part of the time since the last message.
 _PAUSE_S, _LONGEST_S, _GROWTH = 50e-6, 2e-3, 0.15
-#: How often somebody who waits looks whether the thread has failed, in seconds.
+#: Seconds after which a waiting thread looks whether the service has failed.
 _LOOK_S = 0.5
 
 
@@ -41,14 +39,13 @@ class Service:
     """Messages of this rank, and those that it answers. Collective to make.
 
     Attributes:
-      rank, size: Its number among all ranks of the job, and how many they are.
-      servers: How many of them, the last ones, are dedicated servers. These have no thread: their main thread `serve`s.
+      rank, size: This rank's number in the job, and the number of ranks.
+      servers: How many ranks, the last ones, are dedicated servers. They have no thread: their main thread `serve`s.
     """
 
     def __init__(self, here: World) -> None:
-        """Connects to the job."""
         self._handlers: list[Handler | None] = []
-        #: Those of a dedicated server, by number.
+        #: Handlers of a dedicated server, by number.
         self._opened: dict[int, Handler] = {}
         self._released: Counter[int] = Counter()
         self._answering = threading.Lock()
@@ -72,51 +69,39 @@ class Service:
 
     @property
     def first_server(self) -> int:
-        """Returns the rank of the first server: threads in workers are those of the first ranks."""
+        """The rank of the first server. Servers that are threads in workers are on the first ranks."""
         return self.size - self.servers if self.servers else 0
 
     def register(self, handler: Handler | None) -> int:
-        """Has messages answered from now on, until all ranks `release` it.
+        """Registers a handler until all ranks `release` it; returns its number. None: this rank is asked nothing.
 
         All register in the same order, and none sends before all have.
-
-        Args:
-          handler: What answers them; None: this rank is asked nothing.
-
-        Returns:
-          The number by which it is asked.
         """
         self._handlers.append(handler)
         return len(self._handlers) - 1
 
     def open(self, number: int, rank: int, opening: Opening) -> None:
-        """Has a dedicated server answer messages from now on, which it confirms by a reply."""
+        """Makes a dedicated server answer messages from now on, which it confirms by a reply."""
         self._post(rank, (number, "open", opening))
 
     def release(self, number: int, farewells: Sequence[tuple[int, Any]] = ()) -> None:
-        """Says that this rank asks no more, behind some messages that aren't answered, each with its rank.
-
-        May come at any time, from any thread.
-        """
+        """Says, at any time and from any thread, that this rank asks no more. `farewells`: last messages, with their
+        ranks, which aren't answered."""
         if self._thread is None:
             self._handlers[number] = None
-        else:  # in the middle of anything, a collection of garbage: nothing that may be locked
+        else:  # a garbage collection may call this in the middle of anything: take no lock
             self._outgoing.extend((rank, (number, "ask", message)) for rank, message in farewells)
             self._outgoing.extend((rank, (number, "release", None)) for rank in range(self.size))
 
     def send(self, number: int, rank: int, message: Sent) -> None:
-        """Sends a message to a rank's handler. Those to one handler arrive in their order. Arrays mustn't change."""
+        """Sends a message to a rank's handler. Messages to one handler arrive in order. Arrays mustn't change."""
         if rank == self.rank:
             self._answer(number, message)
         else:
             self._post(rank, (number, "ask", message))
 
     def receive(self, number: int, rank: int) -> Sent:
-        """Waits for the next reply of a rank's handler, and returns it.
-
-        Raises:
-          AutoparError: this rank's own service failed.
-        """
+        """Waits for the next reply of a rank's handler; raises AutoparError if this rank's own service failed."""
         wanted = (number, rank)
         while not (known := self._early.get(wanted)):
             try:
@@ -151,7 +136,6 @@ class Service:
                     self._post(rank, (number, "reply", reply))
 
     def _take(self, source: int, number: int, kind: str, content: Sent) -> None:
-        """Does what a message says."""
         if kind == "reply":
             self._replies.put((number, source, content))
         elif kind == "ask":
@@ -165,7 +149,6 @@ class Service:
                 self._forget(number)
 
     def _forget(self, number: int) -> None:
-        """Lets go of what answers messages that nobody sends any more."""
         self._opened.pop(number, None)
         if number < len(self._handlers):
             self._handlers[number] = None
@@ -182,10 +165,10 @@ class Service:
             self._exchange(lambda: self._ends)
         except Exception as error:
             self._failure = error
-            raise  # which ends the job, named
+            raise  # the thread's hook reports it and ends the job
 
     def _exchange(self, is_over: Callable[[], bool]) -> None:
-        """Takes and sends messages until all ends."""
+        """Takes and sends messages until all ranks end."""
         from mpi4py import MPI
 
         status, sending, last, all_end = MPI.Status(), [], time.monotonic(), None

@@ -1,8 +1,8 @@
 """Waiting for other ranks: one policy, in one place.
 
-Two ways, of which all ranks of a job take the same one (a blocking collective doesn't match a nonblocking one):
+All ranks of a job wait in the same way, as a blocking collective doesn't match a nonblocking one:
 
-- blocking: MPI's own calls, which spin on a core until the message is there. The fastest where each rank has a core.
+- blocking: MPI's own calls, which spin on a core until the message is there. The fastest if each rank has a core.
 - polling: a nonblocking call, then `Test` and yield, over and over, for as long as a message usually takes; after that
   a sleep after every few tests, the longer the longer it has waited. For jobs with more ranks than cores, and for
   programs in which other threads (gloo's, XLA's) need the core.
@@ -12,8 +12,8 @@ first, and several tests between sleeps.
 
 A core on which everyone sleeps is idle, and an idle core comes back late: on a virtual machine whose host has other
 guests after some ms, so that a step of 23 ms took 33 to 70. A rank that is bound to one core therefore yields for
-longer: whoever else wants the core is on it already, and gets it. One that isn't bound must not: a core that yields to
-nobody looks busy, and the scheduler leaves the other ranks where they are (80 ms became 120).
+longer: others that want the core are on it already, and get it. An unbound rank must not: a core that yields to nobody
+looks busy, and the scheduler leaves the other ranks where they are (80 ms became 120).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from autopar.jax_types import Comm, Pytree, Request
 from autopar.mpi.limits import affinity, cores, machine_name
 from autopar.mpi.world import world
 
-#: How long a wait polls without sleeping, in seconds, and that of a rank which is bound to one core: longer than most.
+#: Seconds of polling before the first sleep, and for a rank that is bound to one core, longer than most waits.
 PATIENCE_S, BOUND_PATIENCE_S = 50e-6, 20e-3
 
 
-#: Lets another thread or process have the core, where one wants it.
+#: Lets another thread or process have the core, if one wants it.
 _give_way: Callable[[], None] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
@@ -45,13 +45,12 @@ class Waiting:
 
     Attributes:
       polling: Whether to poll; else MPI blocks.
-      patience_s: How long a wait polls without sleeping, in seconds.
-      pause_s: What it then sleeps between tests at first, in seconds (the kernel adds some 50 us to it).
-      growth: Later this part of what it has waited so far: a wait becomes longer by so much at most.
-      longest_s: The longest sleep, in seconds.
+      patience_s: Seconds of polling before the first sleep.
+      pause_s: Seconds of the first sleep between tests (the kernel adds some 50 us).
+      growth: Later sleeps, as a part of the time waited so far: a wait becomes longer by this part at most.
+      longest_s: Seconds of the longest sleep.
       tests: Tests between two sleeps.
       yields: Whether to yield after each test.
-      sleep: Sleeps for so many seconds.
     """
 
     polling: bool
@@ -64,7 +63,7 @@ class Waiting:
     sleep: Callable[[float], None] = time.sleep
 
     def finish(self, requests: Sequence[Request]) -> None:
-        """Returns when all these requests of mpi4py are done."""
+        """Waits for these requests of mpi4py."""
         if not requests:
             return
         kind = type(requests[0])
@@ -98,21 +97,21 @@ class Waiting:
                     _give_way()
 
 
-#: Of a thread beside the rank's programs: MPI's own waiting would take a core from these, and who yields one gets it
-#: back late (a sum of 20 ms took 80 beside a program of 80 ms); who has slept gets it at once.
+#: For a thread beside the rank's programs. MPI's own waiting would take a core from these. A thread that yields gets it
+#: back late (a sum of 20 ms took 80 beside a program of 80 ms); one that has slept gets it at once.
 BESIDE = Waiting(polling=True, patience_s=0, pause_s=200e-6, growth=0, yields=False)
 
 
 def choose_waiting(
     comm: Comm, polling: bool | None = None, *, shares_cores: bool = False, own: Collection[int] | None = None
 ) -> Waiting:
-    """Chooses the way to wait that suits all ranks. Collective.
+    """Chooses the way to wait for all ranks. Collective.
 
     Args:
-      polling: What the user wants; one rank that polls makes all poll. None: where some machine has more ranks than
-        cores for them, or `shares_cores`.
+      polling: The user's wish; one rank that polls makes all poll. None: poll if some machine has more ranks than cores
+        for them, or if `shares_cores`.
       shares_cores: Whether other threads of the program communicate too, as gloo's do.
-      own: The cores that this rank may run on, as the system says if left out.
+      own: The cores that this rank may run on; by default those of the system.
     """
     own = affinity() if own is None else frozenset(own)
     processes = comm.allgather((polling, shares_cores, machine_name(), own, cores()))
@@ -129,7 +128,7 @@ def choose_waiting(
 
 
 def _together(ranks: list[tuple[frozenset[int], int]]) -> int:
-    """Counts the cores that ranks of one machine have together. Equal affinities mean the same cores, and the same
+    """Returns the number of cores that ranks of one machine have together. Ranks of equal affinity share cores and
     quota."""
     quotas: dict[frozenset[int], int] = {}
     for allowed, quota in ranks:
@@ -146,7 +145,7 @@ def signal_channel() -> tuple[Comm, Waiting]:
 
 # --- messages between pairs of ranks, of any number of bytes ---
 #
-# An MPI call counts in ints: what is longer than `limit` bytes travels in pieces. Both ends know how long a message is,
+# An MPI call counts in ints: messages of more than `limit` bytes travel in pieces. Both ends know a message's length,
 # and MPI keeps the order of messages between two ranks, so the pieces need no agreement.
 
 #: Bytes of one MPI message at most.
@@ -154,7 +153,7 @@ LIMIT = 1 << 30
 
 
 def pieces(message: np.ndarray, limit: int = LIMIT) -> Iterator[np.ndarray]:
-    """Cuts a contiguous array's bytes into parts, none longer than the limit; none at all if there are no bytes."""
+    """Yields a contiguous array's bytes in parts up to the limit; none if there are no bytes."""
     if message.nbytes:
         flat = as_bytes(message)
         for start in range(0, flat.size, limit):
@@ -162,7 +161,7 @@ def pieces(message: np.ndarray, limit: int = LIMIT) -> Iterator[np.ndarray]:
 
 
 def as_bytes(array: np.ndarray) -> np.ndarray:
-    """Views the bytes of a contiguous array, `[nbytes]`, without a copy."""
+    """Views the bytes of a contiguous array, `[nbytes]`."""
     assert array.flags.c_contiguous, "what is received into a copy is lost"
     return array.reshape(-1).view(np.uint8)
 
@@ -174,12 +173,10 @@ def swap(
     receive: Sequence[np.ndarray | None],
     limit: int = LIMIT,
 ) -> int:
-    """Sends `send[r]` to each rank r and fills `receive[r]` with what it sends; returns the bytes sent.
+    """Sends `send[r]` to each rank r and fills `receive[r]` from it; returns the bytes sent.
 
-    Args:
-      send: By rank, contiguous arrays; None or an empty one: nothing.
-      receive: By rank, contiguous arrays of the lengths that the others send.
-      limit: Bytes of one message at most.
+    Both are contiguous arrays by rank, of the lengths that the other side has; None: nothing. Messages have at most
+    `limit` bytes.
     """
     size, sent = len(send), 0
     requests: list[Request] = []

@@ -1,14 +1,14 @@
 """`world` and `job`: this process's place among the processes that an MPI launcher started.
 
-The last ones of a job may be dedicated servers (`AUTOPAR_SERVERS`), which run nothing of the user's script: `job` has
-all processes, and `world` the workers alone, whose numbers are the same in both.
+The last processes of a job may be dedicated servers (`AUTOPAR_SERVERS`), which run nothing of the user's script: `job`
+has all processes, and `world` the workers alone, with the same numbers.
 
-MPI is started by the first call, and only under a launcher; by itself, a process is a world of one, and imports
-nothing. All of autopar's own messages travel on a communicator of their own, so that they can't meet the user's.
+MPI is started by the first call, and only under a launcher; otherwise a process is a world of one, and imports nothing.
+All of autopar's own messages travel on a communicator of their own, and can't meet the user's.
 
-Launchers number their processes in the environment; which variables, differs. A process that has none of them was
-started by hand, and so was a child of a rank (a data loader's worker): it inherits the variables, and must not take
-part in MPI under its parent's number. Ranks therefore leave their process id in the environment (`claim`).
+Launchers number their processes in environment variables, which differ. A process without any was started by hand. A
+child of a rank (a data loader's worker) inherits the variables, but must not take part in MPI under its parent's
+number: ranks therefore leave their process id in the environment (`claim`).
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ LAUNCHERS: tuple[tuple[str, str | None, str], ...] = (
     ("PMIX_RANK", None, "a PMIx launcher (srun --mpi=pmix, prterun)"),
 )
 
-#: Set to "off": a process takes no notice of its launcher.
+#: "off": the process ignores its launcher.
 OFF_VARIABLE = "AUTOPAR_MPI"
 
-#: How many of the ranks, the last ones, are dedicated servers; 0 or unset: none.
+#: Number of dedicated servers, the last ranks; 0 or unset: none.
 SERVERS_VARIABLE = "AUTOPAR_SERVERS"
 
-#: How many clients train by `sync=` that doesn't say it, or "machines": one on each. Unset: every process is one.
+#: Number of clients for a `sync=` that doesn't say it, or "machines": one on each. Unset: every process is one.
 CLIENTS_VARIABLE = "AUTOPAR_CLIENTS"
 
-#: The process id of the rank, for its children to see that they are none.
+#: The process id of the rank, by which its children see that they are none.
 RANK_PID_VARIABLE = "AUTOPAR_RANK_PID"
 
 
 @dataclass(frozen=True)
 class Launched:
-    """A launcher's word on a process: its rank, the number of ranks (None: it doesn't say), and the launcher's name."""
+    """A launcher's data on a process: its rank, the number of ranks (None: not given), and the launcher's name."""
 
     rank: int
     size: int | None
@@ -55,7 +55,7 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
-    """Returns what the launcher of this process says; None for a process that is no rank of an MPI launcher."""
+    """Returns this process's data of its launcher; None if it is no rank of an MPI launcher."""
     if is_off_or_child(environment):
         return None
     for rank, size, launcher in LAUNCHERS:
@@ -68,12 +68,12 @@ def launched(environment: Mapping[str, str] = os.environ) -> Launched | None:
 
 
 def claim() -> None:
-    """Says that this process is the rank, and none of its children."""
+    """Records that this process is the rank, and none of its children."""
     os.environ[RANK_PID_VARIABLE] = str(os.getpid())
 
 
 def is_off_or_child(environment: Mapping[str, str]) -> bool:
-    """Returns whether this process takes no part in a job: it was told to ignore one, or is a rank's child."""
+    """Says whether this process takes no part in a job: it was told to ignore one, or is a rank's child."""
     owner = environment.get(RANK_PID_VARIABLE, "")
     is_child = multiprocessing.parent_process() is not None or owner not in ("", str(os.getpid()))
     return is_child or environment.get(OFF_VARIABLE, "").lower() == "off"
@@ -84,9 +84,8 @@ class World:
     """Some processes of a job.
 
     Attributes:
-      rank: The number of this process, from 0.
-      size: How many there are.
-      comm: An `mpi4py.MPI.Intracomm` of their own; None without a launcher.
+      rank, size: The number of this process, from 0, and the number of processes.
+      comm: Their own `mpi4py.MPI.Intracomm`; None without a launcher.
       servers: How many of them, the last ones, are dedicated servers.
     """
 
@@ -102,20 +101,15 @@ class World:
 
     @property
     def is_server(self) -> bool:
-        """Says whether this process is a dedicated server."""
         return self.rank >= self.workers
 
 
 @functools.cache
 def world() -> World:
-    """Returns the workers of this process's job: all of its processes but dedicated servers, which are a world by
-    themselves.
+    """Returns the workers of this process's job; a dedicated server gets the servers.
 
-    Starts MPI under an MPI launcher (collectively: every rank must call it); without one it is `World(0, 1, None)`, and
-    mpi4py isn't imported.
-
-    Raises:
-      LaunchError: as of `job`.
+    Starts MPI under an MPI launcher (collective); without one it is `World(0, 1, None)`, and mpi4py isn't imported.
+    Errors as for `job`.
     """
     here = job()
     if not here.servers:
@@ -126,10 +120,11 @@ def world() -> World:
 
 @functools.cache
 def job() -> World:
-    """Returns all processes of this process's job, dedicated servers among them. Collective as `world`.
+    """Returns all processes of this process's job, including dedicated servers. Collective, as `world`.
 
     Raises:
-      LaunchError: mpi4py is missing, or belongs to another MPI than the launcher; there are no more ranks than servers.
+      LaunchError: mpi4py is missing, or belongs to another MPI than the launcher; or there are no more ranks than
+        servers.
     """
     started = launched()
     mpi = None if started is None else _start_mpi(started)

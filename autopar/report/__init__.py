@@ -1,1 +1,1 @@
-"""Reports on a plan: what each method sends, what a step takes and why, as figures, tables and a page."""
+"""Reports on a plan: bytes by method, times and limits of a step, as figures, tables and a page."""

@@ -1,7 +1,4 @@
-"""`report`: what is drawn and tabulated of a plan, and what is said of it.
-
-A `Report` is shown in notebooks, and written as one page or as images.
-"""
+"""`report`: figures, tables and notes on a plan, shown in notebooks, and written as one page or as images."""
 
 from __future__ import annotations
 
@@ -44,30 +41,32 @@ def report(
     staleness: Staleness | None = None,
     timeline: Timeline | None = None,
 ) -> Report:
-    """Draws a plan: what each method sends, what a step takes, and what limits it on more devices.
+    """Draws a plan: bytes by method, times of a step, and what limits it on more devices.
 
-    Figures, as far as the plan has what they need (`Report.notes` says what is left out, and why):
+    Figures, as far as the plan has the figures for them (`Report.notes` says what is left out, and why):
 
     - updates: on one device, the memory that updates read and write, in a plain step and by the plan.
-    - bytes_by_alpha, bytes_by_devices: what a device sends in a step by each method, and where another sends the least.
+    - bytes_by_alpha, bytes_by_devices: bytes that a device sends in a step by each method, and where another sends
+      least.
     - table_3: Parallax's table 3 beside that, for the methods of which it says something else.
     - parts, methods: predicted time of a step by part, and of its work on the table by method.
     - speedup: simulated on 1 to 10,000 devices, with what takes most of a step.
     - measured: predicted against measured times.
-    - Of a pipeline, schedule and devices: each device's tasks in time; how long it computes and waits. Of an
-      asynchronous one, staleness: how far stale weights, and predicted ones, are from those that they stand for.
-    - Of a step with `sync=`, stragglers: simulated minibatches where one client is slower, by this way and others;
-      steps: what a step takes of each, by gradients, update, and communication, hidden or waited for. Of what servers
-      did, staleness: pushes by their staleness; workers: the minibatches of each, and so of what neighbours in a ring
-      did. `Report.notes` has what `explain` says of clients.
+    - For a pipeline, schedule and devices: each device's tasks in time, and how long it computes and waits. For an
+      asynchronous one also staleness: the distance of stale weights, and of predicted ones, to those that they stand
+      for.
+    - For a step with `sync=`, stragglers: simulated minibatches if one client is slower, by this way and others; steps:
+      the time of a step by gradients, update, and communication, hidden or waited for. With `timeline`, staleness:
+      pushes by their staleness at servers; workers: the minibatches of each. `Report.notes` has what `explain` says of
+      clients.
 
     Args:
-      plan: Of `autopar.plan`.
-      cluster: Whose devices are simulated; the plan's by default.
-      measured: Times of steps, in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
-      table: The path of the table that figures are of; the one with the most bytes by default.
-      staleness: What `autopar.staleness` measured.
-      timeline: What servers, or clients of a ring, did: `autopar.timeline(state)`, or of a simulation.
+      plan: A plan of `autopar.plan`.
+      cluster: The kind of devices to simulate; by default the plan's.
+      measured: Times of steps in seconds: label -> (predicted, measured), or (label, predicted, measured) of each.
+      table: Path of the table for the figures; by default the one with the most bytes.
+      staleness: The result of `autopar.staleness`.
+      timeline: Events of servers, or of a ring's clients: `autopar.timeline(state)`, or of a simulation.
 
     Raises:
       ArgumentsError: matplotlib isn't installed; `plan` is none; there is no such table, or its sizes aren't known;
@@ -109,11 +108,7 @@ def report(
 
 
 def _check_timeline(plan: Plan, timeline: Timeline) -> None:
-    """Checks that a timeline can be shown beside a plan.
-
-    Raises:
-      ArgumentsError: it is none, or of something else than the plan has.
-    """
+    """Checks that a timeline can be shown beside a plan, or raises ArgumentsError."""
     is_ring = plan.sync is not None and plan.sync.partners == "neighbors"
     has_servers = plan.served is not None or (plan.sync is not None and plan.sync.servers > 0)
     if not isinstance(timeline, Timeline):
@@ -129,7 +124,7 @@ def _check_timeline(plan: Plan, timeline: Timeline) -> None:
 
 
 class Parts:
-    """Collects what a report is put together from."""
+    """Collects the parts of a report."""
 
     def __init__(self) -> None:
         self.figures: dict[str, ReportFigure] = {}
@@ -138,25 +133,23 @@ class Parts:
         self.notes: list[str] = []
 
     def draw(self, name: str, caption: str, figure: ReportFigure) -> None:
-        """Adds a figure."""
         self.figures[name], self.captions[name] = figure, caption
 
     def report(self, title: str) -> Report:
-        """Returns the report."""
         return Report(title, self.figures, self.captions, self.tables, tuple(self.notes))
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Holds what `report` made.
+    """The result of `report`.
 
     Attributes:
-      title: Of which step, on what.
-      figures: Name -> figure of matplotlib, which notebooks show; as wide as a column of a paper: 3.5 inches (with
-        three panels 5.25).
-      captions: Name of a figure -> what it shows, in words.
+      title: The step, and what it runs on.
+      figures: Name -> figure of matplotlib, which notebooks show; 3.5 inches wide, as a column of a paper (with three
+        panels 5.25).
+      captions: Name of a figure -> caption.
       tables: Name -> rows; a row is column -> value. `pandas.DataFrame(rows)` takes them.
-      notes: What is left out, and why; of a step with `sync=` also what `explain` says of its clients.
+      notes: What is left out, and why; with `sync=` also what `explain` says of clients.
     """
 
     title: str
@@ -169,7 +162,7 @@ class Report:
         return f"<Report of {self.title}: figures {', '.join(self.figures) or 'none'}; tables {', '.join(self.tables)}>"
 
     def _repr_html_(self) -> str:
-        """Returns figures, then tables; nothing in it is loaded from elsewhere."""
+        # Figures, then tables; nothing in it is loaded from elsewhere.
         lines = [f"<style>{_STYLE}</style>", '<div class="autopar-report">', f"<h2>{escape(self.title)}</h2>"]
         lines += [f"<p>{escape(note)}</p>" for note in self.notes]
         lines += [_figure(figure, self.captions[name]) for name, figure in self.figures.items()]
@@ -177,7 +170,7 @@ class Report:
         return "\n".join([*lines, "</div>"])
 
     def save_html(self, path: str | Path) -> None:
-        """Writes one page that holds all of it.
+        """Writes one page with everything.
 
         Raises:
           ArgumentsError: the file can't be written.
@@ -192,10 +185,7 @@ class Report:
             raise ArgumentsError(f"{path}: the report can't be written: {error.strerror}") from error
 
     def save_png(self, folder: str | Path) -> list[Path]:
-        """Writes each figure to a file of its name in a folder, which is made if need be.
-
-        Returns:
-          The files.
+        """Writes each figure to a file of its name in a folder, made if necessary; returns the files.
 
         Raises:
           ArgumentsError: they can't be written.

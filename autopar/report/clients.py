@@ -1,5 +1,5 @@
-"""Figures and tables of clients: this plan's way and others where one client is slower, what a step takes by each way,
-and what servers or neighbours did (`Timeline`)."""
+"""Figures and tables of clients: minibatches by this plan and others if one client is slower, parts of a step, and what
+servers or neighbours did (`Timeline`)."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ from autopar.report.style import (
 from autopar.report.tables import TableRow
 from autopar.servers.timeline import Timeline
 
-#: Of bars; where there are more staleness is drawn in groups, and workers have no numbers.
+#: Most bars; beyond that staleness is drawn in groups, and workers have no numbers.
 _MOST_BARS = 30
-#: Of ways: colour, and dashes.
+#: Colour and dashes of plans.
 _STYLES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
-#: What a step is made of, one after the other: column -> label, colour.
+#: Parts of a step in order: column -> label, colour.
 _PARTS = {
     "gradients, ms": ("gradients", BLUE),
     "update, ms": ("update", SKY),
@@ -58,20 +58,16 @@ _PARTS = {
     "slower clients, ms": ("slower clients", PALE),
 }
 _HIDDEN = "communication hidden, ms"
-#: How many times slower one worker is.
+#: Factors by which one worker is slower.
 FACTORS = (1.0, 2.0, 4.0, 10.0, 30.0, 100.0)
-#: Of the bound beside a plan that has none.
+#: The staleness bound of the plan of servers with one.
 _BOUND = 4
-#: Steps of a worker that are simulated; and workers for which that takes seconds.
+#: Simulated steps of a worker, and most workers, for which that takes seconds.
 _STEPS, MOST_WORKERS = 60, 20
 
 
 def add_clients(made: Parts, plan: Plan, cluster: ClusterSpec | None, timeline: Timeline | None) -> str:
-    """Adds what is known of a plan's clients: what `explain` says of them, what they would do, and what they did.
-
-    Returns:
-      Who they are, in words.
-    """
+    """Adds notes, simulations and events of a plan's clients; returns the end of the title."""
     made.notes += [*replica_notes(plan), *server_notes(plan)]
     made.tables["exchanges"] = exchange_rows(plan)
     _add_stragglers(made, plan, cluster)
@@ -138,7 +134,7 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
 
 
 def straggler_figure(found: Stragglers) -> ReportFigure:
-    """Draws minibatches of all clients against c, by way, beside the two formulas; the plan's way is the thick one."""
+    """Draws all clients' minibatches against c, by plan, beside the two formulas; this plan's line is thick."""
     figure, (axes,) = blank()
     for values in (found.free, found.tied):
         axes.plot(FACTORS, values, color=PALE, linewidth=2.5, zorder=1)
@@ -161,7 +157,7 @@ def staleness_figure(timeline: Timeline) -> ReportFigure:
     width = -(-(int(late.max()) + 1) // _MOST_BARS)
     counts = np.bincount(late // width)
     figure, (axes,) = blank()
-    lefts = width * np.arange(len(counts)) - 0.5  # a number is in the middle of what is drawn of it
+    lefts = width * np.arange(len(counts)) - 0.5  # a number is in the middle of its bar
     axes.bar(lefts, counts / len(late), width=0.9 * width, align="edge", color=BLUE)
     axes.axvline(late.mean(), color=INK, linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -175,7 +171,6 @@ def staleness_figure(timeline: Timeline) -> ReportFigure:
 
 
 def worker_figure(timeline: Timeline, noun: str) -> ReportFigure:
-    """Draws a bar for each worker."""
     steps = timeline.steps
     figure, (axes,) = blank(height=0.8 + 0.22 * min(len(steps), _MOST_BARS))
     axes.barh(range(len(steps)), steps, color=BLUE, height=0.65)
@@ -194,8 +189,7 @@ def worker_figure(timeline: Timeline, noun: str) -> ReportFigure:
 
 
 def exchange_rows(plan: Plan) -> Sequence[TableRow]:
-    """Returns a row for each server, or for each fragment of the weights that is averaged or pulled to a centre at a
-    time."""
+    """Returns a row for each server, or for each fragment of weights that is exchanged at a time."""
     if plan.served is not None:
         return [
             {
@@ -216,7 +210,6 @@ def exchange_rows(plan: Plan) -> Sequence[TableRow]:
 
 
 def straggler_rows(found: Stragglers) -> Sequence[TableRow]:
-    """Returns a row for each way and c."""
     return [
         {
             "c": factor,
@@ -233,7 +226,6 @@ def straggler_rows(found: Stragglers) -> Sequence[TableRow]:
 
 
 def staleness_rows(timeline: Timeline) -> Sequence[TableRow]:
-    """Returns a row for each staleness that pushes had."""
     values, counts = np.unique(timeline.staleness, return_counts=True)
     return [
         {"staleness": int(value), "pushes": int(count), "share": float(count / counts.sum())}
@@ -242,7 +234,6 @@ def staleness_rows(timeline: Timeline) -> Sequence[TableRow]:
 
 
 def worker_rows(timeline: Timeline, noun: str) -> Sequence[TableRow]:
-    """Returns a row for each worker."""
     if timeline.ring:
         ring = Ring(timeline.workers)
         return [
@@ -265,8 +256,8 @@ def worker_rows(timeline: Timeline, noun: str) -> Sequence[TableRow]:
 
 
 def step_rows(found: Stragglers) -> Sequence[TableRow]:
-    """Returns a row for each way, of `ADPSGD` one for active and one for passive clients: what a step takes on average
-    where no client is slower."""
+    """Returns a row for each plan (for `ADPSGD` one for active and one for passive clients): mean times of a step if no
+    client is slower."""
     rows: list[TableRow] = []
     own = found.found[found.own][0]
     update_s = own.update_s or 0.0
@@ -298,7 +289,7 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
 
 
 def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
-    """Draws a bar for each row, by parts of the step; a thin one above it is what is hidden beside them."""
+    """Draws a bar for each row, by parts of the step; a thin one above shows what is hidden beside them."""
     figure, (axes,) = blank(height=1.1 + 0.3 * len(rows))
     values: list[dict[str, Json]] = [dict(row) for row in rows]
     left = [0.0] * len(rows)
@@ -326,13 +317,13 @@ def _name(found: Stragglers, row: TableRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Says what clients do together, one of which is slower.
+    """Simulations of clients of which one is slower.
 
     Attributes:
       clients: n.
-      own: The plan's way.
-      plans: Way -> its plan; the plan's own is the first one.
-      found: Way -> a simulation for each of `FACTORS`.
+      own: Name of this plan.
+      plans: Name -> plan; this one first.
+      found: Name -> a simulation for each of `FACTORS`.
     """
 
     clients: int
@@ -341,26 +332,23 @@ class Stragglers:
     found: Mapping[str, tuple[SyncSimulation, ...]]
 
     def speedups(self, way: str) -> tuple[float, ...]:
-        """Returns the minibatches a second of all, over those of one client that nobody disturbs."""
+        """Returns minibatches a second of all clients relative to one undisturbed client."""
         return tuple(simulated.speedups[0] for simulated in self.found[way])
 
     @property
     def free(self) -> tuple[float, ...]:
-        """Returns the most that there is: (n-1) + 1/c."""
+        """The upper bound (n-1) + 1/c."""
         return tuple(self.clients - 1 + 1 / c for c in FACTORS)
 
     @property
     def tied(self) -> tuple[float, ...]:
-        """Returns what is left to those who wait for the slowest: n/c."""
+        """The speed-up n/c of clients that wait for the slowest."""
         return tuple(self.clients / c for c in FACTORS)
 
 
 def simulate_stragglers(plan: Plan, cluster: ClusterSpec) -> Stragglers:
-    """Simulates all ways on all devices of a cluster, the last client slower than the others.
-
-    Raises:
-      ArgumentsError: it has devices for one client alone, or for so many that it would take long.
-    """
+    """Simulates all plans on all devices of a cluster, the last client slower than the others. Raises ArgumentsError if
+    it has devices for one client alone, or for so many that it would take long."""
     clients = cluster.count // plan.devices
     if clients < 2:
         raise ArgumentsError(f"{cluster} has devices for {clients} of its clients, of {plan.devices} devices each")
@@ -382,8 +370,8 @@ def simulate_stragglers(plan: Plan, cluster: ClusterSpec) -> Stragglers:
 
 
 def ways(plan: Plan) -> Mapping[str, Plan]:
-    """Returns the plan by its way's name, and those of averaging in every step and of servers with a bound and without
-    one, which aren't its own."""
+    """Returns this plan, and those of averaging in every step and of servers with a bound and without, by their
+    names."""
     served = plan.served if plan.served is not None else _served(plan)
     leaves = dict.fromkeys([*served.by_rows, *(path for server in served.servers for path in server.leaves)])
     average = SyncPlan(
@@ -406,7 +394,7 @@ def ways(plan: Plan) -> Mapping[str, Plan]:
 
 
 def _served(plan: Plan) -> ServedPlan:
-    """Returns what servers would do of a plan whose clients train replicas: one that keeps all of the state."""
+    """Returns a plan with one server for the whole state, for a plan whose clients train replicas."""
     sync = plan.sync
     assert sync is not None, "clients train"
     weights = [path for fragment in sync.fragments for path in fragment]
@@ -423,7 +411,7 @@ def _weight_bytes(plan: Plan, served: ServedPlan) -> int:
 
 
 def name_of(plan: Plan) -> str:
-    """Returns a way as a user writes it."""
+    """Returns the plan's `sync=` as a user writes it."""
     if plan.served is not None:
         return "Async()" if plan.served.staleness is None else f"Async(staleness={plan.served.staleness})"
     assert plan.sync is not None, "clients train"

@@ -1,7 +1,6 @@
-"""Figures and tables of data parallelism: bytes and times by method, a step's parts, more devices; and predicted beside
-measured times.
+"""Figures and tables of data parallelism: bytes and times by method, parts of a step, more devices, measured times.
 
-Plain numbers are drawn, from `report.tables` and plans.
+They draw plain numbers from `report.tables` and plans.
 """
 
 from __future__ import annotations
@@ -64,15 +63,15 @@ from autopar.report.tables import (
     update_rows,
 )
 
-#: Where the paper's bytes and ours differ by more than this share, they are shown beside each other.
+#: The paper's bytes are shown beside ours if they differ by more than this share.
 _OTHER = 0.1
 _SENT = "bytes a device sends in a step"
-#: Points of which all have labels.
+#: Most points that all have labels.
 _LABELLED = 8
 
 
 def add_devices(made: Parts, plan: Plan, cluster: ClusterSpec | None, table: str | None) -> str:
-    """Adds what is known of data parallelism; returns where the step is, in words."""
+    """Adds figures and tables of data parallelism; returns the end of the title."""
     shown = _shown(plan, table)
     if plan.devices == 1:
         made.tables["updates"] = update_rows(plan)
@@ -200,7 +199,7 @@ def _changes(simulation: Simulation, of: Callable[[StepTime], str]) -> str:
 
 
 def add_measured(made: Parts, measured: Sequence[Timing]) -> None:
-    """Adds what was measured beside what was predicted."""
+    """Adds measured times beside predicted ones."""
     made.tables["measured"] = timing_rows(measured)
     near = sum(t.near for t in measured)
     made.draw(
@@ -212,7 +211,8 @@ def add_measured(made: Parts, measured: Sequence[Timing]) -> None:
 
 
 def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
-    """Draws bytes by method against "alpha" or "devices"; circles where the least changes, a dot for the plan."""
+    """Draws bytes by method against "alpha" or "devices", with circles where another method sends least, and a dot for
+    the plan."""
     figure, (axes,) = blank()
     for method, sent in curves.sent.items():
         _line(axes, curves.x, sent, method)
@@ -243,7 +243,7 @@ def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -
 
 
 def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> ReportFigure:
-    """Draws a panel for each method of which the paper's table says something else: what is sent, and what it says."""
+    """Draws a panel for each method for which the paper's table differs from our bytes."""
     figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
     for axes, (method, values) in zip(panels, theirs.items(), strict=True):
         _line(axes, ours.x, ours.sent[method], method)
@@ -263,7 +263,8 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> Repor
 
 
 def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> ReportFigure:
-    """Draws what updates read and write: for each table a wide bar of a plain step, and a thin one of the plan."""
+    """Draws bytes that updates read and write: for each table a wide bar for a plain step, and a thin one for the
+    plan."""
     shown = rows[:_LABELLED]
     names = [str(row["leaves"]) for row in shown]
     plain, planned = ([float(row[f"bytes of {of}"]) for row in shown] for of in ("a plain step", "this plan"))
@@ -279,7 +280,6 @@ def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> ReportFig
 
 
 def parts_figure(step: Prediction) -> ReportFigure:
-    """Draws a bar for each part of a step."""
     seconds = {part.name: part.seconds or 0.0 for part in step.parts}
     figure, (axes,) = blank(height=0.5 + 0.24 * len(seconds))
     names = list(seconds)
@@ -319,7 +319,7 @@ def _split(terms: Sequence[Term]) -> Mapping[str, float]:
 
 
 def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> ReportFigure:
-    """Draws speed-up against N, the ideal one beside it; colours and names for what takes most of a step."""
+    """Draws speed-up against N beside the ideal one, with colours and names for what takes most of a step."""
     figure, (axes,) = blank()
     axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
     axes.plot(devices, speedups, color=INK, linewidth=0.8, zorder=2)
@@ -336,10 +336,8 @@ def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Se
 
 
 def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
-    """Draws predicted against measured times: on the diagonal they are equal, in the band within 20%.
-
-    Of many only those outside the band have their labels, and none whose label would lie on another one.
-    """
+    """Draws predicted against measured times, with the diagonal and a band of 20%. If there are many, only those
+    outside of the band have labels, and none that would cover another."""
     figure, (axes,) = blank(height=3.0)
     times = [s for t in measured for s in (t.predicted_s, t.measured_s)]
     ends = [min(times) / 1.6, max(times) * 1.6]
@@ -369,12 +367,12 @@ def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> Ann
 
 
 def _across(axes: Axes, x: float) -> float:
-    """Says where x lies in a panel with a logarithmic axis: 0 at its left end, 1 at its right one."""
+    """Returns the position of x on a panel's logarithmic axis: 0 at its left end, 1 at its right."""
     low, high = axes.get_xlim()
     return math.log(x / low) / math.log(high / low)
 
 
 def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) -> None:
     colour, dashes = METHOD_STYLES[method]
-    pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # nothing has no place on a log axis
+    pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # 0 has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)

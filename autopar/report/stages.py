@@ -32,14 +32,14 @@ _COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
 _WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 #: Inches for each device.
 _HIGH = 0.32
-#: Tasks of a device whose microbatches are numbered.
+#: Most tasks of a device whose microbatches are numbered.
 _NUMBERED = 40
-#: Of all the time, what a number has room in.
+#: The least share of the time in which a number has room.
 _NARROW = 0.015
 
 
 def add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None) -> str:
-    """Adds what is known of a pipeline; returns where the step is, in words."""
+    """Adds figures and tables of a pipeline; returns the end of the title."""
     simulated, where = simulate_pipeline(pipeline), f"{len(pipeline.stages)} stages on {pipeline.devices} devices"
     made.tables["stages"] = stage_rows(pipeline)
     what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
@@ -71,7 +71,7 @@ def add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None)
 
 
 def schedule_figure(plan: PipelinePlan) -> ReportFigure:
-    """Draws each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2: numbers are microbatches."""
+    """Draws each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2; numbers are microbatches."""
     simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
     is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
@@ -106,7 +106,7 @@ def schedule_figure(plan: PipelinePlan) -> ReportFigure:
 
 
 def device_figure(plan: PipelinePlan) -> ReportFigure:
-    """Draws what each device does of a step's time, as in SpecTrain's figure 10: it computes, waits, or updates."""
+    """Draws how long each device computes and waits, as in SpecTrain's figure 10."""
     simulated = simulate_pipeline(plan)
     figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
     for device, busy in enumerate(simulated.busy):
@@ -122,8 +122,8 @@ def device_figure(plan: PipelinePlan) -> ReportFigure:
 
 
 def staleness_figure(measured: Staleness) -> ReportFigure:
-    """Draws how far weights are from those that they stand for, as in SpecTrain's figure 8: as they are, and as
-    predicted. Of each stage's forwards, or of backwards where these miss nothing."""
+    """Draws the distance of weights to those that they stand for, as they are and as predicted (SpecTrain, figure 8):
+    of each stage's forwards, or of backwards if these miss nothing."""
     tasks = {task.stage: task for task in reversed(measured.tasks)}
     shown = [tasks[stage] for stage in sorted(tasks)]
     figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
@@ -140,7 +140,7 @@ def staleness_figure(measured: Staleness) -> ReportFigure:
 
 
 def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
-    """Returns a row for the forwards, and one for the backwards, of each stage that miss updates; medians."""
+    """Returns a row of medians for each stage's forwards and backwards that miss updates."""
     return [
         {
             "stage": task.stage,
@@ -154,8 +154,8 @@ def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
 
 
 def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """Returns a row for each stage of an asynchronous pipeline: the updates that its tasks miss, and what is done about
-    it."""
+    """Returns a row for each stage of an asynchronous pipeline, with the updates that its tasks miss, predict or
+    stash."""
     return [
         {
             "stage": k,
@@ -169,7 +169,7 @@ def version_rows(plan: PipelinePlan) -> Sequence[TableRow]:
 
 
 def stage_rows(plan: PipelinePlan) -> Sequence[TableRow]:
-    """Returns a row for each stage; times and bytes of a microbatch."""
+    """Returns a row for each stage, with times and bytes of a microbatch."""
     return [
         {
             "stage": k,

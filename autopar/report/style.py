@@ -1,6 +1,6 @@
-"""Styles figures: sizes for a column of a paper, colours that colour-blind readers tell apart, labels at lines' ends.
+"""Styles of figures: sized for a column of a paper, in colours for colour-blind readers, with labels at lines' ends.
 
-Of matplotlib's global state only the defaults are read, and nothing is changed.
+Only the defaults of matplotlib's global state are read, and nothing is changed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from matplotlib.text import Annotation
 from matplotlib.transforms import Bbox
 from PIL import Image
 
-#: Inches: a column of a paper, and points.
+#: Width and height in inches (a column of a paper), and the size of text in points.
 WIDTH, HEIGHT, FONT = 3.5, 2.5, 8.0
-#: Dots of an inch: of what is written, which is shown at half its width.
+#: Dots per inch of files, which are shown at half their width.
 DPI = 200
 #: Okabe and Ito, "Color universal design", 2008.
 BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9"
 INK, GREY, PALE = "#333333", "#777777", "#BBBBBB"
-#: Of methods: colour, and dashes, which a print in grey keeps.
+#: Colour of methods, and dashes, which a print in grey keeps.
 METHOD_STYLES = {
     "ps": (BLUE, "-"),
     "ps on hosts": (BLUE, "-"),
@@ -36,15 +36,16 @@ METHOD_STYLES = {
 
 
 class ReportFigure(Figure):
-    """A figure that notebooks show by itself, where pyplot isn't imported as well."""
+    """A figure that notebooks show even if pyplot isn't imported."""
 
     @property
     def shown_width(self) -> int:
-        """Returns its width in pixels of a page."""
+        """The width in pixels on a page."""
         return round(self.get_figwidth() * DPI / 2)
 
     def png(self) -> bytes:
-        """Returns the same bytes for the same figure; a palette makes them a third of what all colours would take."""
+        """Returns the same bytes for the same figure; with a palette, which takes a third of the bytes of all
+        colours."""
         drawn, written = io.BytesIO(), io.BytesIO()
         self.savefig(drawn, format="png", dpi=DPI)
         Image.open(drawn).convert("RGB").quantize(256).save(written, "png", optimize=True)
@@ -55,7 +56,7 @@ class ReportFigure(Figure):
 
 
 def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tuple[ReportFigure, list[Axes]]:
-    """Returns a figure of some panels side by side, without frames around them."""
+    """Returns a figure of panels side by side, without frames."""
     figure = ReportFigure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, panels, squeeze=False, sharey=True)[0])
@@ -67,7 +68,7 @@ def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tupl
 
 
 def fit_size(figure: ReportFigure) -> ReportFigure:
-    """Lays a figure out for good: it is drawn the same from then on."""
+    """Fixes the layout, so that the figure is drawn the same from then on."""
     figure.draw_without_rendering()
     figure.draw_without_rendering()  # panels that share an axis find their place in two
     figure.set_layout_engine("none")
@@ -75,15 +76,14 @@ def fit_size(figure: ReportFigure) -> ReportFigure:
 
 
 def name_axes(axes: Axes, x: str, y: str = "", title: str = "") -> None:
-    """Writes labels and a title, in the size of all text."""
     axes.set_xlabel(x, fontsize=FONT)
     axes.set_ylabel(y, fontsize=FONT)
     axes.set_title(title, fontsize=FONT, loc="left")
 
 
 def log_axes(axes: Axes, x: str = "count", y: str = "count", most: int = 5) -> None:
-    """Makes both axes of what is drawn logarithmic, with numbers as "count" (1,000), "bytes" (1 kB), "share" (0.1%) or
-    "seconds" (1 ms), `most` of them on the x axis."""
+    """Makes both axes logarithmic, with numbers as "count" (1,000), "bytes" (1 kB), "share" (0.1%) or "seconds" (1 ms),
+    at most `most` of them on the x axis."""
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.minorticks_off()
@@ -95,8 +95,8 @@ def log_axes(axes: Axes, x: str = "count", y: str = "count", most: int = 5) -> N
 
 
 def log_ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns powers of ten between two numbers, every second or third one if there are too many; 1, 2 and 5 times them
-    if there are fewer than three.
+    """Returns powers of ten between two numbers: every second or third one if there are too many; with 2 and 5 times
+    them if there are fewer than three.
 
     >>> log_ticks(3, 20_000, 5), log_ticks(3, 20_000, 3), log_ticks(0.9, 25, 5)
     ([10.0, 100.0, 1000.0, 10000.0], [10.0, 1000.0], [1.0, 2.0, 5.0, 10.0, 20.0])
@@ -120,8 +120,8 @@ def write(
     colour: str = INK,
     bold: bool = False,
 ) -> Annotation:
-    """Writes words beside a point of a panel, some points of type away from it; `across` and `up`: which part of them
-    is."""
+    """Writes words beside a point of a panel, at an offset in points; `across` and `up`: the part of the words that is
+    there."""
     weight = "bold" if bold else "normal"
     text = axes.annotate(
         words, at, offset, textcoords="offset points", fontsize=FONT, ha=across, va=up, color=colour, weight=weight
@@ -131,7 +131,7 @@ def write(
 
 
 def lay_bars(axes: Axes, x: str) -> None:
-    """Puts the first of horizontal bars on top, with room for their numbers."""
+    """Puts the first horizontal bar on top, and makes room for numbers."""
     axes.invert_yaxis()
     axes.margins(x=0.28)
     axes.set_xlim(left=0)
@@ -140,13 +140,12 @@ def lay_bars(axes: Axes, x: str) -> None:
 
 
 def legend_above(axes: Axes, columns: int = 3) -> None:
-    """Names the colours of bars above a panel."""
     gaps = {"handlelength": 0.8, "handletextpad": 0.4, "columnspacing": 1.0, "borderpad": 0.2, "borderaxespad": 0.0}
     axes.legend(fontsize=FONT, loc="lower left", bbox_to_anchor=(0.0, 1.0), frameon=False, ncols=columns, **gaps)
 
 
 def keep_apart(texts: Sequence[Annotation]) -> None:
-    """Takes texts away that would lie on an earlier one, where all of a figure has its place."""
+    """Removes texts that would cover an earlier one; the layout must be fixed."""
     kept: list[Bbox] = []
     for text in texts:
         box = text.get_window_extent()
@@ -157,8 +156,8 @@ def keep_apart(texts: Sequence[Annotation]) -> None:
 
 
 def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Writes texts at the right of the panel, (y, text, colour), at the height of their lines, moved apart where they
-    would overlap."""
+    """Writes texts (y, text, colour) at the right of the panel, at the height of their lines, moved apart if they would
+    overlap."""
     figure = axes.get_figure(root=True)
     assert figure is not None, "a panel is in a figure"
     height = figure.get_figheight() * 0.72 * 72  # points of a panel: the rest is for the labels of axes
@@ -172,7 +171,7 @@ def label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
 
 
 def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[float]:
-    """Returns ascending heights, moved as little as one pass up and one down do, so that neighbours are `gap` apart.
+    """Returns ascending heights, moved by one pass up and one down so that neighbours are `gap` apart.
 
     >>> spread_labels([10, 12, 98], 25, 100)
     [10, 35, 98]

@@ -1,7 +1,7 @@
-"""The tables of a report, and the curves through a plan: plain values, which figures draw.
+"""The tables of a report, and curves through a plan: plain values, which figures draw.
 
-Curves say what each device sends by each method, and where another sends the least: `cost.exchange` at the sizes that
-steps of more or fewer devices, or ids, have (`cost.simulate.sizes_at`). They are steps: the arrays of a compiled step
+Curves are the bytes that each device sends by each method, and where another sends least: `cost.exchange` at the sizes
+of steps with more or fewer devices or ids (`cost.simulate.sizes_at`). They have steps, as arrays of a compiled step
 have whole numbers of rows.
 """
 
@@ -27,9 +27,9 @@ from autopar.planning.simulate import Simulation
 
 #: A row of a table: column -> value.
 TableRow = Mapping[str, str | int | float]
-#: What was measured: label -> (predicted, measured), or (label, predicted, measured); in seconds.
+#: Times in seconds: label -> (predicted, measured), or (label, predicted, measured).
 Measured = Mapping[str, tuple[float, float]] | Iterable[tuple[str, float, float]]
-#: How far a prediction may be off to be counted as near.
+#: The relative error up to which a prediction counts as near.
 NEAR = 0.2
 #: The most devices of a curve, if the plan hasn't more.
 MOST_DEVICES = 10_000
@@ -41,26 +41,23 @@ _POINTS = 64
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """A step's time, predicted and measured."""
-
     label: str
     predicted_s: float
     measured_s: float
 
     @property
     def ratio(self) -> float:
-        """Returns the predicted time over the measured one."""
+        """The predicted time over the measured one."""
         return self.predicted_s / self.measured_s
 
     @property
     def near(self) -> bool:
-        """Says whether the prediction is off by 20% of what was measured at most."""
+        """Says whether the prediction is within 20% of the measured time."""
         return abs(self.ratio - 1) <= NEAR
 
 
 def timings(measured: Measured) -> tuple[Timing, ...]:
-    """Returns the times that a user gives; raises an ArgumentsError if they have another form, or one is no positive
-    number."""
+    """Returns the times that a user gives; raises ArgumentsError if they have another form, or one isn't positive."""
     pairs: Iterable[Any] = measured
     if isinstance(measured, Mapping):
         pairs = ((label, *(x if isinstance(x, (tuple, list)) else [x])) for label, x in measured.items())
@@ -81,17 +78,16 @@ def _timing(row: tuple[Any, ...]) -> Timing:
 
 
 def largest(plan: Plan) -> TablePlan | None:
-    """Returns the table with the most bytes of those whose sizes are known; None where there is none."""
+    """Returns the table with the most bytes, among those of known sizes."""
     return max((t for t in plan.families if t.sizes is not None), key=table_bytes, default=None)
 
 
 def table_bytes(table: TablePlan) -> int:
-    """Returns the bytes of all rows of a family's tables together; 0 where sizes aren't known."""
+    """Returns the bytes of all rows of a family's tables; 0 if sizes aren't known."""
     return 0 if table.sizes is None else table.sizes.extent * table.sizes.row_bytes
 
 
 def parameter_rows(plan: Plan) -> list[TableRow]:
-    """Returns a row for each parameter of the state."""
     rows: list[TableRow] = [
         {
             "parameter": t.path,
@@ -122,7 +118,7 @@ def parameter_rows(plan: Plan) -> list[TableRow]:
 
 
 def update_rows(plan: Plan) -> list[TableRow]:
-    """Returns what a step's updates read and write: by table, the largest first, and of all other leaves together."""
+    """Returns bytes that a step's updates read and write, by table from the largest on; other leaves are one row."""
     rows: list[TableRow] = []
     for table in plan.families:
         size = table.nbytes
@@ -158,7 +154,7 @@ def method_rows(plan: Plan) -> list[TableRow]:
 
 
 def crossing_rows(curves: Mapping[str, Curves]) -> list[TableRow]:
-    """Returns where another method sends the least; `curves` by what they are drawn against."""
+    """Returns the points where another method begins to send least; `curves`: by the name of their axis."""
     return [
         {"table": c.path, "against": axis, "from": x.x, "least is sent by": x.new, "before": x.old, "bytes": x.sent}
         for axis, c in curves.items()
@@ -167,7 +163,7 @@ def crossing_rows(curves: Mapping[str, Curves]) -> list[TableRow]:
 
 
 def part_rows(step: Prediction) -> list[TableRow]:
-    """Returns all that a step does, by part, as predicted, and what it takes at least."""
+    """Returns all terms of a step by part, with predicted times and lower bounds."""
     return [
         {
             "part": part.name,
@@ -183,7 +179,6 @@ def part_rows(step: Prediction) -> list[TableRow]:
 
 
 def scaling_rows(simulation: Simulation) -> list[TableRow]:
-    """Returns a row for each number of devices."""
     return [
         {
             "devices": t.devices,
@@ -198,7 +193,6 @@ def scaling_rows(simulation: Simulation) -> list[TableRow]:
 
 
 def timing_rows(timings_: Sequence[Timing]) -> list[TableRow]:
-    """Returns a row for each predicted and measured time."""
     return [
         {
             "step": t.label,
@@ -217,7 +211,8 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """From `at` on (devices, or ids of a device; there the axis shows `x`) the method `new` sends the least: `sent`."""
+    """A point from which on the method `new` sends least, `sent` bytes: `at` devices, or ids of a device (there the
+    axis shows `x`)."""
 
     at: int
     x: float
@@ -231,13 +226,10 @@ class Curves:
     """Bytes that each device sends in a step, by method.
 
     Attributes:
-      path: Of the table.
       x: The share of the rows that a device touches, or the number of devices.
       sent: Method -> bytes at each x.
-      crossings: Where the method changes that sends the least.
-      own: x of the plan.
-      method: The plan's.
-      own_sent: What it sends in the plan.
+      crossings: Points where another method begins to send least.
+      own, method, own_sent: x, method and bytes of the plan.
     """
 
     path: str
@@ -250,14 +242,13 @@ class Curves:
 
 
 def by_devices(table: TablePlan) -> Curves:
-    """Returns curves against N, 2 to 10,000, each device looking up as many ids as in the plan."""
+    """Returns curves against N, 2 to 10,000, with as many ids on each device as in the plan."""
     own = _of(table).devices
     return _curves(table, spaced(2, max(own, MOST_DEVICES)), float, lambda n: sent_at(table, n), own)
 
 
 def by_alpha(table: TablePlan) -> Curves:
-    """Returns curves against the share of the rows that a device touches, at the plan's N: it looks up more ids, or
-    fewer."""
+    """Returns curves against the share of the rows that a device touches, at the plan's N, with more or fewer ids."""
     sizes = _of(table)
     last = sizes.ids
     while alpha_at(table, last) < _MOST_ALPHA and last < _MOST_IDS * sizes.extent:
@@ -273,15 +264,14 @@ def by_alpha(table: TablePlan) -> Curves:
 
 
 def by_table_3(table: TablePlan) -> tuple[Curves, Mapping[str, tuple[float, ...]]]:
-    """Returns `by_devices`, and at the same N what Parallax's table 3 says of the same methods, of a table of as many
-    bytes."""
+    """Returns `by_devices`, and bytes by Parallax's table 3 at the same N for a table of as many bytes."""
     ours, sizes = by_devices(table), _of(table)
     formulas = [table_3(b=sizes.extent * sizes.row_bytes, n=round(n), alpha=local_alpha(table)) for n in ours.x]
     return ours, {method: tuple(row[method] for row in formulas) for method in formulas[0]}
 
 
 def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[str, int]:
-    """Maps methods to the bytes that each device sends in a step of N devices that look up so many ids each."""
+    """Returns by method the bytes that each of `devices` devices sends in a step, with `ids` ids each."""
     load, own = table_load(table, ids), _of(table)
     if table.where == "hosts":
         return host_sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread))
@@ -293,7 +283,7 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
 
 
 def alpha_at(table: TablePlan, ids: int) -> float:
-    """Returns the share of the rows that a device touches which looks up so many ids."""
+    """Returns the share of the rows that a device with so many ids touches."""
     load = table_load(table, ids)
     return load.rows(1) / load.extent
 
@@ -304,15 +294,15 @@ def local_alpha(table: TablePlan) -> float:
 
 
 def least(sent: Mapping[str, float]) -> str:
-    """Returns the method that sends the least; of equal ones "ps", as in plans."""
+    """Returns the method that sends least; among equal ones "ps", as in plans."""
     return min(sent, key=lambda method: (sent[method], method != "ps"))
 
 
 def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -> list[tuple[int, str, str]]:
-    """Returns where the method changes that sends the least: the first number of each, the old method, the new one.
+    """Returns where another method begins to send least: the first number, the old method, the new one.
 
-    `at`: number (of devices, of ids) -> what each method sends. `points`: growing numbers, between neighbours of which
-    no method is the least only for a while.
+    `at`: number (of devices, of ids) -> bytes by method. `points`: ascending numbers; between neighbours no method
+    sends least only for a while.
     """
     crossings_ = []
     for left, right in itertools.pairwise(points):
@@ -330,7 +320,7 @@ def crossings(at: Callable[[int], Mapping[str, float]], points: Sequence[int]) -
 
 
 def spaced(first: int, last: int, count: int = _POINTS) -> list[int]:
-    """Returns about so many whole numbers from the first to the last, each the same number of times the one before."""
+    """Returns about `count` whole numbers from the first to the last in geometric progression."""
     if first == last:
         return [first]
     return sorted({round(first * (last / first) ** (k / (count - 1))) for k in range(count)})
@@ -351,7 +341,7 @@ def _curves(
 
 
 def own_bytes(table: TablePlan) -> Mapping[str, int]:
-    """Maps methods to the bytes that each device sends in a step of the plan."""
+    """Returns by method the bytes that each device sends in a step of the plan."""
     return (host_sent_bytes if table.where == "hosts" else sent_bytes)(_of(table))
 
 
