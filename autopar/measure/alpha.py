@@ -92,11 +92,14 @@ def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Leaf]], list[
     return read
 
 
-def id_program(program: Program, ids: RowIds) -> tuple[Block, list[bool]]:
-    """Returns a program from the step's inputs to the flat ids of a family, and which inputs it reads."""
-    roots = [a for e in ids.equations for a in e.inputs]
-    equations = (*needed_equations(program.block.equations, roots), *ids.equations)
-    return eliminate_dead(Block(program.block.inputs, equations, ids.results))
+def id_program(program: Program, *families: RowIds) -> tuple[Block, list[bool]]:
+    """Returns a program from the step's inputs to the flat ids of families, and which inputs it reads."""
+    own = tuple(e for ids in families for e in ids.equations)
+    roots = [a for e in own for a in e.inputs]
+    results = tuple(v for ids in families for v in ids.results)
+    return eliminate_dead(
+        Block(program.block.inputs, (*needed_equations(program.block.equations, roots), *own), results)
+    )
 
 
 def is_exact(block: Block) -> bool:
@@ -113,5 +116,5 @@ def _moves(equation: Equation) -> bool:
 
 def id_inputs(program: Program) -> list[bool]:
     """Returns which of the step's inputs the ids of any table depend on."""
-    used = [id_program(program, program.ids[space.family])[1] for space in program.facts.spaces]
-    return [any(by_family[k] for by_family in used) for k in range(len(program.inputs))]
+    _, used = id_program(program, *(program.ids[space.family] for space in program.facts.spaces))
+    return used

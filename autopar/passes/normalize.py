@@ -1,8 +1,8 @@
 """Brings a program into the form that later passes read, without dead and repeated equations.
 
 Lookups become gathers (`recognise_lookups`) in the tables themselves (`follow_joins`, `follow_reshapes`), sums over
-shards move to where these are made (`sink_sums`), accesses by examples' numbers are batched (`batch_indices`), and
-broadcasts are explicit (`expand_broadcasts`).
+shards move to where these are made (`sink_sums`), accesses by examples' numbers are batched (`batch_indices`),
+gradients of slices are put together (`join_pads`), and broadcasts are explicit (`expand_broadcasts`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure equations of
 one block become one, so that the ids of a forward lookup and of its backward scatter are one value. Nested blocks are
@@ -23,6 +23,7 @@ from autopar.ir.slicing import eliminate_dead
 from autopar.passes.normalizing.batch_indices import batch_indices
 from autopar.passes.normalizing.follow_joins import follow_joins
 from autopar.passes.normalizing.follow_reshapes import follow_reshapes
+from autopar.passes.normalizing.join_pads import join_pads
 from autopar.passes.normalizing.recognise_lookups import recognise_lookups
 from autopar.passes.normalizing.sink_sums import sink_sums
 from autopar.passes.rewriting import Rewriter
@@ -36,6 +37,7 @@ def normalize(program: Program) -> tuple[Program, str]:
     program, lookups = recognise_lookups(program, counting)
     program, joined = follow_joins(program)
     program, reshaped = follow_reshapes(program)
+    program, pads = join_pads(program)
     block = expand_broadcasts(program.block)
     before = count_equations(block)
     block, _ = eliminate_dead(block)
@@ -53,6 +55,8 @@ def normalize(program: Program) -> tuple[Program, str]:
         note += f"; {joined} lookups in joined tables, and scatters of their gradients, are in the parts"
     if reshaped:
         note += f"; {reshaped} lookups in reshaped tables, and scatters of their gradients, are in the tables"
+    if pads:
+        note += f"; {pads} sums of padded slices are gathers"
     return dataclasses.replace(program, block=block), note
 
 
