@@ -1,6 +1,6 @@
-"""Cut leaves whose update goes element by element into pieces, each with an update of its own.
+"""Cuts leaves whose update is elementwise into pieces, each with an update of its own.
 
-One large matrix would make one server busy. Where neither its update nor those of its slots look beyond a piece of an
+One large matrix would keep one server busy. If neither its update nor those of its slots look beyond a piece of an
 axis, each server keeps a piece, and gets that piece of the gradient (MXNET-MPI, section 2: large keys are cut over all
 servers). A table on its touched rows is cut along its columns: each server keeps a part of every row.
 """
@@ -28,22 +28,21 @@ from autopar.ir.writer import expand
 class LeafPiece:
     """The update of one piece of some leaves."""
 
-    #: Which part of the axis it is.
-    start: int
+    start: int  #: The range along the axis.
     stop: int
-    states: tuple[Var, ...]  #: Of each leaf its piece.
-    given: tuple[Var, ...]  #: Pieces of what is read of elsewhere.
-    slices: tuple[Equation, ...]  #: The equations that make these where the whole is.
+    states: tuple[Var, ...]  #: A piece of each leaf.
+    given: tuple[Var, ...]  #: Pieces of values from elsewhere.
+    slices: tuple[Equation, ...]  #: The equations that slice these from the whole values.
     equations: tuple[Equation, ...]  #: The update.
-    new: tuple[Var, ...]  #: Of each leaf its new piece.
+    new: tuple[Var, ...]  #: A new piece of each leaf.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutLeaves:
-    """Some leaves in pieces."""
+    """Leaves in pieces, in order."""
 
-    axis: int  #: Along which they are cut.
-    pieces: tuple[LeafPiece, ...]  #: In their order.
+    axis: int  #: The axis along which they are cut.
+    pieces: tuple[LeafPiece, ...]
 
 
 def cut_leaves(
@@ -59,9 +58,9 @@ def cut_leaves(
     Args:
       states: The leaves that an update ties together.
       new: Their new values.
-      equations: What makes these, in order.
-      elsewhere: What may be had in pieces from elsewhere (what workers push).
-      parts: How many pieces, at most.
+      equations: The update, in order.
+      elsewhere: Values that may come in pieces from elsewhere (those that workers push).
+      parts: Most pieces.
       uncut: Axes along which they stay whole.
     """
     shape = states[0].shape
@@ -78,7 +77,7 @@ def cut_leaves(
 
 
 def joined(pieces: Sequence[Var], axis: int, output: Var, like: Equation) -> list[Equation]:
-    """Returns the equations that put pieces together along an axis."""
+    """Returns the equations that concatenate pieces along an axis."""
     return expand(lambda *xs: jax.lax.concatenate(xs, axis), like, pieces, output)
 
 
@@ -121,11 +120,11 @@ def _cut(
 
 
 class _PieceWriter:
-    """Writes what one piece computes.
+    """Writes the equations of one piece.
 
     Args:
-      placing: What lies in pieces.
-      number: The piece's.
+      placing: The values in pieces.
+      number: The piece's number.
       like: An equation whose line slices have.
     """
 
@@ -134,7 +133,6 @@ class _PieceWriter:
         self._parts: dict[Var, Var] = {}
 
     def part(self, var: Var) -> Var:
-        """Returns the piece of a value."""
         if var not in self._parts:
             axis = self._placing.axes[var]
             start, stop = (0, 0) if axis is None else self._span(var, axis)
@@ -142,7 +140,7 @@ class _PieceWriter:
         return self._parts[var]
 
     def sliced(self, var: Var) -> list[Equation]:
-        """Returns the equations that take the piece of a value from the whole."""
+        """Returns the equations that slice the piece of a value from the whole."""
         axis = self._placing.axes[var]
         assert axis is not None, "it lies in pieces"
         start, stop = self._span(var, axis)
@@ -151,7 +149,7 @@ class _PieceWriter:
         )
 
     def equations(self) -> list[Equation]:
-        """Returns what the piece computes, in order."""
+        """Returns the equations of the piece, in order."""
         order = self._placing.order
         placed = sorted(self._placing.placed, key=lambda placed: order[placed.equation])
         return [*(e for var in self._placing.whole for e in self.sliced(var)), *map(self._equation, placed)]
@@ -182,12 +180,10 @@ class _PieceWriter:
         return self._placing.cut.span(self._number, var.shape[axis])
 
 
-# --- `Placing`: finds what of a block can be computed on pieces of its values ---
+# --- the part of a block that can be computed on pieces of its values ---
 #
-# What an equation makes of operands in pieces is known for JAX's own (`analysis.local`) and for some operations on
-# rows: what has no rule is refused.
-
-#: Operations on rows -> their operands that lie in pieces as the result does.
+# There are rules for JAX's equations (`analysis.local`) and for some operations on rows; others are refused.
+#: Operation on rows -> operands that are cut as the result is.
 _ON_ROWS: Mapping[str, tuple[str, ...]] = {
     "ap.pull": ("leaf",),
     "ap.padding": ("rows",),
@@ -199,18 +195,17 @@ _ON_ROWS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Says where an axis is cut: into pieces of one size, or of nearly one."""
+    """The places where an axis of `size` is cut, into `count` pieces of one size, or nearly so."""
 
-    size: int  #: Of the axis.
-    count: int  #: How many pieces.
+    size: int
+    count: int
 
     @property
     def is_equal(self) -> bool:
-        """Returns whether all pieces have the same size."""
         return self.size % self.count == 0
 
     def fits(self, size: int) -> bool:
-        """Says whether an axis of another size can be cut at the same places."""
+        """Returns whether an axis of another size can be cut at the same places."""
         ends = (self.size * n // self.count for n in range(self.count))
         return all(end * size % self.size == 0 for end in ends)
 
@@ -222,28 +217,28 @@ class Cut:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PieceEquation:
-    """An equation that pieces compute."""
+    """An equation of the program that pieces compute."""
 
-    equation: Equation  #: As the program has it.
-    along: Mapping[int, int | None]  #: Its operands in pieces -> along which axis.
-    body: Placing | None = None  #: What lies in pieces in its body; None: it has none.
+    equation: Equation
+    along: Mapping[int, int | None]  #: Operand in pieces -> its axis.
+    body: Placing | None = None  #: The values in pieces of its body, if it has one.
 
 
 @dataclass(eq=False)
 class Placing:
     """Finds which values of a block can be had in pieces."""
 
-    cut: Cut  #: Where axes are cut.
-    #: What is had in pieces -> the axis of these; None: each piece has a value of its own, of the same shape.
+    cut: Cut
+    #: Value in pieces -> their axis; None: each piece has a value of its own, of the same shape.
     axes: dict[Var, int | None]
-    elsewhere: Collection[Var] = ()  #: What may be had in pieces from elsewhere.
-    #: Of what is in pieces what comes from elsewhere, and what is had whole and cut where it is.
+    elsewhere: Collection[Var] = ()  #: Values that may come in pieces from elsewhere.
+    #: Values in pieces that come from elsewhere; `whole`: those that are whole, and sliced here.
     given: list[Var] = field(default_factory=list)
     whole: list[Var] = field(default_factory=list)
     placed: list[PieceEquation] = field(default_factory=list)  #: The equations that pieces compute.
     #: Results of equations that all servers compute -> the equation.
     others: dict[Var, Equation] = field(default_factory=dict)
-    order: dict[Equation, int] = field(default_factory=dict)  #: The place of each equation.
+    order: dict[Equation, int] = field(default_factory=dict)  #: The position of each equation.
 
     def follow(self, equations: Sequence[Equation]) -> None:
         """Raises NotLocal where an equation looks beyond a piece."""
@@ -268,10 +263,10 @@ class Placing:
                 self._place(equation, {**along, **found.needed}, [found.axis] * len(equation.outputs))
 
     def require(self, atom: Atom, axis: int) -> Var:
-        """Returns a value that is to be had in pieces along an axis.
+        """Returns a value that is needed in pieces along an axis.
 
         Raises:
-          NotLocal: it can't be.
+          NotLocal: it can't be cut so.
         """
         if isinstance(atom, Literal):
             raise NotLocal("a constant of all rows")
@@ -286,7 +281,7 @@ class Placing:
         return atom
 
     def keep_read(self) -> None:
-        """Takes pieces of what is had whole in any case, as a sum over it is computed, where it is."""
+        """Slices given values here if they are whole anyway, because a sum over them is computed."""
         read = [a for p in self.placed for k, a in enumerate(p.equation.inputs) if k not in p.along]
         needed = needed_equations(dict.fromkeys(self.others.values()), [*read, *self.whole])
         whole = {*read, *(a for equation in needed for a in equation.inputs)}
@@ -294,7 +289,7 @@ class Placing:
         self.given = [v for v in self.given if v not in whole]
 
     def _compute(self, var: Var, axis: int) -> bool:
-        """Has pieces compute a value that goes element by element, of pieces of what it is made of; says whether."""
+        """Lets pieces compute an elementwise value from pieces of its operands; returns whether they can."""
         equation = self.others.get(var)
         if equation is None or equation.op not in ELEMENTWISE:
             return False
@@ -309,7 +304,7 @@ class Placing:
         return True
 
     def _found(self, equation: Equation, along: Mapping[int, int | None]) -> Placed:
-        """Finds where the results of an equation without bodies are, of operands in pieces."""
+        """Finds the place of the results of an equation without bodies, from operands in pieces."""
         op = equation.op
         spread = {k: axis for k, axis in along.items() if axis is not None}
         is_known = equation.primitive is not None and not equation.bodies and len(spread) == len(along)
@@ -323,7 +318,7 @@ class Placing:
     def _of_rows(
         self, equation: Equation, along: Mapping[int, int | None], operands: Sequence[int], row_axis: int
     ) -> int:
-        """Finds along which axis some operands lie in pieces, as all of them then must: not along that of the rows."""
+        """Finds the axis along which some operands are cut, as all of them then must be; it can't be the rows'."""
         axes = {along[k] for k in operands if k in along}
         axis = axes.pop() if len(axes) == 1 else None
         if axis is None or axis == row_axis:
@@ -333,7 +328,7 @@ class Placing:
         return axis
 
     def _changes(self, equation: Equation, along: Mapping[int, int | None]) -> None:
-        """Checks each piece by itself for changes of rows that the step doesn't touch."""
+        """Checks each piece for changes of untouched rows."""
         groups, all_ = _operands(equation), dict(along)
         for old, new, row_axis in zip(groups["old"], groups["new"], equation.params["axes"], strict=True):
             if old in along or new in along:
@@ -344,7 +339,7 @@ class Placing:
         self._place(equation, all_, [None])
 
     def _sweep(self, equation: Equation, along: Mapping[int, int | None]) -> None:
-        """Updates all rows of each piece, if it has to be."""
+        """Updates all rows of each piece, if need be."""
         groups, (body,), params = _operands(equation), equation.bodies, equation.params
         axes = [self._of_rows(equation, along, (k,), a) for k, a in zip(groups["leaves"], params["axes"], strict=True)]
         for k, row_axis in zip(groups["read"], params["read_axes"], strict=True):

@@ -1,12 +1,12 @@
-"""Rewrite the step into row space: what the plan lifts runs on the touched rows only.
+"""Rewrites the step into row space: families that the plan lifts run on the touched rows only.
 
-    ids -> route -> pull -> the step's own equations on [rows, ...] -> sweep (if need be) -> commit
+  ids -> route -> pull -> the step's own equations on [rows, ...] -> sweep (if need be) -> commit
 
-Order matters: pull, compute, commit last. With it a donated table is updated in place, without a copy.
+Because pulls come first and commits last, a donated table is updated in place, without a copy.
 
 Lifting rests on 0 * x = 0, which holds for finite x. A route always has a padding row: a real row of the table that
-gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip
-factor does this in plain JAX, too), and `sweep` runs the untouched equations over all rows, in place, block by block.
+gets no gradient. If its new value differs from its old one, the untouched rows change as well (a NaN in a clip factor
+does this in plain JAX, too), and `sweep` runs the untouched equations over all rows, in place, block by block.
 Otherwise it does nothing.
 """
 
@@ -44,7 +44,7 @@ from autopar.passes.lifting.deferral import NotDeferrable, StepUpdateLog, read_u
 from autopar.passes.lifting.equations import UntouchedScope, rewrite, untouched_scope
 from autopar.passes.lifting.scope import Lifting, RowValue, Scope, UntouchedRows
 
-#: Rows that a sweep takes at a time: its memory doesn't grow with the table.
+#: Rows that a sweep takes at a time, so that its memory doesn't grow with the table.
 _BLOCK_ROWS = 512
 
 
@@ -83,9 +83,9 @@ class _Lift:
     done: set[Equation] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     known: set[Atom] = field(default_factory=set)
-    #: Of families with a measured capacity what the batch needs of it, in rows.
+    #: Family with a measured capacity -> the batch's need of it, in rows.
     loads: dict[int, Var] = field(default_factory=dict)
-    #: Whether the batch exceeds one; new values that are the old ones of a leaf then, and the leaf.
+    #: A flag that the batch exceeds one; (new value that is the leaf's old one then, leaf).
     exceeded: Var | None = None
     guarded: set[tuple[Atom, int]] = field(default_factory=set)
     logs: dict[int, StepUpdateLog] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class _Lift:
         waiting = list(block.equations)
         while waiting:
             left = [e for e in waiting if not self._try(e)]
-            # No equation can go on without a commit: families that are complete are written back.
+            # All equations wait for a commit: write back complete families.
             if len(left) == len(waiting):
                 ready = [f for f in self.spaces if f not in self.committed and self._is_complete(f)]
                 assert ready, f"nothing can go on at {left[0].op} ({left[0].where})"
@@ -151,12 +151,11 @@ class _Lift:
     # --- measured capacities ---
 
     def in_order(self) -> list[StepUpdateLog]:
-        """Returns the update logs by family: a step and what does it again in its place begin their families in any
-        order."""
+        """Returns the update logs by family number, since a step and its fallback meet their families in any order."""
         return [self.logs[family] for family in sorted(self.logs)]
 
     def _check_capacity(self) -> None:
-        """Checks, ahead of everything, whether the batch exceeds a measured capacity: then no state may change."""
+        """Checks first whether the batch exceeds a measured capacity, in which case no state may change."""
         tight = {f.family: f.bounds.capacity for f in self.bound.families if f.bounds.tight}
         if not tight:
             return
@@ -175,7 +174,7 @@ class _Lift:
             return new
         return self.scope.emit("ap.select", (self.exceeded, new, self.inputs[state]), self.inputs[state].type)
 
-    # --- equations in an order that can be run ---
+    # --- equations in an order in which they can run ---
 
     def _try(self, equation: Equation) -> bool:
         """Rewrites an equation, unless it has to wait for a commit."""
@@ -185,7 +184,7 @@ class _Lift:
             return False
         if any(f in self.spaces and f not in self.committed for f in self._read_after(equation)):
             return False
-        if self.facts.roles.get(equation) != "dense":  # which may be what the ids are made of
+        if self.facts.roles.get(equation) != "dense":  # ids may depend on a dense read
             for family in self._families(equation):
                 self._route(family)
         rewrite(self.scope, equation)
@@ -207,7 +206,7 @@ class _Lift:
     # --- routes ---
 
     def _route(self, family: int) -> None:
-        """Computes the family's ids and route, ahead of the equations in between if need be."""
+        """Computes the family's ids and route, before the equations in between if need be."""
         if family in self.scope.routes:
             return
         space = self.spaces[family]
@@ -227,7 +226,7 @@ class _Lift:
             self.logs[family] = StepUpdateLog.begin(self.scope, family, self._kept(space))
 
     def _ahead(self, equations: list[Equation]) -> None:
-        """Emits what ids depend on. A loop that is needed in part only is copied in part."""
+        """Emits the equations that ids depend on. A loop that is needed in part is copied in part."""
         whole = set(self.program.block.equations)
         for equation in equations:
             if equation in whole:
@@ -250,7 +249,7 @@ class _Lift:
         return all(not isinstance(a, Var) or a in self.known for a in self._updates(self.spaces[family]).values())
 
     def _commit(self, family: int) -> None:
-        """Writes the new rows back; first make sure that the other rows stay as they are."""
+        """Writes the new rows back, after making sure that the other rows keep their values."""
         scope, space = self.scope, self.spaces[family]
         self._route(family)
         route = scope.route(family)
@@ -263,7 +262,7 @@ class _Lift:
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
         if changed and log is None and not scope.lifting.moves_alone(family):
-            # Other rows are updated first: the touched ones are written into what the sweep returns.
+            # Untouched rows are updated first: touched ones are written into the sweep's results.
             untouched_values = {k: (atom, self._untouched(atom)) for k, atom in updates.items()}
             leaves = sweep(scope, family, untouched_values, self.exceeded, first)
             first = []
@@ -287,7 +286,7 @@ class _Lift:
     def _write_whole(self, space: RowSpace) -> None:
         """Writes outputs with all rows that are no leaves.
 
-        They are read of the old leaves before these change; what needs the new leaves waits for them.
+        They are read from the old leaves before these change; those that need the new leaves wait for them.
         """
         updates = self._updates(space).values()
         for atom in self.program.block.outputs:
@@ -308,7 +307,7 @@ class _Lift:
         return [k for k, atom in self._updates(space).items() if waits or not isinstance(self._untouched(atom), Const)]
 
     def _defer(self, space: RowSpace, log: StepUpdateLog, kept: list[int]) -> None:
-        """Writes down what the step does to the other rows."""
+        """Writes down the untouched update."""
         scope = self.scope
         untouched, inner = untouched_scope(scope, space.family)
         axes, updates = space.row_axes, self._updates(space)
@@ -325,7 +324,7 @@ class _Lift:
         return value.untouched if isinstance(value, Row) else None
 
     def _old_readers(self, leaf: Var) -> list[Atom]:
-        """Returns results of what has read the whole old leaf so far: the commit waits for them, and so needs no
+        """Returns results that were computed from the whole old leaf; the commit waits for them, and so needs no
         copy."""
         tainted: set[Atom] = {leaf}
         readers: list[Atom] = []
@@ -348,22 +347,21 @@ def _block_rows(space: RowSpace, family: FamilyPlan, devices: int) -> int:
     return devices * min(-(-space.extent // devices), _BLOCK_ROWS)
 
 
-# --- what the step does to rows that it doesn't touch, where that isn't nothing ---
+# --- changes of untouched rows ---
 #
-# changes -> whether it isn't
+# changes -> a flag if there are any
 # sweep   -> if so, the untouched form of all rows, in place, block by block
-# fill    -> if not, all rows of a leaf that is constant off the touched ones
+# fill    -> if not, all rows of a leaf that is constant on untouched ones
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedForm:
-    """The function that makes new rows of those that the step doesn't touch."""
+    """The function that computes new untouched rows from old ones."""
 
-    body: Block  #: From a route to some rows, `leaves` and `frontier` to what some values are at these rows.
-    leaves: tuple[int, ...]  #: Which leaves it takes.
-    frontier: tuple[Atom, ...]  #: Dense values of the step that it reads, as the block has them that the form is of.
-    #: What else must be finite, and must not be zero, for untouched rows to stay as they are.
-    finite: tuple[Atom, ...]
+    body: Block  #: From a route to some rows, `leaves` and `frontier` to some values at these rows.
+    leaves: tuple[int, ...]  #: The leaves that it reads.
+    frontier: tuple[Atom, ...]  #: Dense values of the step that it reads, by their names in the form's block.
+    finite: tuple[Atom, ...]  #: Further values that must be finite, and must not be zero, or untouched rows change.
     nonzero: tuple[Atom, ...]
 
     @staticmethod
@@ -377,11 +375,11 @@ class UntouchedForm:
         """Returns the untouched form of some values.
 
         Args:
-          scope: The block that has them.
-          family: Theirs.
+          scope: Their block.
+          family: Their family.
           targets: The values, each with its row axis.
-          first: Leaves that it takes in any case.
-          product: What is made of these rows, if it is not they that are asked for; where its rows lie.
+          first: Leaves that it reads in any case.
+          product: A product of these rows that is wanted in their place, and its row axis.
         """
         untouched, inner = untouched_scope(scope, family)
         chunk = untouched.routes[family]
@@ -425,16 +423,15 @@ def changes(
     exceeded: Atom | None = None,
     first: Sequence[Atom] = (),
 ) -> Var:
-    """Returns whether untouched rows become something else than what analysis has found.
+    """Returns whether untouched rows differ from the values that analysis has found.
 
     Args:
       scope: The outermost block.
       form: Their untouched form.
-      family: The family.
-      kept: (old, new, axis) of what they keep, at the routed rows.
-      constant: (new, constant, axis) of what is constant off the touched rows.
-      exceeded: Whether the step is to change nothing.
-      first: What must have been computed before a leaf changes.
+      kept: (old, new, axis) of values that stay, at the routed rows.
+      constant: (new, constant, axis) of values that are constant on untouched rows.
+      exceeded: A flag that the step changes nothing.
+      first: Values to compute before a leaf changes.
     """
     kept, constant = list(kept), list(constant)
     guard = () if exceeded is None else (exceeded,)
@@ -459,14 +456,13 @@ def sweep(
     exceeded: Atom | None,
     first: Sequence[Atom],
 ) -> dict[int, Atom]:
-    """Returns a family's leaves, all rows that the step doesn't touch being as they are after it.
+    """Returns a family's leaves with all untouched rows updated.
 
     Args:
       scope: The outermost block.
-      family: The family.
-      updates: Leaf -> its new value, and what that is off the touched rows.
-      exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
-      first: What must have been computed before a leaf changes.
+      updates: Leaf -> its new value, and its untouched value.
+      exceeded: A flag that the step changes nothing, because a capacity is exceeded.
+      first: Values to compute before a leaf changes.
     """
     space, inputs = scope.lifting.spaces[family], scope.lifting.inputs
     axes = space.row_axes
@@ -487,7 +483,7 @@ def sweep(
     operands = (needed, *(inputs[k] for k in form.leaves), *form.frontier)
     scope.append(Equation("ap.sweep", operands, outputs, params, (form.body,)))
     leaves: dict[int, Atom] = dict(zip(updates, outputs, strict=True))
-    # Leaves that are constant off the touched rows are filled with that constant, unless the sweep was needed.
+    # Leaves that are constant on untouched rows are filled with that constant, unless the sweep was needed.
     guard = () if exceeded is None else (exceeded,)
     for k in constants:
         filled = (leaves[k], rows[k], scope.route(family), needed, *guard)
@@ -499,8 +495,8 @@ def sweep(
 class Exact:
     """Implements `scope.Untouched`."""
 
-    paths: Sequence[str]  #: Of the program's inputs.
-    outcomes: Callable[[], NonfiniteOutcomes]  #: Whether untouched rows may differ.
+    paths: Sequence[str]  #: Paths of the program's inputs.
+    outcomes: Callable[[], NonfiniteOutcomes]  #: Finds whether untouched rows may differ.
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns a densified value, swept if need be."""
@@ -526,11 +522,11 @@ class Exact:
         operands = (needed, dense, *self._leaves(scope, form), *form.frontier)
         out = scope.emit("ap.sweep", operands, dense.type, params, (body,))
         params = {"axis": row.axis, "extent": space.extent, "guarded": None}
-        # The sweep has taken all rows for untouched ones.
+        # The sweep has treated all rows as untouched.
         return scope.emit("ap.commit", (out, rows, scope.route(row.family)), dense.type, params)
 
     def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
-        """Returns the other rows, looked at if need be."""
+        """Returns the other rows that a reduction reads, if it must."""
         form, needed = self._form(scope, value)
         if form is None or needed is None:
             return None
@@ -549,12 +545,13 @@ class Exact:
         return [scope.take(scope.lifting.inputs[k], scope.around[-1]) for k in form.leaves]
 
     def _form(self, scope: Scope, value: RowValue) -> tuple[UntouchedForm | None, Var | None]:
-        """Returns a value's untouched form, and whether untouched rows differ from its constant; None if they never do,
-        or if the padding row tells what all of them are.
+        """Returns a value's untouched form, and a flag that untouched rows differ from its constant.
+
+        None if they never do, or if the padding row tells the value of all of them.
 
         Raises:
-          NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can look at them.
-          NotDeferrable: rows that wait would have to be looked at.
+          NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can read them.
+          NotDeferrable: deferred rows would have to be read.
         """
         family, planned = value.family, scope.lifting.families[value.family]
         if scope.lifting.moves_alone(family):
@@ -563,7 +560,9 @@ class Exact:
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
         form = UntouchedForm.of(scope, family, value.sources, product=value.product)
-        if is_deferred and (form.leaves or planned.layout is not None):  # a round is of one row, of one device
+        if is_deferred and (
+            form.leaves or planned.layout is not None
+        ):  # deferred rows are swept one by one, on one device
             if self._outcome(value).may_differ:
                 raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None
@@ -575,8 +574,10 @@ class Exact:
         return self.outcomes().of(value.sources, None if value.product is None else value.product[0])
 
     def _is_told(self, scope: Scope, value: RowValue) -> bool:
-        """Returns whether the padding row tells what all other rows are, or must be taken to: of what a loop carries,
-        analysis has refused what may differ."""
+        """Returns whether the padding row tells the value of all others.
+
+        For loop carries it must: analysis has refused those that may differ.
+        """
         outcome = self._outcome(value)
         if not outcome.own or outcome.turns:
             return True
@@ -598,7 +599,6 @@ class Exact:
         return NotLocal(f"{reason}, and {_HIDES}", source, remedy, paths)
 
 
-#: Why the padding row isn't enough.
 _HIDES = "what a row holds, or its number, hides what isn't finite in others"
 
 
@@ -607,25 +607,23 @@ def _of_rows_that_wait(value: RowValue) -> Refusal:
     return Refusal(f"all of its rows move in every step, and {value.op} is over all of them; {_HIDES}", source, LAZY)
 
 
-# --- what may turn untouched rows into something that isn't finite, beside the step's scalars ---
+# --- values that may make untouched rows non-finite, beside the step's scalars ---
 #
-# `0 * x = 0` needs a finite x, `0 / x = 0` needs an x that isn't 0. A row that shows it may be hidden in the padding
-# row by a predicate of its own, so the values themselves are watched: at the padding row where they are the same for
-# all rows, all of them where they depend on the rows' numbers.
-
-#: A divisor that is made of a zero by these is zero.
+# `0 * x = 0` needs a finite x, `0 / x = 0` needs a nonzero x. A predicate of the padding row may hide it there, so the
+# values themselves are checked: at the padding row if they are the same for all rows, all of them if they depend on
+# the rows' numbers.
+#: Operations that map zero to zero, so that a divisor made by them of a zero is zero.
 _KEEPS_ZERO = those_that(lambda p: p.keeps_zero)
-#: Not finite at zero -> which operand.
+#: Operation that isn't finite at zero -> the operand.
 _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
 
 def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
-    """Returns values that must be finite, and values that must not be zero, for the untouched rows to stay as they are.
+    """Returns values that must be finite, and values that must not be zero, or untouched rows change.
 
     Args:
       scope: The outermost block, in which they are all known.
-      equations: What is computed for the untouched rows.
-      family: The family.
+      equations: The equations on untouched rows.
     """
     finite: dict[Atom, None] = {}
     nonzero: dict[Atom, None] = {}
@@ -644,7 +642,7 @@ def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> 
 
 
 def _is_finite(scope: Scope, atom: Atom) -> bool:
-    """Returns whether a value can't be anything else: an integer, a mask, or made of literals alone."""
+    """Returns whether a value is always finite: an integer, a mask, or made of literals alone."""
     if not jnp.issubdtype(atom.dtype, np.inexact):
         return True
     if isinstance(atom, Literal):
@@ -670,8 +668,7 @@ def _unspread(scope: Scope, atom: Atom) -> Atom:
 
 
 def _is_literal(scope: Scope, atom: Atom) -> bool:
-    """Returns whether a value is made of literals, each of its elements in the same way: its constant is then what it
-    is."""
+    """Returns whether a value is an elementwise function of literals, so that its constant is its value everywhere."""
     waiting, seen = [atom], set[Atom]()
     while waiting:
         value = waiting.pop()

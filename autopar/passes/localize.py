@@ -1,11 +1,11 @@
-"""The program of one device (or rank): its shard of the batch and of the rows, with every reduction written down.
+"""Writes the program of one device (or rank): its shard of the batch and of the rows, with explicit reductions.
 
 Under XLA's partitioner a program is global, and reductions appear where XLA needs them. Here they are equations:
-`reduce` (over all devices), `share` (a device's part of what all have), `once` (on the first device; zero elsewhere).
-Values of the batch's extent that don't come from the batch (random bits, constants) are computed whole and then
-shared, so that a dropout mask is that of one device. Sums over the examples stay partial sums as long as linear
-equations read them, and are reduced where another one does: gradients after the last loop and not in it. What can't be
-followed is refused with its line; XLA then does the work. Sources: docs/hosts.md; Parallax, section 4.3 (local
+`reduce` (over all devices), `shard` (a device's part of a whole value), `once` (on the first device; zero elsewhere).
+Values of the batch's extent that don't depend on the batch (random bits, constants) are computed whole and then
+sharded, so that a dropout mask is that of one device. Sums over the examples stay partial sums as long as linear
+equations read them, and are reduced where another one does: gradients after the last loop and not in it. A step that
+can't be followed is refused with its line; XLA then does the work. Sources: docs/hosts.md; Parallax, section 4.3 (local
 aggregation).
 """
 
@@ -37,12 +37,12 @@ def localize(
 
     Args:
       program: A lifted program.
-      bound: What says where values are.
-      examples: Whether the batch is a device's part. Else only rows are an owner's part, and the rest stays global.
-      between: Whether sums over the ranks' examples are reduced between programs, by MPI.
+      bound: Says how values are placed.
+      examples: The batch is a device's part. Otherwise only rows are an owner's part, and the rest stays global.
+      between: Sums over the ranks' examples are reduced between programs, by MPI.
 
     Raises:
-      NotLocal: an equation that can't be run on a part of its operands.
+      NotLocal: an equation can't run on a part of its operands.
     """
     walk = Localizer(Shared(bound, examples, between=between))
     inputs = []
@@ -79,12 +79,9 @@ class Localizer(Forms):
     """One block being rewritten."""
 
     def program(self, program: Program, inputs: Sequence[State]) -> tuple[list[Atom], list[State]]:
-        """Rewrites a whole program; returns its outputs, and what a device has of each: of a new state what it has of
-        the old.
+        """Rewrites a whole program with defined inputs; returns its outputs, and a device's part of each.
 
-        Args:
-          program: The program, whose inputs are defined.
-          inputs: What a device has of these.
+        A new state's part is that of the old one. `inputs`: a device's parts of the inputs.
         """
         self.rewrite(program.block)
         outputs, states = [], []
@@ -98,14 +95,14 @@ class Localizer(Forms):
         return outputs, states
 
     def result_state(self, state: State) -> State:
-        """Returns the form of a result that is no new state: a device's examples, if it has as many as the others."""
+        """Returns the form of a result that is no new state: a device's examples, if all devices have as many."""
         is_whole = isinstance(state, Partial) or (isinstance(state, Spread) and state.examples)
         return None if is_whole else state
 
     # --- equations ---
 
     def rewrite(self, block: Block) -> None:
-        """Rewrites all equations; what is wrong with one of ours is said with the nearest line of the user's."""
+        """Rewrites all equations; an error in one of ours is given the nearest line of the user's."""
         for equation in block.equations:
             try:
                 self.add(equation)
@@ -116,7 +113,6 @@ class Localizer(Forms):
                 raise
 
     def add(self, equation: Equation) -> None:
-        """Rewrites an equation."""
         states = [self.state(a) for a in equation.inputs]
         if equation.op in LOCAL_ROW_OPS:
             LOCAL_ROW_OPS[equation.op](self, equation)
@@ -147,7 +143,7 @@ class Localizer(Forms):
                 self.shared.inside = NotLocal("the examples' own values depend on a sum over all", equation.source)
 
     def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
-        """Writes an equation as it is, its results in these states; whole by default."""
+        """Writes an equation unchanged, its results in these states; whole by default."""
         inputs = tuple(self.read(a) for a in equation.inputs)
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
@@ -155,7 +151,7 @@ class Localizer(Forms):
 
     @property
     def delays_sums(self) -> bool:
-        """Returns whether partial sums stay so wherever they can: a loop adds them up, and ends with one reduction."""
+        """Partial sums stay so wherever they can, so that a loop adds them up and ends with one reduction."""
         return self.nested
 
     def _is_callback(self, equation: Equation) -> bool:
@@ -177,7 +173,7 @@ class Localizer(Forms):
             self.reduced_value(var, part, "or" if var.dtype == np.bool_ else "sum", equation)
 
     def _effect(self, equation: Equation) -> None:
-        """Writes an effect of what all devices have: once sums over the examples are reduced, of these, too."""
+        """Writes an effect of whole values; sums over the examples are reduced before."""
         if self.shared.between and self.shared.bound.rank_devices > 1:
             raise NotLocal(f"{equation.op} has an effect, and a rank several devices", equation.source)
         if equation.bodies or any(isinstance(self.state(a), Spread) for a in equation.inputs):
@@ -199,7 +195,7 @@ class Localizer(Forms):
         for atom in equation.inputs:
             if isinstance(self.state(atom), Partial):
                 if on_top and atom is equation.inputs[0]:
-                    continue  # the partial sums of a device's own examples are added on top of it
+                    continue  # the device's own partial sums are added to it
                 self.whole(atom, equation)
         spread = {k: s.axis for k, a in enumerate(equation.inputs) if isinstance(s := self.state(a), Spread)}
         if spread:
@@ -208,16 +204,16 @@ class Localizer(Forms):
             self.copy(equation)
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
-        """Writes an equation of partial sums, if it is linear and it pays; returns whether it is written."""
+        """Writes an equation of partial sums, if it is linear and it pays; returns whether it did."""
         others = keeps_partial(equation, partial)
         if others is None:
             return False
         rest = [equation.inputs[k] for k in others]
         top = not self.delays_sums
-        # What becomes larger is reduced before; ranks may have other numbers of the rows that a broadcast makes.
+        # Values are reduced before they grow; ranks may differ in the number of rows that a broadcast makes.
         if top and equation.op in ("broadcast_in_dim", "pad") and _grows(equation):
             return False
-        # Of gradient + decay the gradient is reduced.
+        # In gradient + decay the gradient alone is reduced.
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
             return False
         if equation.op in ("mul", "div") and self._may_be_infinite(equation, partial):
@@ -240,7 +236,7 @@ class Localizer(Forms):
         for atom in equation.inputs:
             if isinstance(have := self.state(atom), Spread) and have.sums:
                 self.add_up(atom, have)
-        # Kinds of shards: examples, or the rows of an owner; one equation can't work on several.
+        # Shards are of examples, or of an owner's rows; one equation can't work on several kinds.
         kinds = {s.moved(0) for a in equation.inputs if isinstance(s := self.state(a), Spread)}
         try:
             if len(kinds) > 1:
@@ -274,14 +270,13 @@ class Localizer(Forms):
                 inputs[k] = self.masked(inputs[k], axis, equation.inputs[k].shape[axis], op)
 
     def masked(self, part: Atom, axis: int, size: int, op: str) -> Var:
-        """Returns a device's part, with neutral values of a reduction in place of padding; `size`: of the whole
-        axis."""
+        """Replaces padding by neutral values of a reduction; `size`: of the whole axis."""
         params = {"axis": axis, "size": size, "fill": neutral(op, part.dtype)}
         return self.emit("ap.only_examples", (part,), part.type, params)
 
     def _without_some(self, equation: Equation, spread: Mapping[int, int], reason: NotLocal) -> None:
-        """Rewrites an equation whose operands aren't all had in shards: of a product the larger one is, else none."""
-        # One that was raised would keep its frames, and the caller's arguments with them.
+        """Rewrites an equation whose operands can't all stay shards: a product keeps the larger one, others none."""
+        # A new exception: the raised one would keep its frames, and the caller's arguments with them.
         self.shared.inside = self.shared.inside or NotLocal(reason.reason, reason.source)
         if self.looks_up_rows(equation, spread):
             self.lookup_part(equation)
@@ -291,7 +286,7 @@ class Localizer(Forms):
         self.divide_again(equation, spread)
 
     def _kept(self, equation: Equation, spread: Mapping[int, int]) -> Collection[int]:
-        """Returns the operands of an equation of which a device's own part will do, once it has all of the others."""
+        """Returns the operands that may stay a device's own part, once it has all of the others."""
         states = [self.state(equation.inputs[k]) for k in spread]
         if equation.op == "dot_general":
             return (max(spread, key=lambda k: equation.inputs[k].type.size),)
@@ -303,7 +298,7 @@ class Localizer(Forms):
         return alike if equation.op in ALIGNED and len(alike) < len(states) else ()
 
     def _reduced(self, equation: Equation, inputs: list[Atom]) -> None:
-        """Writes a reduction over the examples (or rows): of a sum the partial sums, of anything else the whole."""
+        """Writes a reduction over the examples (or rows): a sum stays partial, others are reduced."""
         op = REDUCES[equation.op]
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
@@ -316,11 +311,9 @@ class Localizer(Forms):
                 self.reduced_value(old, new, op, equation)
 
     def nested_walk(self) -> Localizer:
-        """Returns what rewrites a nested block."""
         return Localizer(self.shared, True)
 
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Localizer, list[Var]]:
-        """Returns a nested block rewritten, and its new inputs."""
         inner = self.nested_walk()
         inputs = [inner.define(v, s) for v, s in zip(body.inputs, states, strict=True)]
         inner.reduced.update(v for v, a in zip(body.inputs, operands, strict=True) if a in self.reduced)
@@ -331,7 +324,6 @@ class Localizer(Forms):
     # --- loops, branches and checkpoints ---
 
     def nested_equation(self, equation: Equation) -> None:
-        """Rewrites a loop, a branch or a checkpoint."""
         if equation.op == "scan":
             self._scan(equation)
         elif equation.op in ("remat", "cond"):
@@ -370,8 +362,11 @@ class Localizer(Forms):
             self.reduced.update(equation.outputs)
 
     def _sequence(self, equation: Equation, k: int) -> tuple[Atom, State]:
-        """Returns a scan's sequence (operand `k`) as its turns take it, and what a device has of it: its part of each
-        microbatch, where these are a reshape of the examples, and all of any other sequence of examples."""
+        """Returns a scan's sequence (operand `k`) as its turns take it, and a device's part of it.
+
+        That is its part of each microbatch, if these are a reshape of the examples, and all of any other sequence of
+        examples.
+        """
         atom = equation.inputs[k]
         new, state = self.read(atom), self.state(atom)
         if not isinstance(state, Spread) or state.axis:
@@ -388,12 +383,12 @@ class Localizer(Forms):
     def _turn(
         self, equation: Equation, start: Sequence[State], xs: Sequence[State]
     ) -> tuple[Localizer, list[Var], list[State]]:
-        """Returns a loop's body rewritten, its new inputs, and what a device has of its results, carries first.
+        """Returns a loop's body rewritten, its new inputs, and a device's part of its results, carries first.
 
         Args:
           equation: The loop.
-          start: What a device has of constants and carries before the first turn.
-          xs: And of what a turn takes of sequences.
+          start: A device's part of constants and carries before the first turn.
+          xs: A device's part of a turn's slices of sequences.
         """
         body, border = equation.bodies[-1], equation.border
         consts, carry = border.consts, border.carries
@@ -409,15 +404,15 @@ class Localizer(Forms):
             carries = wanted
 
     def _hoisted(self, equation: Equation, inner: Localizer, constants: Mapping[Var, Atom]) -> dict[Var, Atom]:
-        """Exchanges once, before a loop, what each turn would exchange of the loop's constants.
+        """Moves exchanges of a loop's constants from its body to before the loop.
 
         Args:
           equation: The loop.
-          inner: Its body, which no longer exchanges that.
+          inner: Its body.
           constants: Name in the body -> constant.
 
         Returns:
-          Name in the body -> what is whole.
+          Name in the body -> whole value.
         """
         whole, kept, shared = dict[Var, Atom](), [], self.shared
         reduce, replicate = shared.op("reduce"), shared.op("replicate")
@@ -452,7 +447,7 @@ class Localizer(Forms):
         n, first = equation.border.head, equation.border.head + equation.border.consts
         states, mark = [self.state(a) for a in equation.inputs], self._mark()
         if any(isinstance(s, Spread) and s.examples for s in states):
-            return False  # what is padded might go on for ever
+            return False  # padding might go on for ever
         start = states[n:]
         while True:
             turn, inputs, carries = self._turn(equation, start, ())
@@ -465,7 +460,7 @@ class Localizer(Forms):
                 return False
             if goes_on is None or all(s == goes_on for s in carries):
                 break
-            start = [*states[n:first], *[goes_on] * len(carries)]  # whatever is carried has the examples' axis
+            start = [*states[n:first], *[goes_on] * len(carries)]  # all carries have the examples' axis
         constants = [self.read(a) for a in equation.inputs[:first]]
         hoisted = self._hoisted(equation, turn, dict(zip(inputs, equation.inputs[n:first], strict=False)))
         names = [*inputs[: first - n], *hoisted]
@@ -484,7 +479,7 @@ class Localizer(Forms):
     def scale_partial(self, equation: Equation, k: int) -> None:
         """Scales partial sums (operand `k`), in a loop or branch, by a number of the step.
 
-        They are summed first, at each turn, only if that number isn't an ordinary one.
+        If that number isn't an ordinary one they are summed first, at each turn.
         """
         (out,) = equation.outputs
 
@@ -512,11 +507,11 @@ class Localizer(Forms):
         return any(e.op in exchanges for e in Block((), tuple(self.equations), ()).walk())
 
     def part_state(self, state: State, axis: int, size: int) -> State:
-        """Returns what a device is to have of a value (of which it has `state`) whose examples lie along an axis."""
+        """Returns a device's part of a value with examples along an axis, given its present `state`."""
         return self.shared.of_examples(axis, size)
 
     def _microbatches(self, equation: Equation) -> None:
-        """Writes each microbatch of a device's own examples; what is reduced over microbatches is over devices once."""
+        """Writes each microbatch of a device's own examples; reductions over microbatches run over devices once."""
         (body,), params = equation.bodies, equation.params
         states = [self.state(atom) for atom in equation.inputs]
         for k, (atom, axis) in enumerate(zip(equation.inputs, params["axes"], strict=True)):
@@ -530,7 +525,7 @@ class Localizer(Forms):
         outputs: list[Var] = []
         for atom, join, var in zip(body.outputs, params["joins"], equation.outputs, strict=True):
             last, state = inner.producers.get(inner.read(atom)), inner.state(atom)
-            # The reduction over devices is taken out of the loop: one behind it does for all microbatches.
+            # The reduction over devices moves out of the loop, for all microbatches at once.
             if last is not None and last.op == self.shared.op("reduce") and last.params["op"] == join:
                 results.append(last.inputs[0])
                 outputs.append(Var(var.type))
@@ -562,7 +557,7 @@ class Localizer(Forms):
         is_update = equation.op == "cond" and not self.nested
         is_update = is_update and not any(isinstance(self.state(a), Spread) for a in equation.inputs)
         for atom in equation.inputs if is_update else equation.inputs[:skipped]:
-            self.whole(atom, equation)  # sums once, before the branches of an update
+            self.whole(atom, equation)  # reduces sums once, before the branches of an update
         states = [self.state(a) for a in equation.inputs[skipped:]]
         walked = [self.body(body, equation.inputs[skipped:], states) for body in equation.bodies]
         returned = [
@@ -579,11 +574,11 @@ class Localizer(Forms):
         if any(inner.reduced for inner, _ in walked):
             self.reduced.update(equation.outputs)
 
-    # --- examples that meet those of other devices and are examples again (looked up, reordered, microbatches) ---
+    # --- examples that meet those of other devices and are divided again (looked up, reordered, microbatches) ---
 
     def looks_up_rows(self, equation: Equation, spread: Mapping[int, int]) -> bool:
-        """Returns whether it is a lookup of single rows that lie on several devices, which adds up, and of so few that
-        their sums are less than all rows."""
+        """Returns whether it looks up single rows of several devices, few enough that sums of them are less than all
+        rows."""
         if equation.op != "gather" or 0 not in spread or not self.may_repeat:
             return False
         operand = equation.inputs[0]
@@ -597,7 +592,7 @@ class Localizer(Forms):
         return is_row and not jax_compat.is_key(dtype) and dtype != np.bool_
 
     def lookup_part(self, equation: Equation) -> None:
-        """Looks up the rows of all examples that a device has; zeros stand for the others."""
+        """Looks up the rows of all examples that a device has, with zeros for the others."""
         operand, index = equation.inputs
         state = self.state(operand)
         assert isinstance(state, Spread), "its rows are spread"
@@ -611,17 +606,17 @@ class Localizer(Forms):
         )
 
     def take_part(self, var: Var, state: Spread) -> None:
-        """Makes a device's part, from here on, of an old value that it is given whole."""
+        """Replaces an old value that a device is given whole by its part, from here on."""
         whole = self.read(var)
         part = self.as_state(var, state)
         self.env[var] = part, state
         self.converted[part, None] = whole
 
     def divide_again(self, equation: Equation, spread: Mapping[int, int]) -> None:
-        """Gives each device its part of examples that were put together or in another order.
+        """Gives each device its part of examples that were gathered or reordered.
 
         Args:
-          equation: What all devices have done with all examples.
+          equation: The equation that all devices run on all examples.
           spread: Operand -> the axis of the examples.
         """
         states = [self.state(equation.inputs[k]) for k in spread]
@@ -630,7 +625,7 @@ class Localizer(Forms):
         for out in equation.outputs:
             axis = _regrouped(equation, out, spread) if self.state(out) is None else None
             if axis is None or (jax_compat.is_float(out.dtype) and out.type.size == out.shape[axis]):
-                continue  # a number for each example is no work
+                continue  # one number for each example isn't worth dividing
             state = self.shared.of_examples(axis, out.shape[axis])
             if out.shape[axis] % (state.examples or self.shared.devices) == 0:
                 self.take_part(out, state)
@@ -644,12 +639,12 @@ def _is_walked(equation: Equation) -> bool:
     return any(e.op in LOCAL_ROW_OPS for body in equation.bodies for e in body.walk())
 
 
-#: Operations after which examples lie along the same axis.
+#: Operations that keep the axis of the examples.
 _SAME_AXIS = frozenset({"concatenate", "dynamic_slice", "pad", "rev", "slice", "split"})
 
 
 def _regrouped(equation: Equation, out: Var, spread: Mapping[int, int]) -> int | None:
-    """Returns the axis of a result along which examples lie; None if that isn't known."""
+    """Returns the axis of a result along which examples lie, if it is known."""
     if equation.op in _SAME_AXIS:
         return next(iter(spread.values()))
     if 0 not in spread:

@@ -1,13 +1,13 @@
-"""Dense leaves that are kept on hosts: the step pulls all of their rows, and pushes gradients to all of them.
+"""Keeps dense leaves on hosts: the step pulls all of their rows, and pushes gradients to all of them.
 
-    x @ w        ->  x @ w[arange(n)]
-    w - lr * g   ->  w - lr * zeros.at[arange(n)].add(g)
+  x @ w        ->  x @ w[arange(n)]
+  w - lr * g   ->  w - lr * zeros.at[arange(n)].add(g)
 
-What is computed element by element from the leaf, its optimizer slots and its gradient alone belongs to the rows'
-owners (the update, and reductions of it: a norm). Whatever else reads such a value looks all of its rows up; whatever
-else is read there is pushed. Both change nothing of what is computed, so that the result is the step's wherever the
-border is. From here on the leaf is a table of which every step touches all rows, and the passes after this one keep it
-on hosts as they keep others. There are no untouched rows: nothing is deferred, and nothing is said of them.
+Elementwise functions of the leaf, its optimizer slots and its gradient alone belong to the rows' owners (the update,
+and reductions of it: a norm). Other equations that read such a value look all of its rows up; other values that are
+read there are pushed. Neither changes a value, so the result is the step's wherever the border is. From here on the
+leaf is a table of which every step touches all rows, and later passes keep it on hosts like others. There are no
+untouched rows, and nothing is deferred.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from autopar.ir.strategy import Strategy, asked_of
 from autopar.ir.writer import expand
 from autopar.jax_types import Leaf, Pytree
 
-#: Rows that an axis should have at least to be divided over ranks.
+#: Fewest rows of an axis that is divided over ranks, if there is such an axis.
 _ENOUGH_ROWS = 64
 
 
 def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
-    """Inserts lookups and pushes of all rows of the dense leaves that a strategy has on hosts.
+    """Inserts lookups and pushes of all rows of the dense leaves that a strategy puts on hosts.
 
     Args:
       program: A classified program.
-      strategy: The user's. A pattern means dense leaves if no table is there by it.
+      strategy: The user's. A pattern means dense leaves if it puts no table there.
 
     Raises:
-      StrategyError: a leaf is named that can't be there.
+      StrategyError: a named leaf can't be there.
     """
     inputs = program.block.inputs
     tables = {k for k, _ in program.tables}
@@ -78,7 +78,7 @@ def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
 
 
 def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
-    """Finds the leaves that a strategy has on hosts although they aren't looked up by rows: leaf -> whether by name."""
+    """Finds leaves that a strategy puts on hosts although they aren't looked up by rows: leaf -> is it named itself."""
     if not isinstance(strategy, Mapping):
         return {}
     tables = {program.inputs[k].path for k, _ in program.tables}
@@ -102,7 +102,7 @@ def _refusal(leaf: Var) -> str | None:
 
 
 def _row_axis(shape: Sequence[int]) -> int:
-    """Returns the axis whose places are rows: the first one with enough of them, or the longest.
+    """Returns the axis of rows, the first one with enough of them or the longest.
 
     It is the same for any number of ranks, so that a checkpoint fits all.
     """
@@ -112,14 +112,14 @@ def _row_axis(shape: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _AllRows:
-    """Looks all rows of an array up, or pushes it into zeros: either returns what it is given."""
+    """Looks up all rows of an array, or pushes it into zeros; either way the result equals the array."""
 
     axis: int
     is_push: bool
 
     def __call__(self, array: Leaf, numbers: Leaf) -> Pytree:
         window = tuple(d for d in range(array.ndim) if d != self.axis)
-        if array.dtype == bool:  # a mask, which isn't added to anything
+        if array.dtype == bool:  # masks can't be added
             return self(array.astype(jnp.uint8), numbers) != 0
         if self.is_push:
             places = jax.lax.ScatterDimensionNumbers(window, (self.axis,), (self.axis,))
@@ -131,18 +131,17 @@ class _AllRows:
 
 @dataclass(eq=False)
 class _Update:
-    """Finds what of a step belongs to the owners of a leaf's rows."""
+    """Finds the part of a step that belongs to the owners of a leaf's rows."""
 
-    program: Program  #: The program.
-    leaves: set[int]  #: The leaf, and those that follow it: its slots, moving averages of it.
-    axis: int  #: Of the rows.
-    shape: tuple[int, ...]  #: Of the leaf, its slots and its gradient.
-    #: Values that are computed element by element from the leaves and from gradients.
-    of_rows: set[Atom] = field(default_factory=set)
-    sources: set[Atom] = field(default_factory=set)  #: Values that are read there and aren't such.
+    program: Program
+    leaves: set[int]  #: The leaf, and its followers: slots, moving averages.
+    axis: int  #: The row axis.
+    shape: tuple[int, ...]  #: Shape of the leaf, its slots and its gradient.
+    of_rows: set[Atom] = field(default_factory=set)  #: Elementwise functions of the leaves and of gradients.
+    sources: set[Atom] = field(default_factory=set)  #: Other values that these read.
     scalars: set[Atom] = field(default_factory=set)  #: Values that are a scalar everywhere.
-    made: dict[Atom, Equation] = field(default_factory=dict)  #: What computes a value.
-    readers: dict[Atom, list[Equation]] = field(default_factory=dict)  #: What reads a value.
+    made: dict[Atom, Equation] = field(default_factory=dict)  #: Value -> its equation.
+    readers: dict[Atom, list[Equation]] = field(default_factory=dict)  #: Value -> its readers.
 
     @staticmethod
     def of(program: Program, leaf: int, axis: int) -> _Update:
@@ -171,7 +170,7 @@ class _Update:
         return atom.shape == () or atom in self.scalars
 
     def _find_leaves(self) -> None:
-        """Finds the leaves, and what their new values are made of."""
+        """Finds the leaves, and the values on which their new values depend."""
         block, new = self.program.block, self.program.new_states
         states = {v: k for k, v in enumerate(block.inputs) if k in new and self._is_alike(v)}
         origins = self._origins(states)
@@ -186,9 +185,9 @@ class _Update:
             self.leaves |= {k for k, (values, _) in updates.items() if not values.isdisjoint(self.of_rows)}
 
     def _origins(self, states: Mapping[Var, int]) -> dict[Atom, frozenset[Atom]]:
-        """Maps each value of the leaf's shape to what it is made of element by element: leaves, and values that aren't.
+        """Maps each value of the leaf's shape to its elementwise origins: leaves, and values of another origin.
 
-        What is made of two such values and no leaf counts as one itself: one is pushed in place of two.
+        A function of two such values and no leaf counts as an origin itself, so that one is pushed in place of two.
         """
         origins: dict[Atom, frozenset[Atom]] = {v: frozenset([v]) for v in states}
         for equation in self.program.block.equations:
@@ -202,7 +201,7 @@ class _Update:
         return origins
 
     def _made_of(self, root: Atom, origins: Mapping[Atom, frozenset[Atom]]) -> tuple[set[Atom], set[Atom]]:
-        """Finds what a leaf's new value is made of element by element, and what that reads besides."""
+        """Finds the values of a leaf's elementwise update, and the other values that it reads."""
         values: set[Atom] = set()
         sources: set[Atom] = set()
         waiting = [root]
@@ -224,7 +223,7 @@ class _Update:
         return {self.program.block.inputs[k] for k in self.program.new_states}
 
     def _find_reduced(self) -> None:
-        """Finds what is only reduced over all rows, or only converted to fewer bytes before all of it is read."""
+        """Finds values that are only reduced over all rows, or converted to fewer bytes before all of it is read."""
         known, results = self.of_rows | self.sources, set(self.program.block.outputs)
         eligible: list[Equation] = []
         for equation in self.program.block.equations:
@@ -244,7 +243,7 @@ class _Update:
         return is_reduction or any(v in self.of_rows for v in equation.outputs)
 
     def rewritten(self) -> Program | None:
-        """Makes the program with lookups and pushes; None where nothing is pulled."""
+        """Returns the program with lookups and pushes; None if nothing is pulled."""
         block = self.program.block
         last = block.equations[-1]
         count = self.shape[self.axis]

@@ -1,13 +1,13 @@
-"""Reductions over all rows of tables on hosts: each rank reduces the rows that it owns, and the results are combined.
+"""Reduces over all rows of tables on hosts: each rank reduces the rows that it owns, and the results are combined.
 
 A step may read a whole table: a parameter norm, a mean row, `jnp.all(jnp.isfinite(new))`. On hosts no rank has all
-rows, and a table may be larger than a device. What is computed row by row from a whole table is therefore not computed
-where it stands, but where a reduction over the rows ends it: the `reduce_table` equation holds, as its body, everything
-between the table and the reduction for a block of rows. The runtime runs the body over the rank's rows, block by block,
-and `localize` adds the reduction over the ranks.
+rows, and a table may be larger than a device. So row-by-row equations on a whole table run where a reduction over the
+rows ends them: the `reduce_table` equation has, as its body, everything between the table and the reduction for a block
+of rows. The runtime runs the body over the rank's rows, block by block, and `localize` adds the reduction over the
+ranks.
 
-Rows are read where they are: a table before its update or after it, but not both in one reduction, for it is updated in
-place. Whatever else needs all rows at once (a sort, an output, a loop) is refused with its line.
+Rows are read in place: a table before its update or after it, but not both in one reduction. Any other read of all rows
+at once (a sort, an output, a loop) is refused with its line.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.ir.writer import Writer
 
-# The body of a `reduce_table` equation: everything between whole tables and a reduction, for a block of rows.
+# --- the body of a `reduce_table` equation, for a block of rows ---
 #
-# See `reduce_tables`. What belongs to no table (a mask, row numbers, a broadcast) is made anew for the block's rows
-# where it is a broadcast or computed element by element, so that no program makes an array as large as a table for it.
-
-#: Elements of the widest value that a block of rows may have: some megabytes, whatever the table's size.
+# Values of no table (a mask, row numbers, a broadcast) are computed anew for the block's rows if they are elementwise
+# or broadcasts, so that no program makes an array as large as a table for them.
+#: Most elements of a value of a block of rows: some megabytes, whatever the table's size.
 _BLOCK_ELEMENTS = 1 << 20
-#: What to do where all rows are needed at once.
+#: The remedy where all rows are needed at once.
 READ_REMEDY = "Reduce them (a sum, product, extremum, norm or mean over the rows), before the update or after it"
 _REMADE = ELEMENTWISE | {"broadcast_in_dim"}
 
 
 @dataclass(frozen=True, slots=True)
 class TableRows:
-    """A value of all rows, which no rank has: `factor` elements of its axis belong to each row."""
+    """A value of all rows, which no rank has; `factor` elements of its axis belong to each row."""
 
     axis: int
     factor: int
@@ -59,9 +58,9 @@ class TableRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSource:
-    """The source of rows: a stored table, or the rows that a step touches, the others being as the padding row is.
+    """The source of rows: a stored table, or the touched rows, with the padding row for all others.
 
-    `leaf`: of a stored table its input. `is_old`: it is read before its update.
+    `leaf`: a stored table's input. `is_old`: it is read before its update.
     """
 
     atoms: tuple[Atom, ...]
@@ -71,16 +70,16 @@ class RowSource:
 
 @dataclass(eq=False)
 class Tables(Writer):
-    """A block being written, and what is known of its values of all rows."""
+    """A block being written, and its values of all rows."""
 
-    rows: dict[Atom, TableRows] = field(default_factory=dict)  #: They, and where their rows lie.
-    sources: dict[Atom, RowSource] = field(default_factory=dict)  #: Those that rows come from.
-    #: Row by row from whole tables -> operands that are taken by rows, and along which axis.
+    rows: dict[Atom, TableRows] = field(default_factory=dict)  #: Value of all rows -> its rows.
+    sources: dict[Atom, RowSource] = field(default_factory=dict)  #: Value that is stored or densified -> its source.
+    #: Row-by-row equation on whole tables -> its operands that are taken by rows, with their axes.
     waiting: dict[Equation, Mapping[int, int]] = field(default_factory=dict)
 
 
 def read_refusal(rows: TableRows, what: str, equation: Equation | None, remedy: str = READ_REMEDY) -> NotLocal:
-    """Returns the refusal of a table that can't be read as a step does, with the line."""
+    """Returns the refusal of a read of a table, with the line."""
     where = None if equation is None else equation.source
     reason = f"all rows of a table are read at once, of {rows.path}: {what}"
     return NotLocal(reason, where, remedy, (rows.path,))
@@ -89,15 +88,15 @@ def read_refusal(rows: TableRows, what: str, equation: Equation | None, remedy: 
 class Body(Writer):
     """The body of a `reduce_table` equation: everything between tables and a reduction, for a block of rows.
 
-    Its inputs are the rows' numbers (-1 for none), blocks of stored tables, blocks of what is made of touched rows,
-    blocks of dense arrays that have all rows, and other dense values.
+    Its inputs are the rows' numbers (-1 for none), blocks of stored tables, blocks of functions of touched rows, blocks
+    of dense arrays that have all rows, and other dense values.
     """
 
     def __init__(self, walk: Tables, like: TableRows) -> None:
         super().__init__()
         self._walk = walk
         self._like = like
-        #: Values that are taken by rows, and their axis.
+        #: Value that is taken by rows -> its rows.
         self._cut: dict[Atom, TableRows] = {}
         self._kept: list[tuple[Equation, Mapping[int, int], TableRows]] = []
         self.stored: list[RowSource] = []
@@ -133,7 +132,7 @@ class Body(Writer):
         return dataclasses.replace(made, info=equation.info, origin=equation.origin)
 
     def _collect(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
-        """Collects what is computed by rows, last equations first."""
+        """Collects the equations that run by rows, last ones first."""
         self._want(equation, by_rows)
         walk = self._walk
         for made in reversed((*walk.equations, *walk.waiting)):
@@ -155,8 +154,7 @@ class Body(Writer):
                 raise read_refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
     def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
-        """Returns what belongs to no table is made anew for rows where it is a broadcast or a number's function:
-        operands."""
+        """Returns operands of an equation of no table that can be computed anew for rows; None if it can't."""
         out = equation.outputs[0]
         if equation.op == "iota" and not equation.inputs:
             return {} if place.factor == 1 or equation.params["dimension"] != place.axis else None
@@ -199,14 +197,14 @@ class Body(Writer):
         return self._whole.setdefault(atom, Var(atom.type))
 
     def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
-        """Writes an equation once more, for a block of rows."""
+        """Writes an equation again, for a block of rows."""
         outputs = tuple(Var(self._type(v, place)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
         if equation.op == "iota" and equation.params["dimension"] == place.axis:
             params = {"axis": place.axis, "shape": outputs[0].shape, "dtype": outputs[0].dtype}
             self.append(Equation("ap.numbered", (self._numbers,), outputs, params))
             return
-        if equation.primitive is None:  # what was behind a barrier
+        if equation.primitive is None:  # it stands for a barrier
             self._env[equation.outputs[0]] = self._env[equation.inputs[0]]
             return
         inputs = tuple(self._operand(equation, k, by_rows) for k in range(len(equation.inputs)))
@@ -214,7 +212,7 @@ class Body(Writer):
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
-        """Returns the reduction itself; rows that there aren't count for nothing."""
+        """Writes the reduction itself; numbers of no row count for nothing."""
         inputs = []
         for k, atom in enumerate(equation.inputs):
             if equation.op == "scatter-add" and k == 0:
@@ -234,12 +232,12 @@ class Body(Writer):
 
 #: Equations that update tables in place.
 _WRITES = ("ap.sweep", "ap.fill", "ap.commit", "ap.densify")
-#: What to do in place of `jnp.histogram` and the like.
+#: The remedy for `jnp.histogram` and the like.
 _COUNT = (
     "Compute it apart from the step, or of looked-up rows alone; count by comparisons, "
     "(table[..., None] < edges).sum((0, 1)), in place of jnp.histogram"
 )
-#: Equations of lookups and updates, which take a stored table as it is.
+#: Equations of lookups and updates, which take a stored table.
 _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows"})
 
 
@@ -247,7 +245,7 @@ def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program with its reads of whole tables on hosts as `reduce_table` equations.
 
     Raises:
-      NotLocal: something needs all rows of a table and is no such reduction.
+      NotLocal: all rows of a table are needed in another way.
     """
     layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
     if not layouts:
@@ -269,26 +267,25 @@ class _Walk(Tables):
     """The block being written."""
 
     program: Program = field(kw_only=True)
-    #: Stored table (an input) -> reductions of it so far.
+    #: Stored table (an input) -> its reductions so far.
     readers: dict[Var, list[Var]] = field(default_factory=dict)
     written: set[Var] = field(default_factory=set)
     count: int = 0
 
     def __post_init__(self) -> None:
         block, new = self.program.block, self.program.new_states
-        #: New values of state leaves -> the leaf.
+        #: New value of a state leaf -> the leaf.
         self.updates = {block.outputs[out]: block.inputs[k] for k, out in new.items()}
 
     def store(self, var: Var, rows: TableRows) -> None:
-        """Notes a stored table, as it comes."""
         self.rows[var] = rows
         self.sources[var] = RowSource((var,), var, is_old=True)
 
     def outputs(self) -> tuple[Atom, ...]:
-        """Returns the block's outputs: tables as they are stored, but nothing computed from all of their rows.
+        """Returns the block's outputs, which may be stored tables but no other values of all rows.
 
         Raises:
-          NotLocal: such an output.
+          NotLocal: an output is such a value.
         """
         block = self.program.block
         atoms, refused = [], list[NotLocal]()
@@ -306,8 +303,7 @@ class _Walk(Tables):
         return tuple(atoms)
 
     def _reads_whole(self, atom: Atom, output: Output) -> str:
-        """Returns what needs all rows of a table for an output; nothing where tables are returned as they are
-        stored."""
+        """Says why an output needs all rows of a table; "" if it doesn't, or is a stored table."""
         source = self.sources.get(atom)
         is_stored = source is not None and source.leaf is not None
         if atom not in self.rows:
@@ -321,7 +317,6 @@ class _Walk(Tables):
     # --- equations ---
 
     def add(self, equation: Equation) -> None:
-        """Rewrites an equation."""
         if equation.op in _WRITES:
             self._write(equation)
         elif equation.op == "ap.changes":
@@ -357,9 +352,9 @@ class _Walk(Tables):
         return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
-        """Writes an update in place, which waits for what reads the rows before it."""
+        """Writes an update in place, which waits for reads of the rows before it."""
         leaves = self._written_leaves(equation)
-        waits = "first" in OPERATIONS[equation.op].groups  # of a sweep, its condition does
+        waits = "first" in OPERATIONS[equation.op].groups  # a sweep waits by its condition
         fixed = self._waiting_for(equation, leaves) if waits and leaves else equation
         if equation.op == "ap.densify":
             self.append(fixed)
@@ -386,7 +381,7 @@ class _Walk(Tables):
         return leaves if len(leaves) == len(stored) else []  # not on hosts
 
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
-        """Writes all rows from the touched ones: stored if it is a leaf's new value."""
+        """Notes all rows made of the touched ones; they are stored if they are a leaf's new value."""
         (out,) = equation.outputs
         like = self._family(equation)
         if like is None:
@@ -404,7 +399,7 @@ class _Walk(Tables):
         return self.rows.get(self.program.block.inputs[leaves[0]])
 
     def _barrier(self, equation: Equation) -> None:
-        """Leaves out of a barrier what isn't computed here."""
+        """Leaves values of whole tables out of a barrier."""
         rest = []
         for atom, out in zip(equation.inputs, equation.outputs, strict=True):
             if atom in self.rows:
@@ -417,7 +412,7 @@ class _Walk(Tables):
             self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
-        """Writes an ordinary equation of whole tables."""
+        """Writes an ordinary equation on whole tables."""
         rows_of = {k: self.rows[a] for k, a in enumerate(equation.inputs) if a in self.rows}
         some = next(iter(rows_of.values()))
         if equation.effects or equation.bodies or equation.primitive is None or not equation.outputs:

@@ -1,8 +1,8 @@
-"""Cut a step whose microbatches are apart into the programs of its stages.
+"""Cuts a step with separate microbatches into the programs of its stages.
 
-`split_update` has the gradient program of one microbatch; here its equations go to the forward or backward program of
-a stage (`analysis.stages`), and those of the update to where their leaves are. A gradient that is a sum over stages (of
-tied embeddings) is summed by the update.
+`split_update` has made the gradient program of one microbatch. Here its equations go to the forward or backward program
+of a stage (`analysis.stages`), and those of the update to the stages of their leaves. The update adds up gradients that
+are sums over stages (of tied embeddings).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from autopar.passes.staging.stages import choose_stages
 def split_pipeline(
     program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves
 ) -> tuple[StagedStep, PipelinePlan]:
-    """Returns the programs of each stage, and what is decided of the stages.
+    """Returns the programs of each stage, and the plan of the stages.
 
     Args:
       program: A program that `split_update` has cut.
@@ -88,7 +88,7 @@ def split_pipeline(
 def _without_flush(
     staged: StagedStep, program: Program, plan: PipelinePlan, pipeline: Pipeline, measured: Measurements
 ) -> tuple[StagedStep, PipelinePlan]:
-    """Returns the step and its plan where minibatches follow one another without a flush."""
+    """Returns the step and its plan for minibatches that follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
     plan = dataclasses.replace(plan, statistics=())
@@ -106,7 +106,7 @@ def _without_flush(
 
 
 def fitting_slack(plan: PipelinePlan, asked: int, memory: int | None) -> int:
-    """Returns `asked` minibatches of slack, or as many as devices of so many bytes have room for."""
+    """Returns `asked` minibatches of slack, or as many as fit devices of `memory` bytes."""
     if memory is None:
         return asked
     fits = (slack for slack in range(asked, 0, -1) if max(pipeline_memory(_later(plan, slack))) <= memory)
@@ -172,11 +172,11 @@ def _check_memory(plan: PipelinePlan, measured: Measurements) -> None:
             )
 
 
-# --- the programs of each stage: its forward and backward, what comes before the microbatches, and its update ---
+# --- the programs of each stage: its forward and backward, the part before the microbatches, and its update ---
 #
-# What is made of scalars alone, such as learning rates and the factor of a clip, is computed wherever it is read, so
-# that only sums cross stages. What all microbatches share and no weight is part of, such as the random bits of a
-# dropout mask, is computed once by each stage that reads it.
+# Functions of scalars alone, such as learning rates and the factor of a clip, are computed wherever they are read, so
+# that only sums cross stages. Values that all microbatches share and that depend on no weight, such as the random bits
+# of a dropout mask, are computed once by each stage that reads them.
 
 
 #: Phase, stage, level.
@@ -185,25 +185,23 @@ _Key = tuple[Phase, int, int]
 
 @dataclass(eq=False)
 class StageCutter:
-    """Hands out equations to programs."""
+    """Distributes equations over programs."""
 
-    #: What is cut, and how.
     program: Program
     parts: Parts
     labels: Mapping[Equation, Label]  #: Of the gradient program's equations.
     homes: Mapping[Var, int]  #: The stage of each leaf of the state.
     weights: tuple[Var, ...]  #: In order.
     pipeline: Pipeline
-    axes: Mapping[Var, int]  #: Of values that are divided over the devices of a stage the axis.
+    axes: Mapping[Var, int]  #: Value that is divided over the devices of a stage -> its axis.
     #: The equations of each program.
     equations: dict[_Key, list[Equation]] = field(default_factory=dict)
-    #: Values that every program computes by itself -> what makes them.
+    #: Value that every program computes by itself -> its equation.
     anywhere: dict[Var, Equation] = field(default_factory=dict)
-    #: Values that every stage computes once, ahead of the microbatches -> what makes them.
+    #: Value that every stage computes once, before the microbatches -> its equation.
     shared: dict[Var, Equation] = field(default_factory=dict)
 
     def run(self) -> StagedStep:
-        """Returns the programs."""
         parts = self.parts
         outer = read_by(parts)
         inside = dict(zip(parts.body.inputs, parts.step.params["axes"], strict=True))
@@ -242,7 +240,7 @@ class StageCutter:
                 yield atom, self.homes[old]
 
     def _divided(self) -> dict[Var, int]:
-        """Returns the values that are divided; a leaf's new value as the leaf is."""
+        """Returns the divided values; a leaf's new value is divided as the leaf."""
         block, axes = self.program.block, dict(self.axes)
         for leaf, out in self.program.new_states.items():
             atom, axis = block.outputs[out], axes.get(block.inputs[leaf])
@@ -253,7 +251,8 @@ class StageCutter:
         return axes
 
     def _joins(self, renamed: Mapping[Var, Var]) -> Iterator[tuple[Var, tuple[Var, str | int]]]:
-        """Yields what is joined over the microbatches. Each copies what none of them makes, or what is joined twice."""
+        """Yields values joined over the microbatches, which copy those that none of them makes, or that are joined
+        twice."""
         labels = {v: self.labels[e] for e in self.parts.body.equations for v in e.outputs}
         step, joined = self.parts.step, set[Var]()
         for inner, outer, join in zip(self.parts.body.outputs, step.outputs, step.params["joins"], strict=True):
@@ -273,10 +272,10 @@ class StageCutter:
             yield copy, (outer, join)
 
     def _before(self) -> None:
-        """Places what all microbatches have: with the deepest weight that it depends on, or at each stage that reads
-        it.
+        """Places values of all microbatches with the deepest weight that they depend on, or at each stage that reads
+        them.
 
-        Without a flush a backward reads other versions of the weights than its forward did, so each makes its own.
+        Without a flush a backward reads other versions of the weights than its forward did, so each computes its own.
         """
         homes = homes_before(self.parts, self.homes)
         for equation in self.parts.before:
@@ -288,8 +287,7 @@ class StageCutter:
                 self.shared.update(dict.fromkeys(equation.outputs, equation))
 
     def _update(self) -> None:
-        """Places each equation of the update where its leaf is, else its largest operand; levels count the
-        crossings."""
+        """Places each equation of the update with its leaf, else its largest operand; levels count the crossings."""
         homes: dict[Var, int] = dict(self.homes)
         made = {v: self.labels[e].stage for e in self.parts.body.equations for v in e.outputs}
         pairs = zip(self.parts.body.outputs, self.parts.step.outputs, strict=True)
@@ -320,8 +318,7 @@ class StageCutter:
         return levels[atom] + (homes[atom] != stage) if atom in levels else 0
 
     def _programs(self, joins: Mapping[Var, tuple[Var, str | int]]) -> tuple[StageProgram, ...]:
-        """Returns the programs of the equations that were found, with what every program or stage computes by
-        itself."""
+        """Returns the programs of the equations, with the values that every program or stage computes by itself."""
         whole = {key: self._whole(equations) for key, equations in self.equations.items()}
         outputs = [a for a in self.program.block.outputs if isinstance(a, Var)]
         made = {v for equations in whole.values() for e in equations for v in e.outputs}
@@ -344,7 +341,7 @@ class StageCutter:
         return tuple(programs)
 
     def _add_shared(self, whole: dict[_Key, list[Equation]], outputs: Iterable[Var]) -> None:
-        """Adds what stages read of shared values, computed by a program of their own ahead of the microbatches."""
+        """Adds shared values that stages read, computed by a program of their own before the microbatches."""
         wanted: dict[int, dict[Var, None]] = {}
         for (_, stage, _), equations in whole.items():
             wanted.setdefault(stage, {}).update(dict.fromkeys(a for a in free_values(equations) if a in self.shared))
@@ -359,7 +356,7 @@ class StageCutter:
 
 
 def _with_sources(equations: Sequence[Equation], made_by: Mapping[Var, Equation]) -> list[Equation]:
-    """Orders equations, each behind those that make what it reads, as far as these are known."""
+    """Orders equations, each after those known ones that make its operands."""
     ordered: dict[int, Equation] = {}
 
     def add(equation: Equation) -> None:

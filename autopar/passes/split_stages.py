@@ -1,11 +1,12 @@
-"""Cut the program of one rank into stages at every value that crosses owners or ranks.
+"""Cuts the program of one rank into stages at every value that crosses owners or ranks.
 
 The stage of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
-rows, else the devices'; constants are made where they are read. What nobody needs earlier is computed in the latest
-stage that it may be in: the first one holds what ids depend on and nothing else. One exchange of each kind a
-stage; where many gradients are added up, the backward pass is cut, and the earlier ones (a bucket: Li et al., PyTorch
+rows, else the devices'; constants are computed where they are read. Values that aren't needed earlier are computed in
+the latest possible stage, so that the first one holds only the equations of ids. There is one exchange of each kind a
+stage. If many gradients are added up, the backward pass is cut, and the earlier ones (a bucket: Li et al., PyTorch
 Distributed, 2020, section 3.2.3) are added up beside the rest of it.
-With one rank only tables are outside of compiled programs: fetching, delivering and reducing is nothing then.
+
+With one rank only tables are outside of compiled programs: fetching, delivering and reducing do nothing then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
 from autopar.ir.slicing import clone, eliminate_dead
 from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
 
-#: Carried out between compiled programs, in this order where several belong to one stage.
+#: Operations between compiled programs, in their order within one stage.
 EXCHANGES = (
     "ap.route",
     "ap.pull",
@@ -34,20 +35,20 @@ EXCHANGES = (
     "ap.commit",
     "ap.flush",
 )
-#: Those that one rank has, too.
+#: Those that a single rank has.
 _ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
 #: Exchanges whose results are the owner's.
 _TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
-#: They are about the rows that a rank asked for, which its devices have, or exchange values between devices.
+#: Operations on the rows that a rank asked for, which its devices have, or between devices.
 _OF_DEVICES = frozenset(
     "ap." + name
     for name in ("lookup", "lookup_ids", "aggregate", "reduce", "reduce_rank", "replicate", "lookup_part", "first")
 )
 
 
-#: Parts of a stage's reductions at most.
+#: Most buckets of a stage's reductions.
 _BUCKETS = 8
-#: A part of a stage's operations that is worth a program of its own, for a bucket to be added up beside it.
+#: Smallest fraction of a stage's operations that is worth a program of its own, beside which a bucket is added up.
 _LEAST_SHARE = 1 / 32
 
 
@@ -57,12 +58,12 @@ def split_stages(program: Program, hosted: Collection[int], *, owners: bool, buc
     Args:
       program: The program of one rank.
       hosted: Families on hosts; the rows of others are the programs' own.
-      owners: Whether owners have programs of their own: there are several ranks, or dense leaves, whose slots a device
-        is never to have.
-      bucket_bytes: What is added up beside a later program, at least; None: nothing is.
+      owners: Owners have programs of their own: there are several ranks, or dense leaves, whose slots must not be on
+        devices.
+      bucket_bytes: Least bytes that are added up beside a later program; None: none are.
 
     Raises:
-      NotLocal: an exchange within a loop or branch, which can't be left for it.
+      NotLocal: an exchange is within a loop or branch, which can't be left for it.
     """
     assert program.local is not None, "a rank's own program is split"
     if not owners:
@@ -74,7 +75,7 @@ def split_stages(program: Program, hosted: Collection[int], *, owners: bool, buc
 
 
 def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
-    """Returns a branch as two: of what is its owner's, and of what every rank has."""
+    """Splits a branch in two, for its owner's results and for those that every rank has."""
     count = sum(v in owned for v in equation.outputs)
     if equation.op != "cond" or equation.effects or count in (0, len(equation.outputs)):
         return [equation]
@@ -120,7 +121,7 @@ class _Split:
         last = max([0, *self.stage.values()])
         self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
         items: list[ProgramStage | ExchangeStage] = []
-        # Within a level programs come before the exchanges of what they make; buckets of sums in between.
+        # Within a level programs come before the exchanges of their results, buckets of sums in between.
         for level in range(last + 1):
             here = [e for e in self.block.equations if self.stage.get(e) == level]
             exchanged = [e for e in here if e in self.exchanged]
@@ -166,8 +167,8 @@ class _Split:
     def _sink(self, last: int) -> None:
         """Moves equations to the stage of their first reader, reductions to the one before it.
 
-        What is reduced late is reduced together: gradients along with the norm of rows' gradients, which comes later.
-        It is computed where it could have been reduced: what that reads isn't kept for a later program.
+        Late reductions are joined: gradients with the norm of rows' gradients, which comes later. Their operands are
+        computed where they could have been reduced, so that operands of these aren't kept for a later program.
         """
         first: dict[Atom, int] = dict.fromkeys(self.block.outputs, last)
         for equation in reversed(self.block.equations):
@@ -207,12 +208,11 @@ class _Split:
 def _buckets(
     mine: Sequence[Equation], exchanged: Sequence[Equation], least: int
 ) -> Sequence[tuple[Collection[Equation], tuple[Equation, ...]]]:
-    """Returns parts of a device program, each with the sums, of `least` bytes or more, to be added up beside what comes
-    behind it.
+    """Returns parts of a device program, each with sums of `least` bytes or more that run beside the following part.
 
     Args:
-      mine: What the program computes.
-      exchanged: What follows it.
+      mine: The equations of the program.
+      exchanged: The exchanges that follow it.
     """
     ready: dict[Atom, int] = {}
     for k, equation in enumerate(mine):
@@ -232,7 +232,7 @@ def _buckets(
             bucket = []
     total = sum(equation_work(e)[0] for e in mine)
     kept: list[tuple[Mapping[Equation, None], tuple[Equation, ...]]] = []
-    for part, added in reversed(parts):  # from the last one, whether what follows is worth it
+    for part, added in reversed(parts):  # from the last one: is the program that follows worth it?
         if sum(equation_work(e)[0] for e in rest) >= max(_LEAST_SHARE * total, 1):
             kept.append((part, added))
             rest = part
@@ -245,7 +245,7 @@ def _buckets(
 
 
 def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
-    """Returns those of some equations, in order, that some readers depend on."""
+    """Returns the equations, in order, on which some readers depend."""
     wanted: set[Atom] = {a for e in readers for a in e.inputs}
     found: list[Equation] = []
     for equation in reversed(list(equations)):
@@ -256,7 +256,7 @@ def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dic
 
 
 def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, None]:
-    """Returns equations that depend on no input: constants, made anew wherever they are read. In order."""
+    """Returns equations that depend on no input, in order: constants, computed anew wherever they are read."""
     made: set[Atom] = set()
     free: dict[Equation, None] = {}
     needed: set[Atom] = set(block.outputs)

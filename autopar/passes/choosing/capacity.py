@@ -1,7 +1,7 @@
-"""Bounds the rows that travel: static bounds for sharded rows, from what no batch exceeds or from a measured batch.
+"""Bounds sharded rows statically, by a limit that no batch exceeds or by a measured batch.
 
-A device that asks for F rows may want them all of one owner, so the safe capacity of each of its N messages is F: N
-times what is needed on average. A measured capacity needs a check and a fallback (`backends.fallback`).
+A device may want all of its F rows from one owner, so the safe capacity of each of its N messages is F: N times the
+average need. A measured capacity needs a check and a fallback (`backends.fallback`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program_plan import Bounds
 from autopar.ir.rowspace import RowIds, RowSpace
 
-#: Contiguous shards are kept where the busiest message is at most this much longer than with rows distributed
-#: cyclically.
+#: Contiguous shards are kept if the busiest message is at most this many times as long as with cyclic rows.
 _IMBALANCE = 1.25
 #: Capacities are multiples of this.
 _STEP = 8
 
 
 def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bounds:
-    """Returns bounds that no batch exceeds: rows touched, and of sharded rows those asked for and owned."""
+    """Returns bounds that no batch exceeds: rows touched, and sharded rows requested and owned."""
     requested = max(1, min(space.extent, ids.count_on(devices)))
     if method != "ps" or devices == 1:
         travels = devices > 1 and method == "allgather" and any(ids.batched)
@@ -33,7 +32,7 @@ def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bo
 
 
 def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
-    """Returns the same of a family on hosts. Messages have the length that they need, so there is no capacity."""
+    """Returns the bounds of a family on hosts, without a capacity since messages are only as long as they must be."""
     requested = max(1, min(space.extent, ids.count_on(ranks)))
     layout = RowLayout(space.extent, ranks, cyclic=ranks > 1)
     owned = min(layout.shard_rows, ranks * requested) + 1
@@ -41,7 +40,7 @@ def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
 
 
 def bounds_layout(bounds: Bounds) -> RowLayout:
-    """Returns how the rows are spread that are sharded."""
+    """Returns the layout of sharded rows."""
     assert bounds.layout is not None, "sharded rows have a layout"
     return bounds.layout
 
@@ -57,7 +56,7 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
 
     Args:
       flat: Flat ids, `extent` for no row.
-      batched: Which of them are spread over the devices; the others every device has.
+      batched: Which of them are spread over the devices; every device has the others.
       devices: N.
       extent: V.
     """
@@ -75,24 +74,24 @@ def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
 
 
 def needed_share(capacity: int, load: int) -> float:
-    """Returns what a load is of a measured capacity, before that was rounded."""
+    """Returns a load as a fraction of a measured capacity before that was rounded."""
     return load / (capacity - _STEP / 2)
 
 
 def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
-    """Returns rows that all devices together ask the busiest owner for."""
+    """Returns the rows that all devices together ask the busiest owner for."""
     layout = bounds_layout(bounds)
     return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
 
 
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
-    """Returns rows in the longest message over those in the average one; 1 where owners are asked for equally much."""
+    """Returns rows in the longest message over those in the average one; 1 if there are none."""
     average = sum(rows.size for rows in requested) / layout.devices**2
     return _busiest(requested, layout) / average if average else 1.0
 
 
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
-    """Returns the bounds with rows distributed cyclically, if their owners would be too unequal otherwise."""
+    """Returns the bounds with cyclic rows, if the owners' loads would be too unequal otherwise."""
     layout = bounds_layout(bounds)
     cyclic = dataclasses.replace(layout, cyclic=True)
     if layout.cyclic or _busiest(requested, layout) <= _IMBALANCE * max(_busiest(requested, cyclic), _STEP):
@@ -101,19 +100,18 @@ def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
 
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
-    """Returns the bounds with the example's load and some headroom as its capacity, where that saves anything."""
+    """Returns the bounds with the example's load and some headroom as the capacity, if that saves anything."""
     return limited(bounds, headroom * _busiest(requested, bounds_layout(bounds)))
 
 
 def limitless(bounds: Bounds) -> Bounds:
-    """Bounds on hosts with the capacity that no batch would exceed on devices."""
+    """Returns bounds on hosts with the capacity that no batch would exceed on devices."""
     layout = bounds_layout(bounds)
     return dataclasses.replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))
 
 
 def limited(bounds: Bounds, rows: float) -> Bounds:
-    """Returns the bounds with so many rows as its capacity, rounded up, where that is less than what no batch
-    exceeds."""
+    """Returns the bounds with `rows` as the capacity, rounded up, if that is less than the safe one."""
     safe = bounds.capacity
     assert safe is not None, "only sharded rows have a capacity"
     capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP

@@ -1,9 +1,8 @@
-"""Read the untouched update off a step: what it does to the rows that it doesn't touch, as a program of one row (see
-`ir.deferred`).
+"""Reads the untouched update off a step: its effect on untouched rows, as a program of one row (see `ir.deferred`).
 
-The untouched update is the family's untouched form (`UntouchedScope`), cut in two: what depends on the row's own leaves
-is the untouched update's body; the rest, the same for all rows, is computed in the step, once, and written down. Most
-of that are scalars that were broadcast before they met a row; they are kept as scalars.
+The family's untouched form (`UntouchedScope`) is cut in two. Equations that depend on the row's own leaves are the
+untouched update's body; the rest, the same for all rows, is computed in the step, once, and written down. Most of those
+values are scalars that were broadcast before they met a row; they are kept as scalars.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from autopar.ir.writer import Writer
 from autopar.passes.lifting.equations import UntouchedScope
 from autopar.passes.lifting.scope import Scope
 
-#: Bytes that a step may write down for each row of a table: more would be no saving.
+#: Largest record of a step, as a fraction of the family's bytes; a larger one would save nothing.
 _RECORD_SHARE = 1 / 64
-#: What a step may always write down, in bytes.
+#: Bytes that a step may always write down.
 _SMALL_RECORD = 1 << 14
 
 
 class NotDeferrable(Exception):
-    """A family's rows can't be brought up to date later."""
+    """Raised for a family whose rows can't be brought up to date later."""
 
     def __init__(self, leaves: tuple[int, ...], refusal: Refusal) -> None:
         super().__init__(str(refusal))
@@ -48,10 +47,10 @@ class NotDeferrable(Exception):
 
 
 def replayed_in_vain(program: Program, tables: Collection[int], options: Options) -> dict[int, Refusal]:
-    """Finds leaves of families that "auto" lets wait though all of their rows are to be replayed.
+    """Finds leaves of families that "auto" defers although all of their rows must be replayed.
 
-    A moving average of a table does that: scale-only are those rows alone that are zero. On one device that takes
-    longer than the dense update, unless a table is large.
+    A moving average of a table does that: only zero rows are scale-only. On one device that takes longer than the dense
+    update, unless a table is large.
 
     Args:
       program: A compiled one.
@@ -75,7 +74,7 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedUpdate:
-    """The untouched update: its replay and body, the leaves that it only reads, and what the step writes down."""
+    """The untouched update: its replay and body, the leaves that it only reads, and the values to write down."""
 
     replay: Replay
     body: Block
@@ -94,12 +93,10 @@ def read_untouched_update(
     """Cuts a family's untouched form, made for one row.
 
     Args:
-      scope: The step being rewritten, which gets the equations of what is written down.
+      scope: The step being rewritten, which gets the equations of the values to write down.
       untouched: The untouched form.
-      family: The family.
-      changed: Leaves whose new rows `new` are.
+      changed: Leaves whose new rows are `new`.
       inner: Leaf -> its name in the untouched form.
-      new: New rows.
 
     Raises:
       NotDeferrable: the untouched update needs more than a row and some values of the step.
@@ -129,7 +126,7 @@ def read_untouched_update(
             raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}", None, LAZY))
         inputs = tuple(renamed.get(a, a) for a in equation.inputs)
         equation = dataclasses.replace(equation, inputs=inputs)
-        # What depends on no row is computed by the step, once for all rows; what rows need of it is written down.
+        # The step computes values that depend on no row, once for all rows, and writes down those that rows need.
         if dependent.intersection(inputs):
             row_equations.append(equation)
             dependent.update(equation.outputs)
@@ -165,26 +162,21 @@ def read_untouched_update(
 
 @dataclass(eq=False)
 class _Step:
-    """Writes what is the same for all rows into the step.
-
-    `outside` maps the untouched form's inputs to the step's atoms. `scalars` and `arrays` hold what was computed, in
-    the form in which it is had; values of one row have that row's axis. `inverses`: one over a number.
-    """
+    """Writes computations that are the same for all rows into the step."""
 
     scope: Scope
-    outside: Mapping[Var, Atom]
-    scalars: dict[Atom, Atom] = field(default_factory=dict)
-    arrays: dict[Atom, Atom] = field(default_factory=dict)
-    inverses: dict[Atom, Atom] = field(default_factory=dict)
+    outside: Mapping[Var, Atom]  #: Input of the untouched form -> the step's atom.
+    scalars: dict[Atom, Atom] = field(default_factory=dict)  #: Value that is a scalar everywhere -> the scalar.
+    arrays: dict[Atom, Atom] = field(default_factory=dict)  #: Value of one row -> the step's, with that row's axis.
+    inverses: dict[Atom, Atom] = field(default_factory=dict)  #: Number -> one over it.
 
     def scalar(self, atom: Atom) -> Atom | None:
-        """Returns the value as a scalar, if it is the same in all of its elements."""
+        """Returns the value as a scalar, if all of its elements are equal."""
         if atom.shape == ():
             return atom if isinstance(atom, Literal) else self.outside.get(atom) or self.arrays.get(atom)
         return self.scalars.get(atom)
 
     def array(self, atom: Atom) -> Atom:
-        """Returns the value as it is."""
         if isinstance(atom, Literal):
             return atom
         array = self.outside.get(atom) or self.arrays.get(atom)
@@ -213,8 +205,10 @@ class _Step:
         self.arrays.update(zip(equation.outputs, outputs, strict=True))
 
     def _inverse(self, equation: Equation) -> Atom | None:
-        """Returns one over the divisor, if that is a number of the step; of short floats the quotient's bits would show
-        it."""
+        """Returns one over the divisor, if that is a number of the step.
+
+        Not of short floats, where the quotient's bits would show it.
+        """
         if equation.op != "div" or isinstance(equation.inputs[1], Literal):
             return None
         divisor = self.scalar(equation.inputs[1])
@@ -268,35 +262,35 @@ class _Step:
         return Block((*rows, *names.values()), tuple(body.equations), outputs), values
 
 
-# A family's update log in the step that is rewritten: rows brought up to date at their pull, and what is written down.
+# --- a family's update log in the step: rows are brought up to date at their pull, and the step is recorded ---
 #
 #     stamps, now, segment, records, segments -> catch_up (before anything reads the rows) ... commit -> record -> flush
 #
-# What each is, `backends.deferred` says. See docs/deferred.md.
+# `backends.deferred` describes each. See docs/deferred.md.
 
 _INT = np.dtype(np.int32)
 
 
 @dataclass(eq=False)
 class StepUpdateLog:
-    """One family's."""
+    """One family's update log."""
 
     family: int
-    layout: RowLayout | None  #: How stamps are stored, with their rows; None where every device has all.
+    layout: RowLayout | None  #: How stamps are stored, with their rows; None if every device has all.
     caught: dict[int, Var]
     waiting: Equation
     stamps: Var
-    stamped: Atom  #: The stamps of the rows that the step touches.
+    stamped: Atom  #: The stamps of the touched rows.
     now: Var
-    #: The step's inputs and outputs that the update log is: stamps, now, segment, records, segments.
+    #: The log's inputs and outputs of the step: stamps, now, segment, records, segments.
     old: list[Var] = field(default_factory=list)
     new: list[Atom] = field(default_factory=list)
-    committed: dict[int, Atom] = field(default_factory=dict)  #: Leaf -> the leaf with the rows that the step touched.
-    rows: list[Atom] = field(default_factory=list)  #: Those rows.
+    committed: dict[int, Atom] = field(default_factory=dict)  #: Leaf -> the leaf with its touched rows committed.
+    rows: list[Atom] = field(default_factory=list)  #: The committed rows.
 
     @staticmethod
     def begin(scope: Scope, family: int, changed: Sequence[int]) -> StepUpdateLog:
-        """Pulls rows and their stamps, and names the rows as they will be once they are up to date.
+        """Pulls rows and their stamps, and names the rows that are up to date.
 
         `changed`: leaves that the untouched update changes.
         """
@@ -315,11 +309,9 @@ class StepUpdateLog:
         return StepUpdateLog(family, layout, caught, waiting, stamps, stamped, now)
 
     def end(self, scope: Scope, update: UntouchedUpdate, exceeded: Atom | None) -> dict[int, Atom]:
-        """Writes down the step, and flushes the update log if it is full; returns the leaves after that.
+        """Writes the step down, and flushes the log if it is full; returns the leaves after that.
 
-        Args:
-          update: What the step does to rows that it doesn't touch.
-          exceeded: Whether the step is to change nothing, because a capacity doesn't suffice.
+        `exceeded`: a flag that the step changes nothing, because a capacity is exceeded.
         """
         replay = update.replay
         read = {k: scope.lifting.inputs[k] for k in update.read}
@@ -331,7 +323,7 @@ class StepUpdateLog:
         self._complete(scope, update, read)
         route = scope.route(self.family)
         after = scope.emit("ap.next", (self.now,), self.now.type)
-        # No stamp is larger. But what is written waits for what was read, or XLA copies all stamps in every step.
+        # No stamp is larger; but the write must wait for the read, or XLA copies all stamps in every step.
         full = scope.full(after, scope.at(self.stamps.type, 0, self.family))
         rows = Var(full.type)
         scope.append(Equation("max", (full, self.stamped), (rows,), primitive=jax.lax.max_p))
@@ -339,7 +331,7 @@ class StepUpdateLog:
         if exceeded is not None:
             after = scope.emit("ap.select", (exceeded, after, self.now), self.now.type)
         commit = {"axis": 0, "extent": replay.extent, "guarded": exceeded is not None or None}
-        # Not before the rows themselves: a step that fails between the two would leave rows that count as moved.
+        # After the rows themselves: a step that fails between the two must not leave rows that count as moved.
         stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(update.body)

@@ -1,4 +1,4 @@
-"""Single equations in row space: row-parallel ones, lookups, pushes and reductions over the rows."""
+"""Rewrites single equations into row space: row-parallel ones, lookups, pushes and reductions over the rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.passes.lifting.scope import Key, Lifting, RowValue, Scope, Template
 
 
 def lift_row_equation(scope: Scope, equation: Equation) -> None:
-    """Writes a row-parallel equation, at the routed rows."""
+    """Writes a row-parallel equation at the routed rows."""
     lifting = scope.lifting
     if equation.op == "optimization_barrier":
         return _lift_barrier(scope, equation)
@@ -42,7 +42,7 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
 
 
 def _lift_barrier(scope: Scope, equation: Equation) -> None:
-    """Writes each operand in its own form behind the barrier; what belongs to no family needs none."""
+    """Writes each operand in its own form behind the barrier; values of no family need none."""
     inputs, outputs = [], []
     for atom, old in zip(equation.inputs, equation.outputs, strict=True):
         row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
@@ -93,10 +93,10 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
 
 
 def _layout(scope: Scope, access: Access, params: Params, examples: Sequence[int]) -> Params:
-    """Returns what a lookup or push needs to know beside the gather's or scatter's own parameters.
+    """Returns a lookup's or push's parameters beside the gather's or scatter's own.
 
     `axis`: the rows' in the operand; `batch`: the index operand's axis by which the access is spread over the devices,
-    `spread`: the same axis in the result or the updates, given those of its axes that are the index operand's.
+    `spread`: the same axis in the result or the updates (`examples`: their axes that are the index operand's).
     """
     batch = scope.lifting.batch_axes.get(access.equation)
     spread = None if batch is None else examples[batch]
@@ -112,7 +112,7 @@ def _local_ids(scope: Scope, access: Access, params: Params) -> Atom:
 
 
 def _lift_push(scope: Scope, equation: Equation) -> None:
-    """Adds gradients of rows to the rows they belong to, or sets new values."""
+    """Adds gradients of rows to the rows, or sets new values."""
     out = equation.outputs[0]
     row = scope.lifting.row(out)
     assert row is not None, "a push makes rows"
@@ -138,7 +138,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
 
 
 def push_base(scope: Scope, equation: Equation, row: Row) -> Atom:
-    """Returns what a push adds to: the operand at the rows; for a pad its padding value."""
+    """Returns the base of a push: the operand at the rows; for a pad its padding value."""
     if equation.op == "pad":
         at = scope.at(equation.outputs[0].type, row.axis, row.family)
         return scope.full(scope.get(equation.inputs[1]), at)
@@ -170,7 +170,7 @@ def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, .
 def _lift_contract(scope: Scope, equation: Equation) -> None:
     """Writes a product that sums over all rows, one side being zero on the untouched ones.
 
-    If it may be something else there, it writes a product for each row, and a sum over the rows.
+    If that isn't sure, it writes a product for each row, and a sum over the rows.
     """
     places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
     sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
@@ -187,8 +187,8 @@ def _lift_contract(scope: Scope, equation: Equation) -> None:
 
 
 def _product_by_row(equation: Equation, inputs: Sequence[Atom], axes: Sequence[int]) -> tuple[Equation, int]:
-    """Returns a contraction over rows, whose axes in the operands these are, as one for each row; where they lie in
-    it."""
+    """Returns a contraction over rows, along these axes of the operands, as a product for each row, and its row
+    axis."""
     contract, batch = equation.params["dimension_numbers"]
     kept = tuple(tuple(d for d in dims if d != axis) for dims, axis in zip(contract, axes, strict=True))
     batched = tuple((*dims, axis) for dims, axis in zip(batch, axes, strict=True))
@@ -200,7 +200,7 @@ def _product_by_row(equation: Equation, inputs: Sequence[Atom], axes: Sequence[i
     return dataclasses.replace(equation, inputs=tuple(inputs), outputs=(Var(type_),), params=params), at
 
 
-#: How an equation is lifted, by the role that analysis gave it.
+#: Role of an equation, by analysis -> its rewrite.
 LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
     "rows": lift_row_equation,
     "lookup": _lift_lookup,
@@ -210,21 +210,21 @@ LIFT: Mapping[str, Callable[[Scope, Equation], None]] = {
 }
 
 
-# --- the second rewriting of a block, for rows of a family that the step does not touch ---
+# --- the second rewriting of a block, for untouched rows of a family ---
 #
-# Pushes are dropped, and dense values are taken from the first rewriting (out of a loop: stacked). The result is the
-# family's untouched function, which a sweep over all rows runs.
+# Pushes are dropped, and dense values are imported from the first rewriting (stacked, out of a loop). The result is the
+# family's untouched form, which a sweep over all rows runs.
 
 
 @dataclass(eq=False)
 class UntouchedScope(Scope):
-    """The second rewriting of a block, for untouched rows of one family: pushes are dropped, dense values imported."""
+    """The second rewriting of a block, for untouched rows of one family."""
 
     primary: Scope | None = None  #: The first rewriting of the same block.
-    #: The second one of the block around it, by which this one's rows are computed; None for a `Template`, which
-    #: imports them, and for the outermost block.
+    #: The second rewriting of the block around it, which computes its rows; None for a `Template`, which imports them,
+    #: and for the outermost block.
     outer: UntouchedScope | None = None
-    ran: list[Equation] = field(default_factory=list)  #: What was rewritten.
+    ran: list[Equation] = field(default_factory=list)  #: The rewritten equations.
 
     @property
     def may_import(self) -> bool:
@@ -255,7 +255,7 @@ class UntouchedScope(Scope):
         return super()._make_rows(atom, axis, family)
 
     def computed(self, atom: Atom, axis: int, family: int) -> Atom:
-        """Returns the value at the rows, after what it is made of."""
+        """Returns the value at the rows, after computing it."""
         if isinstance(atom, Var) and (atom, axis, family) not in self.rows and self.lifting.row(atom) is not None:
             self.run([atom], family)
         return self.at_rows(atom, axis, family)
@@ -302,7 +302,7 @@ class UntouchedScope(Scope):
             lift_row_equation(self, equation)
 
     def _use(self, template: Template) -> None:
-        """Puts the untouched form of a scan, remat or cond here."""
+        """Inserts the untouched form of a scan, remat or cond."""
         outer = [self.frontier(k[1]) if k[0] == "new" else self.resolve(k) for k in template.imports]
         equation = template.equation
         stacked = [self.frontier(v) for v in template.stacked]
@@ -365,12 +365,12 @@ def emit_scan(
 
 # --- scans, remats and conds in row space, and `rewrite`, which dispatches every equation ---
 #
-# A scan's carries and sequences change form where they are in row space; what else its body reads is imported. Each
-# family that comes out of a body gets the body's untouched form as well (a `Template`).
+# A scan's carries and sequences change form if they are in row space; its body imports other values. Each family that
+# comes out of a body gets the body's untouched form as well (a `Template`).
 
 
 def rewrite(scope: Scope, equation: Equation) -> None:
-    """Rewrites one equation of the block, whatever it is."""
+    """Rewrites one equation of the block."""
     role = scope.lifting.facts.roles.get(equation)
     if not scope.lifting.touches(equation) or role == "dense":
         scope.compute(equation)
@@ -384,7 +384,7 @@ def rewrite(scope: Scope, equation: Equation) -> None:
 
 @dataclass(eq=False)
 class _Loop:
-    """Rewriting one scan."""
+    """Rewrites one scan."""
 
     scope: Scope
     equation: Equation
@@ -396,7 +396,7 @@ class _Loop:
         child = Scope(lifting, body, scope, dict(zip(body.inputs[:consts], equation.inputs[:consts], strict=True)))
         starts, start_vars = self._bind(child, range(consts, consts + carry), equation.outputs[:carry], 0)
         xs, x_vars = self._bind(child, range(consts + carry, len(equation.inputs)), None, 1)
-        # Ids that differ from turn to turn are known before the loop: each turn takes its own.
+        # Ids that differ from turn to turn are computed before the loop; each turn takes its own.
         for access in self._varying_indices():
             stacked = scope.index(access)
             child.indices[access] = one = Var(dataclasses.replace(stacked.type, shape=stacked.shape[1:]))
@@ -425,7 +425,7 @@ class _Loop:
     def _bind(
         self, child: Scope, positions: range, fixed: Sequence[Var] | None, shift: int
     ) -> tuple[list[Atom], list[Var]]:
-        """Returns the body's varying inputs, outside and inside, in row form where they are in row space."""
+        """Returns the body's varying inputs, outside and inside, in row form if they are in row space."""
         outside, inside = [], []
         for n, k in enumerate(positions):
             operand, var = self.equation.inputs[k], self.equation.bodies[0].inputs[k]
@@ -445,7 +445,7 @@ class _Loop:
         return child.get(atom) if row is None else child.at_rows(atom, row.axis - shift, row.family)
 
     def _untouched_forms(self, child: Scope, carry: int) -> list[Template]:
-        """Returns the body once more for each family that comes out of the loop."""
+        """Rewrites the body again for each family that comes out of the loop."""
         equation, lifting = self.equation, self.scope.lifting
         consts, body = equation.border.consts, equation.bodies[0]
         made = []
@@ -480,7 +480,7 @@ def _template(
 ) -> Template:
     """Returns the untouched form of a body, whose results are stacked from number `carry` on.
 
-    What it reads is sorted: what the loop leaves alone is imported, the rest is exported by the first rewriting.
+    Its loop-invariant inputs are imported; the first rewriting exports the rest.
     """
     returned = untouched.block.outputs
     outs = [(k, r) for k, v in enumerate(equation.outputs) if (r := untouched.lifting.row(v)) and r.family == family]
@@ -530,7 +530,7 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
         for k in range(len(children))
     ]
     for k, (child, outputs) in enumerate(zip(children, returned, strict=True)):
-        # All branches return as many values: what one exports the others return as zeros.
+        # All branches return as many values: one's exports are zeros in the others.
         for j, atoms in enumerate(exports):
             outputs += atoms if j == k else [child.zeros(a.type) for a in atoms]
     types = {key: var.type for child in children for key, var in child.imports.items()}
@@ -553,7 +553,7 @@ def _untouched_branch(child: Scope, equation: Equation, family: int) -> Template
 
 
 def _join_branches(untouched_values: Sequence[Template], exported: Mapping[Atom, Var]) -> Template:
-    """Returns one template of the branches' untouched forms, which then take the same operands."""
+    """Joins the branches' untouched forms into one template, with the same operands."""
     named = [dict(zip((*o.imports, *o.exports), o.bodies[0].inputs, strict=True)) for o in untouched_values]
     imports = tuple(dict.fromkeys(key for untouched in untouched_values for key in untouched.imports))
     exports = tuple(dict.fromkeys(a for untouched in untouched_values for a in untouched.exports))

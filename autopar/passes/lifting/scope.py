@@ -1,6 +1,6 @@
-"""A block being rewritten: `get` gives the dense form of a value, `at_rows` its form at the touched rows of a family.
+"""A block being rewritten: `get` returns a value's dense form, `at_rows` its form at the touched rows of a family.
 
-The body of a scan or remat has a scope of its own, which imports what it needs from the scope around it.
+The body of a scan or remat has a scope of its own, which imports values from the scope around it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from autopar.ir.slicing import clone
 from autopar.ir.writer import Writer
 from autopar.jax_types import AnyType, Leaf
 
-#: What an import brings into a nested block: a dense value, one that is rewritten ("new"), one at a family's rows, a
-#: route.
+#: An import of a nested block: a dense value, a rewritten one ("new"), one at a family's rows, a route.
 Key = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lifting:
-    """Holds what all scopes of one rewriting share."""
+    """The common state of all scopes of one rewriting."""
 
     facts: RowFacts
     families: Mapping[int, FamilyPlan]
@@ -40,18 +39,18 @@ class Lifting:
     inputs: Sequence[Var]
     #: Rows that a sweep over a whole table takes at a time.
     block_rows: Mapping[int, int]
-    #: (scan or remat equation, family) -> its untouched form.
+    #: (scan, remat or cond, family) -> its untouched form.
     templates: dict[tuple[Equation, int], Template]
     leaves: Mapping[Var, int]
-    #: Access -> the batch axis of its index operand, by which the access is spread over the devices.
+    #: Access that is spread over the devices -> the batch axis of its index operand.
     batch_axes: Mapping[Equation, int | None]
     #: Access -> its index operand, computed outside of loops.
     indices: Mapping[Equation, Index]
-    #: What makes untouched rows what they are, where the padding row is not like them.
+    #: Computes untouched rows that the padding row doesn't represent.
     untouched: Untouched
 
     def row(self, atom: Atom) -> Row | None:
-        """Returns the value's place in row space if its family is lifted (the family given by its representative)."""
+        """Returns the value's place in row space if its family (the representative) is lifted."""
         value = self.facts.value(atom)
         if isinstance(value, Row):
             family = self.facts.find(value.family)
@@ -60,8 +59,7 @@ class Lifting:
         return None
 
     def moves_alone(self, family: int) -> bool:
-        """Returns whether nothing is to be done about rows that a step doesn't touch: they don't move, or there are
-        none."""
+        """Returns whether untouched rows need no care: they don't move, or there are none."""
         return self.lazy or self.spaces[family].is_pulled
 
     def touches(self, equation: Equation) -> bool:
@@ -71,32 +69,28 @@ class Lifting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The untouched form of a scan, remat or cond: built with the first rewriting, used by the second.
-
-    `imports` are what the bodies read from around them, `exports` values of the first rewriting's bodies that they read
-    as well; `stacked` is what that returns of these, known once it is complete.
-    """
+    """The untouched form of a scan, remat or cond, made with the first rewriting and used by the second."""
 
     equation: Equation
     family: int
     bodies: tuple[Block, ...]
-    imports: tuple[Key, ...]
+    imports: tuple[Key, ...]  #: Values that the bodies read from around them.
     carries: tuple[tuple[Atom, int], ...]
     sequences: tuple[tuple[Atom, int], ...]
-    exports: tuple[Atom, ...]
+    exports: tuple[Atom, ...]  #: Values of the first rewriting's bodies that they read.
     outputs: tuple[Var, ...]
-    stacked: tuple[Var, ...] = ()
+    stacked: tuple[Var, ...] = ()  #: The first rewriting's results of these, once it is complete.
 
 
 class Untouched(Protocol):
-    """Values that are constant off the touched rows, unless something of the step isn't finite (`lift_rows`)."""
+    """Values that are constant on untouched rows, unless a number of the step isn't finite (`lift_rows`)."""
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
-        """Returns all rows of a value, given those with the padding row for all that the step doesn't touch."""
+        """Returns all rows of a value, given `dense`, which has the padding row for all untouched ones."""
         ...
 
     def reduced(self, scope: Scope, value: RowValue) -> UntouchedRows | None:
-        """Returns what a reduction needs beside the routed rows, if it does."""
+        """Returns the other rows that a reduction reads, if it must."""
         ...
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
@@ -117,11 +111,11 @@ class Scope(Writer):
     routes: dict[int, Atom] = field(default_factory=dict)
     imports: dict[Key, Var] = field(default_factory=dict)
     producers: dict[Atom, Equation] = field(default_factory=dict)
-    #: Leaves of the state, under the names that they have in this block.
+    #: Leaves of the state, by their names in this block.
     leaf_atoms: set[Atom] = field(default_factory=set)
-    #: Access -> its index operand in this block. It is computed once: outside of loops, and passed in.
+    #: Access -> its index operand in this block, which is computed once, outside of loops, and passed in.
     indices: dict[Equation, Atom] = field(default_factory=dict)
-    #: Leaves (old and new) that are stored in a layout -> what is stored, and their row axis.
+    #: Leaf (old or new) in a layout -> (stored array, layout, row axis).
     stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -129,7 +123,7 @@ class Scope(Writer):
 
     @property
     def may_import(self) -> bool:
-        """Returns whether there is something around this block."""
+        """There is a block around this one."""
         return self.parent is not None
 
     @property
@@ -140,7 +134,6 @@ class Scope(Writer):
     # --- values ---
 
     def get(self, atom: Atom) -> Atom:
-        """Returns the dense form of a value."""
         if isinstance(atom, Literal):
             return atom
         if atom in self.dense:
@@ -165,8 +158,7 @@ class Scope(Writer):
         return rows
 
     def fetched(self, atom: Atom, axis: int, family: int) -> Atom:
-        """Returns the rows of a value that each device asked for, brought there outside of the loops that leave it
-        alone."""
+        """Returns the rows of a value that each device asked for, fetched outside of loops that don't change them."""
         if self.lifting.families[family].layout is None:
             return self.at_rows(atom, axis, family)
         key = (atom, axis, family, "fetched")
@@ -206,7 +198,7 @@ class Scope(Writer):
         return self.pull(leaf, axis, family)
 
     def padding(self, rows: Atom, axis: int, family: int) -> Var:
-        """Returns the padding rows, one of each device where rows are spread."""
+        """Returns the padding rows, one of each device if rows are spread."""
         layout = self.lifting.families[family].layout
         type_ = rows.type.resized(axis, 1 if layout is None else layout.devices)
         return self.emit("ap.padding", (rows, self.route(family)), type_, {"axis": axis})
@@ -217,8 +209,7 @@ class Scope(Writer):
         return self.emit("ap.whole", (stored,), stored.type.resized(axis, layout.extent), params)
 
     def densify(self, atom: Atom) -> Var:
-        """Returns all rows, as they are stored: the padding row stands for those that aren't touched, which are
-        constant."""
+        """Returns all rows, as they are stored; untouched ones, which are constant, are copies of the padding row."""
         row = self.lifting.row(atom)
         assert row is not None, "rows are made dense"
         rows, layout = self.at_rows(atom, row.axis, row.family), self.lifting.families[row.family].layout
@@ -232,9 +223,9 @@ class Scope(Writer):
         return self.emit("ap.pull", (leaf, self.route(family)), self.at(leaf.type, axis, family), params)
 
     def _free_rows(self, equation: Equation, axis: int, family: int) -> Atom:
-        """Returns a value of no family, made anew for the rows."""
+        """Returns a value of no family, computed anew for the rows."""
         out = equation.outputs[0]
-        if equation.op == "reshape":  # of what is known to be constant, unless it was multiplied by a NaN
+        if equation.op == "reshape":  # its operand is constant, unless it was multiplied by a NaN
             number = self._filled_with(equation.inputs[0])
             if number is None:
                 return self.pull(self.get(out), axis, family)
@@ -259,7 +250,7 @@ class Scope(Writer):
         return atom if atom.shape == () else None
 
     def again(self, equation: Equation, inputs: Sequence[Atom], axis: int, family: int) -> Atom:
-        """Returns a JAX equation emitted once more, its rows along `axis` being the routed ones."""
+        """Emits a JAX equation again, with the routed rows along `axis`."""
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
         outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
@@ -267,7 +258,7 @@ class Scope(Writer):
         return outputs[0]
 
     def _whole(self, var: Var) -> Atom:
-        """Returns all rows of a value in row space: what is made of whole leaves, or a constant with the touched rows
+        """Returns all rows of a value in row space: a function of whole leaves, or a constant with the touched rows
         set."""
         row = self.lifting.row(var)
         assert row is not None, f"a {var.type} is used before it is defined"
@@ -290,7 +281,7 @@ class Scope(Writer):
     def index(self, access: Equation) -> Atom:
         """Returns the index operand of an access."""
         index = self.indices.get(access)
-        if index is None and access not in self.lifting.indices:  # which rows it may mean was known before
+        if index is None and access not in self.lifting.indices:  # it has `known` ids
             return self.get(access.inputs[1])
         if index is None:
             assert self.parent is not None
@@ -300,15 +291,13 @@ class Scope(Writer):
     # --- routes and types ---
 
     def rows_of(self, family: int) -> int:
-        """Returns the number of routed rows."""
         return self.lifting.families[family].bounds.rows
 
     def at(self, type_: AnyType, axis: int, family: int) -> ArrayType:
-        """Returns the type of a value at the routed rows."""
         return type_.resized(axis, self.rows_of(family))
 
     def route(self, family: int) -> Atom:
-        """Returns the family's route, imported where it was made outside."""
+        """Returns the family's route, imported if it was made outside."""
         if family not in self.routes:
             type_ = RouteType(family, self.lifting.spaces[family].extent, self.rows_of(family))
             self.routes[family] = self.import_(("route", family), type_)
@@ -326,7 +315,7 @@ class Scope(Writer):
         return self.import_(("new", atom), atom.type)
 
     def import_(self, key: Key, type_: AnyType) -> Var:
-        """Returns an input of this nested block for something outside; `resolve` says what, when the block is
+        """Returns an input of this nested block for an outer value, which `resolve` finds when the block is
         complete."""
         assert self.may_import, "the outermost block imports nothing"
         if key not in self.imports:
@@ -348,7 +337,7 @@ class Scope(Writer):
         return ways[kind](*what)
 
     def bind(self, old: Sequence[Var], new: Sequence[Atom]) -> None:
-        """Names results: dense ones, and rows of the families that are lifted. There may be more new ones than old."""
+        """Names results: dense ones, and rows of lifted families. There may be more new ones than old."""
         for var, atom in zip(old, new, strict=False):
             row = self.lifting.row(var)
             if row is None:
@@ -370,7 +359,7 @@ class Scope(Writer):
         return copy
 
     def compute(self, equation: Equation) -> None:
-        """Appends an equation on dense values: from here on its results are known in their dense form."""
+        """Appends an equation on dense values, whose results are known in their dense form from here on."""
         self.dense.update(zip(equation.outputs, self.copy(equation).outputs, strict=True))
 
 
@@ -380,33 +369,33 @@ def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
     return next((d for d in range(len(atom.shape)) if place_axes(equation, 0, d) == axis), None)
 
 
-# --- what an equation that needs all rows is told of those that the step doesn't touch ---
+# --- untouched rows for an equation that needs all rows ---
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UntouchedRows:
-    """The rows that a step doesn't touch, for a reduction over all."""
+    """The untouched rows, for a reduction over all."""
 
-    operands: tuple[Atom, ...]  #: Whether they are to be looked at, leaves, and values of the step.
+    operands: tuple[Atom, ...]  #: A flag that they matter, leaves, and values of the step.
     axes: tuple[int, ...]  #: The leaves' row axes.
-    body: Block  #: From a route to some rows, and these operands but the first, to what is reduced.
+    body: Block  #: From a route to some rows, and the operands after the flag, to the value to reduce.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowValue:
     """A value of which all rows are needed."""
 
-    rows: Atom  #: It at the routed rows.
-    axis: int  #: Where its rows lie.
-    family: int  #: Whose they are.
-    constant: Leaf  #: What analysis has found it to be off the touched rows.
-    sources: tuple[tuple[Atom, int], ...]  #: Values in row space that it is made of, and where their rows lie.
-    equation: Equation | None  #: The reduction over all rows, or what makes the value.
-    #: Makes it of the sources' rows, and where its rows lie; None where it is the only source.
+    rows: Atom  #: The value at the routed rows.
+    axis: int  #: Its row axis.
+    family: int
+    constant: Leaf  #: Its value on untouched rows, by analysis.
+    sources: tuple[tuple[Atom, int], ...]  #: Values in row space that it depends on, and their row axes.
+    equation: Equation | None  #: The reduction over all rows, or the equation that makes the value.
+    #: Computes it from the sources' rows, and its row axis; None if it is the only source.
     product: tuple[Equation, int] | None = None
-    is_reduced: bool = True  #: Whether all that is needed is a reduction of it.
+    is_reduced: bool = True  #: All that is needed is a reduction of it.
 
     @property
     def op(self) -> str:
-        """Returns what the user's line does."""
+        """The user's operation, for messages."""
         return "an equation" if self.equation is None else plain_name(self.equation.op)

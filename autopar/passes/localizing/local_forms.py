@@ -1,7 +1,5 @@
-"""Values of a program that is written for one device, and how they are brought from one form into another.
-
-See `localize`: of each value a device has all, an equal shard, or a partial sum (`ir.local`).
-"""
+"""Converts values of one device's program between forms: whole, an equal shard, a partial sum (`localize`,
+`ir.local`)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from autopar.ir.writer import ZeroWriter
 
 
 def joined(states: Iterable[State]) -> State:
-    """Returns what values that must have one form are made: shards along the first one's axis, else partial sums."""
+    """Returns the common form of values: shards along the first one's axis, else partial sums, else whole."""
     kinds = list(states)
     first = next((s for s in kinds if isinstance(s, Spread)), None)
     return first or next((s for s in kinds if s is not None), None)
@@ -28,12 +26,12 @@ def joined(states: Iterable[State]) -> State:
 
 @dataclass(eq=False)
 class Shared:
-    """Holds what the walks through a program and its bodies have in common."""
+    """The common state of walks through a program and its bodies."""
 
     #: As `localize` takes them.
     bound: ProgramPlan
     examples: bool
-    #: What the names of operations begin with that are written: "" over devices, "microbatch_", "tensor_".
+    #: Prefix of the names of written operations: "" over devices, "microbatch_", "tensor_".
     over: str = ""
     between: bool = False
     owned: set[Var] = field(default_factory=set)
@@ -43,20 +41,20 @@ class Shared:
 
     @property
     def devices(self) -> int:
-        """The devices over which examples are spread."""
+        """Number of devices over which examples are spread."""
         return self.bound.devices * self.bound.rank_devices
 
     @property
     def owners(self) -> int:
-        """The devices, or ranks, over which rows are spread."""
+        """Number of devices, or ranks, over which rows are spread."""
         return self.bound.devices
 
     def parts(self, state: Spread) -> int:
-        """Returns of how many shards this is one."""
+        """Returns the number of shards."""
         return self.owners if state.owner or state.rank else self.devices
 
     def op(self, name: str) -> str:
-        """Returns an operation over these devices."""
+        """Returns the name of an operation over these devices."""
         return f"{PREFIX}{self.over}{name}"
 
     @functools.cached_property
@@ -76,28 +74,28 @@ class Forms(ZeroWriter, abc.ABC):
 
     shared: Shared
     nested: bool = False
-    #: Old variable -> its new name and what a device has of it.
+    #: Old variable -> its new name and a device's part of it.
     env: dict[Var, tuple[Atom, State]] = field(default_factory=dict)
     #: Old variables that depend on a sum over the examples.
     reduced: set[Atom] = field(default_factory=set)
     converted: dict[tuple[Atom, State], Atom] = field(default_factory=dict)
-    #: Partial sums whose operands are reduced in place of them -> what makes them, and their operands' bytes.
+    #: Partial sum whose operands are reduced in its place -> its equation, and its operands' bytes.
     sooner: dict[Atom, tuple[Equation, int]] = field(default_factory=dict)
 
     # --- values ---
 
     @property
     def may_repeat(self) -> bool:
-        """Returns whether an effect of what all devices have would be seen once for each of them."""
+        """An effect that all devices have would be seen once for each of them."""
         return self.shared.examples and not self.shared.between
 
     @property
     def regroups(self) -> bool:
-        """Returns whether parts are of examples, and each device can have all of them."""
+        """Parts are of examples, and each device can have all of them."""
         return self.may_repeat and not self.shared.over
 
     def state(self, atom: Atom) -> State:
-        """Returns what a device has of an old value."""
+        """Returns a device's part of an old value."""
         return None if isinstance(atom, Literal) else self.env[atom][1]
 
     def read(self, atom: Atom) -> Atom:
@@ -127,12 +125,12 @@ class Forms(ZeroWriter, abc.ABC):
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
-        """Returns a nested block rewritten, and its new inputs, which are in these states."""
+        """Rewrites a nested block; also returns its new inputs, which are in these states."""
 
     # --- from one form to another ---
 
     def as_state(self, atom: Atom, wanted: State, source: Equation | None = None) -> Atom:
-        """Returns the value in another form. Shares that are wanted whole, or along another axis, are gathered."""
+        """Returns the value in another form; shards that are wanted whole, or along another axis, are gathered."""
         have, new = self.state(atom), self.read(atom)
         if have == wanted or isinstance(atom.type, RouteType):
             return new
@@ -164,12 +162,11 @@ class Forms(ZeroWriter, abc.ABC):
         return self._all_of(new, atom.type, have, source)
 
     def _all_of(self, new: Atom, type_: ArrayType, have: Spread, source: Equation | None) -> Atom:
-        """Returns all of a new value that is spread, of this type; of what is broadcast, before it is."""
+        """Returns all of a new value that is spread; a broadcast one is gathered before, to send fewer bytes."""
         key = new, None
         if key in self.converted:
             return self.converted[key]
         made = None if have.owner else self.producers.get(new)
-        # What is broadcast is gathered before it is: fewer bytes are sent.
         if made is not None and made.op == "broadcast_in_dim":
             dims, inputs = made.params["broadcast_dimensions"], made.inputs
             axis = dims.index(have.axis) if have.axis in dims else None
@@ -203,11 +200,11 @@ class Forms(ZeroWriter, abc.ABC):
         return self.reduced_value(atom, self.read(atom), "sum", source)
 
     def note_sooner(self, equation: Equation) -> None:
-        """Remembers partial sums whose operands are better reduced than they are, where they can't stay partial.
+        """Notes a partial sum whose operands are better reduced than itself, if it can't stay partial.
 
-        In a loop or branch those are larger than what they are made of. Outside of one they are transposed: a product
-        that is summed as it comes is one call of XLA's, on a CPU, and its transpose is read in the update's loop (a
-        GPT on 4 devices: 1.04 of data parallelism's time in place of 1.10).
+        In a loop or branch it is larger than its operands. Outside of one it is their transpose: a product that is
+        summed at once is one call of XLA's, on a CPU, and its transpose is read in the update's loop (a GPT on 4
+        devices: 1.04 of data parallelism's time in place of 1.10).
         """
         parts = {a for a in equation.inputs if isinstance(self.state(a), Partial)}
         nbytes = sum(self.sooner[a][1] if a in self.sooner else a.type.nbytes for a in parts)
@@ -222,7 +219,7 @@ class Forms(ZeroWriter, abc.ABC):
             self.sooner[equation.outputs[0]] = equation, nbytes
 
     def reduced_value(self, var: Var, part: Atom, op: str, source: Equation | None) -> Atom:
-        """Returns what an old value is once its parts are reduced; from here on it is whole."""
+        """Returns an old value after its parts are reduced; from here on it is whole."""
         out = self.known(var)
         if out is None:
             out = self.reduce(part, op, source)
@@ -231,7 +228,7 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def known(self, atom: Atom) -> Atom | None:
-        """Returns the whole of an old value, where it was computed before; None of anything else."""
+        """Returns the whole of an old value that was computed before, if it was."""
         return None
 
     def _by(self, state: Spread) -> dict[str, bool]:
@@ -247,7 +244,7 @@ class Forms(ZeroWriter, abc.ABC):
         return self.emit(self.shared.op("reduce"), (new,), new.type, {"op": op, **ranks})
 
     def add_up(self, atom: Atom, have: Spread) -> None:
-        """Has a rank's devices add up their partial sums of an old value."""
+        """Adds up a rank's devices' partial sums of an old value."""
         assert isinstance(atom, Var), "constants are whole"
         self.env[atom] = self.of_rank(self.read(atom)), dataclasses.replace(have, sums=False)
 
@@ -261,7 +258,7 @@ class Forms(ZeroWriter, abc.ABC):
         return self.emit(self.shared.op("reduce_rank"), (new,), new.type, {"op": op})
 
     def wholly(self, equation: Equation, operands: Iterable[int]) -> Equation:
-        """Returns an equation that reads the whole of some operands; others go on with what a device has of them."""
+        """Returns an equation that reads some operands whole."""
         inputs = list(equation.inputs)
         for k in operands:
             if self.state(inputs[k]) is not None:
@@ -271,7 +268,7 @@ class Forms(ZeroWriter, abc.ABC):
         return dataclasses.replace(equation, inputs=tuple(inputs))
 
     def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
-        """Returns what all devices have, as a shard or a partial sum of it."""
+        """Returns a whole value as a shard or a partial sum."""
         key = new, wanted
         if isinstance(new, Var) and key in self.converted:
             return self.converted[key]
@@ -287,8 +284,8 @@ class Forms(ZeroWriter, abc.ABC):
         return out
 
     def _is_same_along(self, new: Atom, axis: int, depth: int = 8) -> bool:
-        """Returns whether a new value is the same all along an axis, by the last equations that make it, so that any
-        part of it is made as well."""
+        """Returns whether a new value is constant along an axis, by the last equations that make it, so that parts
+        can be made."""
         made = self.producers.get(new) if depth else None
         if made is None or made.op == "ap.full":
             return made is not None
@@ -299,7 +296,7 @@ class Forms(ZeroWriter, abc.ABC):
         return is_plain and all(not a.shape or self._is_same_along(a, axis, depth - 1) for a in made.inputs)
 
     def _shard(self, new: Atom, wanted: Spread) -> Var:
-        """Returns a device's part; what is broadcast is made in that size."""
+        """Returns a device's part; a broadcast value is made in that size."""
         type_ = self._local_type(new.type, wanted)
         if self._is_same_along(new, wanted.axis):
             made, out = self.producers[new], Var(type_)

@@ -1,7 +1,7 @@
-"""Row-space operations in the program of one device: see `localize`.
+"""Rewrites row-space operations for the program of one device (see `localize`).
 
-Rows of a family by `ps` are an owner's own shard; by the other methods every device has all of them. A device has by
-itself what it asked for (`fetch`), what its examples look up, and the sums of their gradients (`aggregate`).
+With `ps` a family's rows are an owner's own shard; with the other methods every device has all of them. The rows that a
+device asked for (`fetch`), those that its examples look up, and the sums of their gradients (`aggregate`) are its own.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
 def _fetched(walk: Forms, equation: Equation) -> State:
     """Returns the state of the rows that a lookup reads.
 
-    Rows of which each example has a copy (`vmap` of a branch that takes the table) are spread over the examples
-    instead: they are brought together.
+    Rows of which each example has a copy (`vmap` of a branch that takes the table) are spread over the examples; they
+    are gathered.
     """
     return _requested(walk, equation) if _family(walk, equation).layout is not None else None
 
@@ -67,7 +67,7 @@ def _updates(equation: Equation) -> Atom:
     return equation.outputs[0] if equation.op == "ap.lookup" else equation.inputs[-1]
 
 
-#: What a device has of an operand or result, by the name that `_each` knows it by.
+#: Name for `_each` -> a device's part of an operand or result.
 _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
     "whole": lambda walk, equation: None,
     "rows": _rows,
@@ -80,10 +80,10 @@ _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
 
 
 def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
-    """Returns an operation on operands of which a device has this, and then that of its results.
+    """Returns a rewrite of an operation whose operands and results have these states.
 
     Args:
-      operands: Their names in `_STATES`, or "read" for what is taken as it is. The last one's is that of all others.
+      operands: Their names in `_STATES`, or "read" for any state. The last one's holds for all further ones.
       result: The results' name.
     """
     *names, last = operands.split()
@@ -122,7 +122,7 @@ def _is_delivered(walk: Forms, equation: Equation) -> bool:
 
 
 def _deliver_partial(walk: Forms, push: Equation) -> None:
-    """Writes a rank's partial sums at the rows that it requested, and the delivery of these."""
+    """Writes a rank's partial sums at the rows that it requested, and their delivery."""
     base, route, index, updates = push.inputs
     requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
     assert requested is not None, "rows on hosts are requested"
@@ -136,7 +136,7 @@ def _deliver_partial(walk: Forms, push: Equation) -> None:
 
 
 def push_partial(walk: Forms, equation: Equation) -> None:
-    """Pushes into rows that every device has: a device adds up its own examples' gradients (`allreduce_rows`)."""
+    """Pushes into rows that every device has: each adds up its own examples' gradients (`allreduce_rows`)."""
     base, route, index, updates = equation.inputs
     p = equation.params
     batched = p["batch"] is not None and walk.shared.examples
@@ -149,7 +149,7 @@ def push_partial(walk: Forms, equation: Equation) -> None:
 
 
 def _summed(walk: Forms, equation: Equation) -> Atom:
-    """Returns a device's part of updates by its examples; zeros where it is padded."""
+    """Returns a device's part of updates by its examples, with zeros for padding."""
     updates = _updates(equation)
     state = _STATES["updates"](walk, equation)
     part = walk.as_state(updates, state, equation)
@@ -168,7 +168,7 @@ def _aggregate(walk: Forms, equation: Equation) -> None:
 
 
 def _row_ids(walk: Forms, equation: Equation) -> None:
-    """Writes a device's own examples' ids; of what is padded those of no row."""
+    """Writes the ids of a device's own examples; padding has the id of no row."""
     (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
     state = _STATES["index"](walk, equation)
     part = walk.as_state(index, state, equation)
@@ -197,7 +197,7 @@ def _row_iota(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
-    """Writes an owner's rows by themselves, then all owners'."""
+    """Reduces an owner's rows, then over all owners."""
     rows, route, *more = equation.inputs
     state = _rows(walk, equation)
     inputs = [walk.as_state(rows, state, equation), walk.read(route)]
@@ -210,7 +210,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
         _write(walk, equation, [*inputs, *beside], [None])
         return
     part = Var(equation.outputs[0].type)
-    if beside and _family(walk, equation).on_hosts:  # no program has the other rows
+    if beside and _family(walk, equation).on_hosts:  # no program has the untouched rows
         needed, *read = beside
         routed = Var(part.type)
         alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
@@ -224,7 +224,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
 
 
 def _reduce_table(walk: Forms, equation: Equation) -> None:
-    """Writes an owner's rows of a whole table, then all owners'. The body is about rows of one owner already."""
+    """Reduces an owner's rows of a whole table, whose body is about these already, then over all owners."""
     p = equation.params
     by_owner = [axis for axis, _ in p["stored"]]
     for axis, _ in p["touched"]:
@@ -242,7 +242,7 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
 
 
 def _changes(walk: Forms, equation: Equation) -> None:
-    """Checks, on each owner by itself, whether its other rows change."""
+    """Checks on each owner whether its untouched rows change."""
     p = equation.params
     family = _family(walk, equation)
     parts = split(equation.op, p, equation.inputs)
@@ -251,7 +251,7 @@ def _changes(walk: Forms, equation: Equation) -> None:
     rows = (*parts["old"], *parts["new"], *parts["constant"])
     inputs = [walk.as_state(a, s, equation) for a, s in zip(rows, states, strict=True)]
     inputs += [walk.whole(a, equation) for a in parts["frontier"]]
-    for atom in (*parts["finite"], *parts["nonzero"]):  # a sum may be 0 where no device's part of it is, and conversely
+    for atom in (*parts["finite"], *parts["nonzero"]):  # a sum may be 0 although no device's part is, and conversely
         inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
     _write(walk, equation, [*inputs, *map(walk.read, (*parts["guard"], *parts["first"]))], [None])
 
@@ -268,8 +268,10 @@ def _sweep(walk: Forms, equation: Equation) -> None:
 def _untouched_form(
     walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
 ) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
-    """Returns operands of an untouched form (whether it is needed, rows, values of the step), and what makes its body
-    of the states of its results."""
+    """Returns operands of an untouched form (a flag, rows, values of the step), and a function that makes its body.
+
+    The function takes the states of the body's results.
+    """
     needed, *read = operands
     family = _family(walk, equation)
     states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]
@@ -286,8 +288,7 @@ def _untouched_form(
 
 
 def _of_log(walk: Forms, equation: Equation) -> None:
-    """Writes what each owner does by itself, on the leaves' rows and their stamps; every device has what was written
-    down."""
+    """Writes each owner's work on its rows and their stamps; every device has the records."""
     replay: Replay = equation.params["replay"]
     numbers = equation.params.get("families") or (equation.params["family"],)
     families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]
@@ -373,7 +374,7 @@ LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.select": _select,
     "ap.replicate": _replicate,
     "ap.spread": _spread,
-    # An array with as many rows as a table that is none, such as a mask: each owner takes its rows of it.
+    # An array with a table's rows that is none, such as a mask: each owner takes its rows of it.
     "ap.store": _each("whole", "owner"),
     "ap.whole": _whole_table,
 }

@@ -1,8 +1,8 @@
-"""One device's program of a step with tables on hosts, and who reduces its dense sums: MPI or XLA's collectives.
+"""Writes one device's program of a step with tables on hosts, and decides whether MPI or XLA reduces its dense sums.
 
-MPI reduces between the compiled programs of the ranks, each of its own examples. Where that can't be done (sums over
-the examples in a loop, or that these depend on), or a process is alone, sums are reduced where they stand: the programs
-are those of all ranks' devices, which exchange by `psum`.
+MPI reduces between the compiled programs of the ranks, each on its own examples. If it can't (sums over the examples in
+a loop, or that examples depend on), or a process is alone, sums are reduced where they stand: the programs are those of
+all ranks' devices, which exchange by `psum`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.passes.localizing.local_forms import Shared
 
 
 def localize_rank(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
-    """Returns the program of each device, the plan with the reduction backend and why it is that one, and a note."""
+    """Returns the program of each device, the plan with the reduction backend and its reason, and a note."""
     if bound.devices == 1:
         reason = "one process"
         try:
@@ -57,7 +57,7 @@ def _unreachable_sum(program: Program) -> str | None:
 
 
 def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
-    """Returns the user's error for a step that can't be run with tables on hosts."""
+    """Returns the user's error for a step that can't run with tables on hosts."""
     if any(input_.role == "state" for input_ in program.inputs):
         what, elsewhere = "trained", "leave them on the devices"
         if error.tables:
@@ -74,15 +74,15 @@ def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
 
 
 def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> LocalWorker:
-    """Returns what each device of a worker does, all results whole on each; what they don't divide all compute.
+    """Returns the program of each device of a worker, all results whole; what they don't divide all compute.
 
     Args:
       program: A program that `split_servers` has cut.
       bound: Its plan.
-      devices: How many divide the minibatch.
+      devices: The number of devices that divide the minibatch.
 
     Raises:
-      NotLocal: an equation that can't be run on a part of its operands.
+      NotLocal: an equation can't run on a part of its operands.
     """
     worker = known(program.served).worker
     places = zip(program.block.inputs, bound.placements, strict=False)

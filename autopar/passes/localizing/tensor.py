@@ -1,9 +1,10 @@
-"""The program of one device of a tensor axis: `localize` once more, over the devices that divide products.
+"""Writes the program of one device of a tensor axis: `localize` again, over the devices that divide products.
 
-Weights are in shards along the axis that was decided (`analysis.tensor`); from there on a value is whole, an equal
-shard or a partial sum as it is among the devices of a batch, and sums are reduced where an equation reads them that
-isn't linear: one AllReduce a pair of products. What concerns the batch's devices is done by each as it is: of shards
-and partial sums where that is the same, else of the whole. Rows of tables go by themselves, and are whole here.
+Weights are in shards along the decided axis (`analysis.tensor`). From there on a value is whole, an equal shard or a
+partial sum, as among the devices of a batch; sums are reduced where a nonlinear equation reads them: one AllReduce for
+a pair of products. Each device runs operations over the batch's devices by itself: on shards and partial sums if the
+result is the same, else on the whole. Rows of tables are whole here.
+
 Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 """
 
@@ -22,7 +23,7 @@ from autopar.ir.slicing import eliminate_dead, nearest_line
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 
-#: What is done to each element, or to each part along another axis than its own.
+#: Operations on each element, or on each part along another axis than the shards'.
 _APART = frozenset(
     f"{PREFIX}{name}"
     for name in ("once", "microbatch_once", "reduce", "replicate", "shard", "microbatch_shard", "only_examples")
@@ -30,14 +31,14 @@ _APART = frozenset(
 
 
 def localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the program of one device of the tensor axis as well, and what it does over that axis.
+    """Returns the program of one device of the tensor axis, and a note.
 
     Args:
       program: Localized over the batch's devices.
-      bound: What says along which axes leaves are divided.
+      bound: Says along which axes leaves are divided.
 
     Raises:
-      NotLocal: an equation that can't be run on a part of its operands.
+      NotLocal: an equation can't run on a part of its operands.
     """
     if bound.plan.tensor is None or not bound.tensors:
         return program, "no products are divided"
@@ -62,7 +63,7 @@ def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tup
       devices: T.
 
     Raises:
-      NotLocal: an equation that can't be run on a part of its operands.
+      NotLocal: an equation can't run on a part of its operands.
     """
     shared, programs = _shared(bound, devices), []
     states = {v: Spread(axis) for v, axis in staged.divided.items()}
@@ -106,7 +107,7 @@ class _TensorPart(Localizer):
         return False
 
     def part_state(self, state: State, axis: int, size: int) -> State:
-        """Keeps shards as they are, but along the axis of the examples."""
+        """Keeps shards, unless they are along the axis of the examples."""
         return state if isinstance(state, Spread) and state.axis != axis else None
 
     def add(self, equation: Equation) -> None:
@@ -124,7 +125,7 @@ class _TensorPart(Localizer):
         return super()._partial(equation, partial)
 
     def _apart(self, equation: Equation) -> None:
-        """Writes what the batch's devices do with a value, of what a device has of it."""
+        """Writes an operation over the batch's devices, on a device's part of the value."""
         (atom,), params = equation.inputs, equation.params
         state = self.state(atom)
         if isinstance(state, Spread):

@@ -1,8 +1,8 @@
-"""A step in stages whose minibatches follow one another without a flush: which call runs each program of the update,
-what no gradient reaches, and the weights that several stages read.
+"""Lets minibatches of a step in stages follow one another without a flush.
 
-Version = dataflow: a forward or backward reads its stage's weights as they are in its call. A weight of an earlier
-stage comes with the minibatch, as an activation does, as the forward there saw it.
+It finds the call of each program of the update, leaves that no gradient reaches, and weights that several stages read.
+A forward or backward reads its stage's weights as they are in its call. A weight of an earlier stage comes with the
+minibatch, like an activation, as the forward there saw it.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autopar.jax_types import Array, Params
 
 
 def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool, slack: int) -> StagedStep:
-    """Returns the step with what an asynchronous pipeline has besides.
+    """Returns the step with the additions of an asynchronous pipeline.
 
     Args:
       staged: The programs, of one microbatch, with the program's inputs and outputs.
-      program: What they were cut of.
+      program: The program that they were cut from.
       places: The devices of each stage.
-      stashes: Whether backwards see the versions of their forwards.
-      slack: Minibatches for each border, besides those of devices.
+      stashes: Backwards see the versions of their forwards.
+      slack: Extra minibatches for each border.
 
     Raises:
       StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
@@ -87,7 +87,7 @@ class _Cutter:
         return {v for v in self._program.block.inputs if v in read}
 
     def _without_gradients(self) -> Iterator[tuple[Var, Atom]]:
-        """Yields leaves whose new value follows from leaves of that kind and from what every stage is given."""
+        """Yields leaves whose new value depends on such leaves and on inputs of every stage."""
         found = {old: new for old, new in self._states.items() if old not in self._constants}
         examples, block = {whole for whole, _ in self._staged.parts.values()}, self._program.block
         while True:
@@ -120,7 +120,7 @@ class _Cutter:
         return dataclasses.replace(program, block=Block(inputs, block.equations, block.outputs))
 
     def _news(self) -> Iterator[tuple[Var, Var]]:
-        """Yields each leaf that moves with its new value, which the update of its stage makes, for it alone."""
+        """Yields each leaf that moves with its new value, which the update of its stage makes for it alone."""
         makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
         taken: set[Atom] = set()
         for old in list(self._homes):
@@ -141,7 +141,7 @@ class _Cutter:
             yield old, new
 
     def _apart(self, news: Mapping[Var, Var]) -> Iterator[tuple[Var, Var]]:
-        """Yields results that are leaves, old or new, with copies of them, which outlive the leaves' next version."""
+        """Yields results that are leaves, old or new, with copies that outlive the leaves' next version."""
         made = {new: leaf for leaf, new in news.items()}
         for atom in self._results:
             if atom in self._homes or atom in made:
@@ -157,7 +157,7 @@ class _Cutter:
         return [p for p in self._programs if p.stage != stage and leaf in p.block.inputs]
 
     def _tie(self) -> None:
-        """Hands a leaf that later stages read to them with the minibatch."""
+        """Sends a leaf to later stages that read it with the minibatch."""
         for leaf, home in self._homes.items():
             readers = self._readers(leaf, home)
             early = next((p for p in readers if p.phase in ("before", "update") or p.stage < home), None)
@@ -174,7 +174,7 @@ class _Cutter:
             self._programs = [_reading(p, leaf, copy) if p in readers else p for p in self._programs]
 
     def _append(self, stage: int, leaf: Var, equation: Equation) -> None:
-        """Has the forward of a stage run one more equation."""
+        """Adds an equation to the forward of a stage."""
         for k, program in enumerate(self._programs):
             if (program.phase, program.stage) == ("F", stage):
                 block = program.block
@@ -186,8 +186,8 @@ class _Cutter:
         self._programs.insert(0, StageProgram("F", stage, 0, block))
 
     def _told_early(self, program: StageProgram, news: Mapping[Var, Var]) -> Iterator[StageProgram]:
-        """Yields an update's sums for other stages, such as its part of a global norm, apart from what it does to its
-        leaves, which waits for theirs."""
+        """Splits an update's sums for other stages, such as its part of a global norm, from its leaves, which wait
+        for theirs."""
         read = {v for p in self._programs if p.phase == "update" and p.stage != program.stage for v in p.block.inputs}
         told = [v for v in program.outputs if v in read]
         if program.phase != "update" or not told or len(told) == len(program.outputs):
@@ -203,7 +203,7 @@ class _Cutter:
         yield self._with_block(program, Block(block.inputs, block.equations, rest))
 
     def _calls(self, news: Mapping[Var, Var]) -> tuple[int, ...]:
-        """Returns the call of each program's run, which it is given, and of each stage's update."""
+        """Sets the call of each program, and returns that of each stage's update."""
         first = self._soonest.updates
         forward, backward = (
             [of(k) for k in range(len(first))] for of in (self._soonest.forward, self._soonest.backward)
@@ -211,7 +211,7 @@ class _Cutter:
         sums = {self._staged.joins[v][0]: p.stage for p in self._programs for v in p.outputs if v in self._staged.joins}
         leaves = {*self._homes, *news.values()}
         updates, calls = list(first), dict[StageProgram, int]()
-        # A fixed point: an update waits for what it reads, and others for it; without one there is a circle.
+        # A fixed point: an update waits for its operands, and others for it; without one there is a cycle.
         for _ in range(len(self._programs) + 1):
             before = dict(calls), list(updates)
             makers = {v: p for p in self._programs if p.phase == "update" for v in p.outputs}
@@ -261,23 +261,18 @@ def _line(program: StageProgram, leaf: Var) -> str:
     return next((e.where for e in program.block.equations if leaf in e.inputs), "an unknown line")
 
 
-# --- SpecTrain: forwards and backwards read the weights that their minibatch's last backward is predicted to meet ---
+# --- SpecTrain: forwards and backwards read the weights that are predicted for their minibatch's last backward ---
 #
 # W + s u: u is the change by the last update, whatever the optimizer (-eta v of momentum SGD), 0 before the first one;
-# s counts the updates of the stage from the task's start to that of stage 0's backward (`cost.stage_time`). Of a table
-# that is trained on touched rows, u is the change of those that the last update touched, 0 for all others: it is kept
-# with their numbers, and added to what a minibatch reads of them.
+# s counts the updates of the stage from the task's start to that of stage 0's backward (`cost.stage_time`). For a table
+# that is trained on touched rows, u is the change of those that the last update touched, and 0 for all others: it is
+# kept with their numbers, and added to the rows that a minibatch reads.
 #
 # Source: SpecTrain (Chen et al., 2018), section 3.2, equation 4.
 
 
 def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> StagedStep:
-    """Returns the step whose tasks predict their weights.
-
-    Args:
-      staged: A step without a flush.
-      ahead: Of each stage s, of its forwards and of its backwards.
-    """
+    """Returns the step whose tasks predict their weights. `ahead`: s of each stage's forwards and backwards."""
     assert staged.asynchronous is not None, "versions differ without a flush"
     news, homes, divided = dict(staged.asynchronous.news), dict(staged.homes), dict(staged.divided)
     changes = {x: change for x, change in _changes(staged).items() if any(ahead[homes[x]])}
@@ -309,10 +304,10 @@ def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> Sta
 class _Change:
     """The change of a weight by its last update, kept in leaves of the pipeline's own."""
 
-    values: Var  #: Of the whole weight, or of some of its rows.
-    #: int32[U], the numbers of those, sorted; from the extent on for padding. None of a whole weight.
+    values: Var  #: The change of the whole weight, or of some of its rows.
+    #: int32[U], the rows' numbers, sorted; from the extent on for padding. None for a whole weight.
     rows: Var | None = None
-    commit: Equation | None = None  #: What writes them.
+    commit: Equation | None = None  #: The equation that writes the rows.
 
     @property
     def leaves(self) -> tuple[Var, ...]:
@@ -320,7 +315,7 @@ class _Change:
 
 
 def _changes(staged: StagedStep) -> dict[Var, _Change]:
-    """Returns the weights that move, with what their changes are kept in."""
+    """Returns the weights that move, with the leaves of their changes."""
     assert staged.asynchronous is not None, "versions differ without a flush"
     equations = {v: e for p in staged.programs if p.phase == "update" for e in p.block.equations for v in e.outputs}
     news, found = staged.asynchronous.news, dict[Var, _Change]()
@@ -339,7 +334,7 @@ def _changes(staged: StagedStep) -> dict[Var, _Change]:
 
 
 def _predicting(program: StageProgram, changes: Mapping[Var, _Change], steps: int) -> StageProgram:
-    """Returns a program that reads its weights so many updates ahead."""
+    """Returns a program that reads its weights `steps` updates ahead."""
     block = program.block
     read = {x: changes[x] for x in block.inputs if x in changes}
     ahead: list[Equation] = []
@@ -374,11 +369,9 @@ def _pulling_ahead(pull: Equation, change: _Change, steps: int) -> Iterator[Equa
 def _telling_changes(
     program: StageProgram, olds: Mapping[Var, tuple[Var, _Change]]
 ) -> tuple[StageProgram, dict[Var, Var]]:
-    """Returns an update that tells the changes of its weights, too, and what is the new value of each of their leaves.
+    """Returns an update that also returns the changes of its weights, and the new values of their leaves.
 
-    Args:
-      program: The update.
-      olds: New value of a weight -> the weight, its change.
+    `olds`: new value of a weight -> the weight, its change.
     """
     block = program.block
     made: dict[Var, Var] = {}
@@ -395,7 +388,7 @@ def _telling_changes(
         equations += expand(lambda new, old: new - old, change.commit, (rows, old), values)
         equations.append(_numbers(change.commit, extent, route))
 
-        # Behind the sorted rows is padding, with the number of some row: it becomes no row.
+        # Padding after the sorted rows, with the number of some row, becomes no row.
         def in_order(numbers: Array, extent: int = extent) -> Array:
             return jnp.where(numbers < jax.lax.cummax(numbers), extent, numbers)
 

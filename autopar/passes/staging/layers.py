@@ -1,9 +1,9 @@
-"""Layers that a scan goes through one by one, cut apart between its iterations, so that stages can share them.
+"""Cuts layers that a scan goes through apart between its iterations, so that stages can share them.
 
-The weights of such layers are stacked: a leaf has one row for each layer, and a scan takes a row an iteration. Here the
-leaf becomes several, each with the rows of some layers, and the scan as many, one behind the other. What they make for
-each layer (residuals, gradients), what the optimizer does elementwise with it, and its slots are in the same parts.
-What has no rule (`analysis.local.place_spread`) reads the parts put together, and is right all the same.
+The weights of such layers are stacked: a leaf has a row for each layer, and a scan takes a row an iteration. Here the
+leaf becomes several, each with the rows of some layers, and the scan as many, one after the other. Results for each
+layer (residuals, gradients), elementwise functions of these in the optimizer, and its slots are in the same parts.
+Equations without a rule (`analysis.local.place_spread`) read the concatenated parts, which is right all the same.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, So
 from autopar.ir.slicing import clone
 from autopar.passes.staging.parts import find_parts, used_weights
 
-#: How parts of a reduced value are joined.
+#: Reduction -> the primitive that joins its parts.
 _JOINS = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_p, "prod": jax.lax.mul_p}
-#: Where each part of a leaf ends, in layers; the last one is the number of layers.
+#: The end of each part of a leaf, in layers; the last one is the number of layers.
 Ends = tuple[int, ...]
 
 
@@ -34,7 +34,7 @@ Ends = tuple[int, ...]
 class Stack:
     """Leaves of the state whose rows are layers of the same scans."""
 
-    layers: int  #: How many.
+    layers: int  #: The number of layers.
     leaves: tuple[Var, ...]  #: Weights and their slots.
 
 
@@ -43,7 +43,7 @@ class CutProgram:
     """A program whose stacked leaves are in parts."""
 
     program: Program  #: It has an input for each part, and an output for each new one.
-    #: Those of the whole program, in order; of a leaf in parts these.
+    #: Inputs and outputs of the whole program, in order; a leaf in parts is a tuple.
     inputs: tuple[Var | tuple[Var, ...], ...]
     outputs: tuple[Atom | tuple[Atom, ...], ...]
     leaves: Mapping[Var, tuple[Var, ...]]  #: Leaf -> its parts.
@@ -53,7 +53,7 @@ class CutProgram:
         return self.leaves.get(leaf, (leaf,))
 
     def layers(self, leaves: Sequence[Var]) -> list[tuple[Var, ...]]:
-        """Returns the parts of several leaves that have the same layers, in order."""
+        """Returns the parts of several leaves that have the same layers, layer by layer."""
         return list(zip(*map(self.parts, leaves), strict=True))
 
 
@@ -75,7 +75,7 @@ def find_stacks(program: Program) -> list[Stack]:
 
 
 def why_whole(program: Program, leaf: Var) -> str:
-    """Returns why a leaf of a step that `split_update` has cut is in no stack."""
+    """Says why a leaf of a step that `split_update` has cut is in no stack."""
     cutter = _Cutter({leaf: (1, leaf.shape[0])})
     cutter.run(program)
     if leaf not in cutter.spoiled:
@@ -93,7 +93,7 @@ def _connected(groups: Iterable[frozenset[Var]]) -> list[frozenset[Var]]:
 
 
 def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read: Collection[Var]) -> Stack:
-    """Returns weights, and other leaves that only the update reads, whose new value is made of them layer by layer."""
+    """Returns weights, and other leaves that only the update reads, whose new value depends on them layer by layer."""
     block, layers, leaves = program.block, weights[0].shape[0], dict.fromkeys(weights)
     for leaf, out in program.new_states.items():
         var, new = block.inputs[leaf], cutter.value(block.outputs[out])
@@ -104,7 +104,7 @@ def _with_slots(program: Program, cutter: _Cutter, weights: Sequence[Var], read:
 
 
 def cut_layers(program: Program, ends: Mapping[Var, Ends]) -> CutProgram:
-    """Returns the program with leaves in parts; `ends`: of each leaf that is to be where its parts end, in layers."""
+    """Returns the program with leaves in parts. `ends`: leaf to cut -> the ends of its parts."""
     cutter = _Cutter(ends)
     block = cutter.run(program)
     inputs = tuple(cutter.parts.get(v, v) for v in program.block.inputs)
@@ -136,7 +136,7 @@ def _listed(each: Var | tuple[Var, ...]) -> tuple[Var, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pieces:
-    """A value in parts along an axis; `leaves`: what it is made of."""
+    """A value in parts along an axis; `leaves`: those that it depends on."""
 
     axis: int
     ends: Ends
@@ -149,15 +149,15 @@ def _sizes(ends: Ends) -> list[int]:
 
 
 class _Cutter:
-    """Writes a block anew."""
+    """Writes a block with values in parts."""
 
     def __init__(self, ends: Mapping[Var, Ends], *, is_body: bool = False) -> None:
-        #: Of each leaf that is cut where its parts end, and these.
+        #: Leaf that is cut -> the ends of its parts, and the parts.
         self.ends = ends
         self.parts: dict[Var, tuple[Var, ...]] = {}
-        self.equations: list[Equation] = []  #: What is written.
-        self.scans: list[frozenset[Var]] = []  #: For each scan that is cut the leaves that it goes through.
-        #: Leaves that the gradient program doesn't only go through layer by layer, and where.
+        self.equations: list[Equation] = []  #: The written equations.
+        self.scans: list[frozenset[Var]] = []  #: For each scan that is cut, the leaves that it goes through.
+        #: Leaf that the gradient program doesn't only read layer by layer -> where.
         self.spoiled: dict[Var, Source | None] = {}
         self._is_body, self._spoils = is_body, True  # until the update
         self._env: dict[Var, _Pieces] = {}
@@ -165,7 +165,7 @@ class _Cutter:
         self._sliced: dict[tuple[Var, int, Ends], _Pieces] = {}
 
     def run(self, program: Program) -> Block:
-        """Cuts all of a program, and returns its outputs as they were."""
+        """Cuts all of a program, and returns it with the old outputs."""
         for var, ends in self.ends.items():
             self.parts[var] = tuple(Var(var.type.resized(0, size)) for size in _sizes(ends))
             self._env[var] = _Pieces(0, ends, self.parts[var], frozenset((var,)))
@@ -178,7 +178,6 @@ class _Cutter:
         return Block(program.block.inputs, tuple(self.equations), program.block.outputs)
 
     def value(self, atom: Atom) -> Atom | _Pieces:
-        """Returns what a value has become."""
         return self._env.get(atom, atom) if isinstance(atom, Var) else atom
 
     def add(self, equation: Equation) -> None:
@@ -194,7 +193,7 @@ class _Cutter:
             self.equations.append(dataclasses.replace(equation, inputs=inputs))
 
     def whole(self, atom: Atom) -> Atom:
-        """Returns a value, its parts put together."""
+        """Returns a value with its parts concatenated."""
         value = self.value(atom)
         if not isinstance(value, _Pieces) or not isinstance(atom, Var):
             return atom
@@ -271,7 +270,7 @@ class _Cutter:
         )
 
     def _scan(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
-        """Returns a scan whose iterations are cut where its operands are; whether it is one."""
+        """Writes a scan cut between iterations, where its operands are; returns whether it is one."""
         params = equation.params
         border, first = equation.border, equation.border.fixed
         layered = [value for k, value in cut.items() if k >= first and value.axis == 0]
@@ -286,7 +285,7 @@ class _Cutter:
         made: dict[int, tuple[Var, ...]] = {}
         order, sizes = range(len(ends)), _sizes(ends)
         last = 0 if params["reverse"] else len(ends) - 1
-        # One scan a part, in the order of the iterations: the carries go from one to the next.
+        # One scan for each part, in the order of the iterations; the carries go from one to the next.
         for k in reversed(order) if params["reverse"] else order:
             carries = equation.outputs[: border.carries]
             carries = carries if k == last else tuple(Var(v.type) for v in carries)
@@ -308,8 +307,8 @@ class _Cutter:
         return True
 
     def _plain(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
-        """Returns an equation without bodies, once for each part; whether there is a rule."""
-        # Parts that end elsewhere don't meet; scatters, and what is ours, have no rule for parts.
+        """Writes an equation without bodies for each part; returns whether there is a rule."""
+        # Parts with other ends can't meet; scatters, and our operations, have no rule for parts.
         first, *others = cut.values()
         if any(other.ends != first.ends for other in others) or equation.op.startswith(("scatter", "ap.")):
             return False

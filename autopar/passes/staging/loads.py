@@ -1,6 +1,6 @@
-"""Computes the loads of a pipeline's stages: what each computes, sends and holds, once cut or by all its layers.
+"""Computes the loads of a pipeline's stages: their computation, sends and memory.
 
-What several stages read of a weight that lives in one (tied embeddings) is sent in each step, its gradient back.
+A weight that lives in one stage and is read by others (tied embeddings) is sent in each step, its gradient back.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from autopar.passes.staging.parts import Parts, homes_before, read_by
 
 @dataclass(slots=True)
 class StageLoad:
-    """The load of one stage, for a microbatch where nothing else is said."""
+    """The load of one stage, for a microbatch unless stated otherwise."""
 
-    #: Kind of task -> floating-point operations of its products, and bytes that it reads and writes.
+    #: Kind of task -> floating-point operations of its products; bytes that it reads and writes.
     flops: dict[str, float] = field(default_factory=dict)
     moved: dict[str, float] = field(default_factory=dict)
-    #: Kind of task -> bytes that each device of a tensor axis sends to the others, and how often.
+    #: Kind of task -> bytes that each device of a tensor axis sends to the others; number of exchanges.
     exchanged: dict[str, float] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
-    sent: int = 0  #: Bytes that cross the border with the stage before it, both ways.
+    sent: int = 0  #: Bytes that cross the border to the stage before it, both ways.
     #: Bytes that it sends to later stages, and to earlier ones.
     ahead: int = 0
     back: int = 0
     tied: int = 0  #: Bytes that cross it in a step for weights that are used on both sides.
-    activation: int = 0  #: What its forward leaves for its backward.
-    gradient: int = 0  #: Of the sums over microbatches.
-    state: int = 0  #: Of its leaves.
-    #: Leaves, and what is made of them ahead of the microbatches, that live in it.
+    activation: int = 0  #: Bytes that its forward leaves for its backward.
+    gradient: int = 0  #: Bytes of the sums over microbatches.
+    state: int = 0  #: Bytes of its leaves.
+    #: Leaves that live in it, and functions of them that are computed before the microbatches.
     homed: set[Var] = field(default_factory=set)
-    #: Of other stages' leaves that it reads (tied embeddings) -> their bytes.
+    #: Other stage's leaf that it reads (tied embeddings) -> its bytes.
     copies: dict[Var, int] = field(default_factory=dict)
 
     def seconds(self, rates: StageRates) -> dict[str, float]:
@@ -52,18 +52,17 @@ class StageLoad:
         }
 
     def as_layer(self, rates: StageRates, microbatches: int) -> Layer:
-        """Returns what a partition goes by: no program by itself."""
+        """Returns the load as a layer of a partition, without the cost of a program."""
         sent = self.sent + self.tied / microbatches
         seconds = sum(each - rates.call_s for each in self.seconds(rates).values())
         return Layer(seconds, sent, self.state, self.gradient, self.activation)
 
     def scaled(self, factor: float) -> StageLoad:
-        """Returns the load for microbatches that are so many times as large, if all grows with them."""
+        """Returns the load for microbatches `factor` times as large, if everything grows with them."""
         return self.mixed(StageLoad(), factor)
 
     def mixed(self, other: StageLoad, share: float) -> StageLoad:
-        """Mixes this load with another one, of the same stage for microbatches of another size; `share`: of this
-        one."""
+        """Mixes this load (by `share`) with that of the same stage for microbatches of another size."""
 
         def mix(own: float, others: float) -> float:
             return max(0.0, share * own + (1 - share) * others)
@@ -108,11 +107,10 @@ def stage_loads(
     """Returns the load of each stage, for one of the devices that divide its products.
 
     Args:
-      parts: The step.
-      labels: Its equations' (`label_parts`).
+      labels: Of `label_parts`.
       homes: The stage of each leaf of the state.
-      places: The devices of each stage: between stages of one device nothing is sent.
-      division: How its values are divided (`DividedLeaves`).
+      places: The devices of each stage; stages of one device send each other nothing.
+      division: The division of its values (`DividedLeaves`).
     """
     loads = [StageLoad() for _ in places]
     made: dict[Var, Label] = {}
@@ -191,7 +189,7 @@ def _borders(start: int, end: int) -> Iterator[int]:
 
 
 def held_bytes(var: Var, division: Division) -> int:
-    """Returns the bytes of what a device has of a value."""
+    """Returns the bytes of a device's part of a value."""
     return -(-_bytes(var) // division.devices) if var in division.axes else _bytes(var)
 
 
@@ -201,23 +199,23 @@ def _bytes(var: Var) -> int:
 
 # --- products that are divided within the stages of a pipeline, over the devices of a tensor axis ---
 #
-# Which leaves are divided is decided for the step as a whole (`passes.choose`); here they are followed through the
-# programs that stages are cut from.
+# `passes.choose` decides which leaves are divided for the step as a whole; here they are followed through the programs
+# that stages are cut from.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DividedLeaves:
-    """The leaves of a program that are divided."""
+    """The leaves of a program that are divided over T devices."""
 
-    devices: int = 1  #: T.
-    axes: Mapping[Var, int] = field(default_factory=dict)  #: Leaf -> the axis along which it is.
+    devices: int = 1
+    axes: Mapping[Var, int] = field(default_factory=dict)  #: Divided leaf -> its axis.
 
     def within(self, cut: CutProgram) -> DividedLeaves:
-        """Returns the divided leaves of the program whose stacked leaves are in parts; layers aren't divided."""
+        """Returns the divided leaves of the program with stacked leaves in parts; layers aren't divided."""
         return DividedLeaves(self.devices, {part: axis for v, axis in self.axes.items() for part in cut.parts(v)})
 
     def follow(self, parts: Parts) -> Division:
-        """Returns how all values of a step are divided."""
+        """Returns the division of all values of a step."""
         divider = Divider(self.axes, self.devices)
         if self.axes:
             divider.run(parts.before)

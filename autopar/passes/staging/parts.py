@@ -1,4 +1,4 @@
-"""A step cut by `split_update`, and which stage each equation and leaf of it belongs to."""
+"""Divides a step cut by `split_update`, and finds the stage of each equation and leaf."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from autopar.analysis.stages import NOWHERE, Label, label_equations, split_backw
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.slicing import clone, eliminate_dead, halves, needed_equations
 
-#: Rows of a table and all of it.
+#: Operations that relate rows of a table to all of it.
 _ROWS = ("ap.pull", "ap.commit")
-#: Elements of what every stage computes by itself, at most: scalars.
+#: Most elements of a value that every stage computes by itself: scalars.
 SMALL = 1
 
 
@@ -36,7 +36,7 @@ def find_parts(program: Program) -> Parts:
     k = next(k for k, e in enumerate(equations) if e.op == "ap.microbatches")
     before = needed_equations(equations[:k], equations[k].inputs)
     known = {v for e in before for v in e.outputs}
-    rest = []  # what the update alone reads
+    rest = []  # equations that the update alone reads
     for equation in equations[:k]:
         is_known = [v in known for v in equation.outputs]
         if not all(is_known) or not is_known:
@@ -45,13 +45,13 @@ def find_parts(program: Program) -> Parts:
 
 
 def read_by(parts: Parts) -> dict[Var, Var]:
-    """Maps inputs of the microbatch's program to what they are given."""
+    """Maps inputs of the microbatch's program to its operands."""
     pairs = zip(parts.body.inputs, parts.step.inputs, strict=True)
     return {inner: outer for inner, outer in pairs if isinstance(outer, Var)}
 
 
 def used_weights(program: Program, parts: Parts) -> list[Var]:
-    """Returns leaves of the state that the gradient program reads and the update changes, in the order of their first
+    """Returns leaves of the state that the gradient program reads and the update changes, in order of their first
     use."""
     whole = {v for v, axis in zip(parts.body.inputs, parts.step.params["axes"], strict=True) if axis is None}
     outer = read_by(parts)
@@ -80,9 +80,9 @@ def label_parts(
     """Returns the label of each equation of the gradient program.
 
     Args:
-      parts, stages: A step, and S.
       homes: The stage of each weight.
-      splits_backward: Whether gradients of weights are apart from those of inputs, as "W".
+      stages: S.
+      splits_backward: Gradients of weights are "W", apart from those of inputs.
     """
     body, outer, depths = parts.body, read_by(parts), homes_before(parts, homes)
     weights = {inner: depths[leaf] for inner, leaf in outer.items() if leaf in depths}
@@ -100,8 +100,7 @@ def _reached_weights(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, Var]:
 
 
 def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[Var, int]:
-    """Returns values by number: those that meet in equations of one shape have the same, and rows that of their
-    table."""
+    """Groups values by number: those that meet in equations of one shape share one, and rows that of their table."""
     groups = {v: k for k, v in enumerate(starts) if v.shape and v.type.size > SMALL}
     members: dict[int, set[Var]] = {k: {v} for v, k in groups.items()}
     for equation in equations:
@@ -122,14 +121,14 @@ def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[V
 
 
 def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """Returns the stage of what the update computes elementwise of a leaf's values: the leaf's."""
+    """Returns the stage of elementwise functions of a leaf in the update: the leaf's."""
     groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
     stages = {groups[v]: stage for v, stage in reversed(list(homes.items())) if v in groups}
     return {v: stages[group] for v, group in groups.items() if group in stages}
 
 
 def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """Returns the stage of the state's other leaves: that of the weight whose update they are read for."""
+    """Returns the stage of the state's other leaves, that of the weight whose update reads them."""
     states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state"]
     groups = _elementwise((*parts.before, *parts.after), [*homes, *states, *parts.step.outputs])
     stages = {groups[v]: homes[v] for v in homes if v in groups}
@@ -137,7 +136,7 @@ def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dic
 
 
 def untied(parts: Parts, homes: Mapping[Var, int], stages: int) -> Parts:
-    """Makes one result a stage of gradients that are sums over stages; the update adds them."""
+    """Splits gradients that are sums over stages into a result for each stage; the update adds them."""
     while True:
         labels = label_parts(parts, homes, stages)
         body, made = parts.body, {v: e for e in parts.body.equations for v in e.outputs}
@@ -169,20 +168,16 @@ def _added_later(parts: Parts, k: int, equation: Equation) -> Parts:
     return Parts(parts.before, new, (later, *parts.after))
 
 
-# --- rematerialization: a stage's backward computes its forward once more, from what the stage was sent ---
+# --- rematerialization: a stage's backward computes its forward again, from the inputs that the stage was sent ---
 #
-# So a stage holds of each microbatch what it was sent, and no other activations. The last stage's backward follows its
+# So a stage holds only these inputs of each microbatch, and no other activations. The last stage's backward follows its
 # forward at once, and computes nothing twice. Source: GPipe (Huang et al., 2018), section 2.3.
 
 
 def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> tuple[Parts, dict[Equation, Label]]:
-    """Returns the step whose backwards read no activations of their own stage's forward; and the labels of its
-    equations.
+    """Returns the step whose backwards read no activations of their own stage's forward, and its labels.
 
-    Args:
-      parts: The step.
-      labels: Its equations' (`label_parts`).
-      stages: S.
+    `labels`: of `label_parts`; `stages`: S.
     """
     copier = _Copier(parts, labels)
     for equation in parts.body.equations:
@@ -197,10 +192,10 @@ def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> t
 
 
 class _Copier:
-    """Writes the equations, and what is computed once more ahead of its first reader."""
+    """Writes the equations, and recomputed ones before their first reader."""
 
     def __init__(self, parts: Parts, labels: Mapping[Equation, Label]) -> None:
-        self.labels: dict[Equation, Label] = {}  #: The equations written, in order, with their labels.
+        self.labels: dict[Equation, Label] = {}  #: The written equations, in order, with their labels.
         self._forward: dict[Var, tuple[Equation, int]] = {}
         for equation in parts.body.equations:
             label = labels[equation]
@@ -210,17 +205,16 @@ class _Copier:
         self._new: dict[Var, Var] = {}
 
     def append(self, equation: Equation, label: Label) -> None:
-        """Writes an equation."""
         self.labels[equation] = label
 
     def again(self, atom: Atom, reader: Label) -> Atom:
-        """Returns a value as a backward reads it: computed once more, if the same stage's forward has made it."""
+        """Returns a value for a backward to read, recomputed if the same stage's forward has made it."""
         made = self._forward.get(atom) if isinstance(atom, Var) else None
         if made is None or made[1] != reader.stage or not isinstance(atom, Var):
             return atom
         if atom not in self._new:
             equation = made[0]
-            # What gradients of inputs need isn't put off to where those of weights are computed.
+            # Recomputation for gradients of inputs isn't delayed to "W".
             label = Label("B", reader.stage) if id(equation) in self._for_inputs else reader
             inputs = tuple(self.again(a, reader) for a in equation.inputs)
             outputs = tuple(Var(v.type) for v in equation.outputs)

@@ -1,5 +1,5 @@
-"""Assigns weights to stages: as the user's patterns say, or so that the slowest stage is fast; and chooses what of a
-pipeline is left to "auto"."""
+"""Assigns weights to stages, by the user's patterns or so that the slowest stage is fast; chooses options left to
+"auto"."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autopar.passes.staging.parts import find_parts, label_parts, other_homes, u
 class Chosen:
     """The decision on stages."""
 
-    cut: CutProgram  #: The program, its stacked leaves in as many parts as they have stages.
+    cut: CutProgram  #: The program; each stacked leaf has a part for each of its stages.
     homes: dict[Var, int]  #: The stage of each weight.
 
 
@@ -38,17 +38,17 @@ class Units:
 
     cut: CutProgram  #: The program, with its stacked leaves cut into single layers.
     units: list[list[Var]]  #: The weights in the order of their first use, those of one layer together.
-    stacks: list[Stack]  #: The stacked leaves; `layers`: of each their parts, layer by layer.
+    stacks: list[Stack]  #: The stacked leaves; `layers`: the parts of each, layer by layer.
     layers: list[list[tuple[Var, ...]]]
-    divided: DividedLeaves  #: Which leaves of the program are divided over several devices.
+    divided: DividedLeaves  #: Leaves of the program that are divided over several devices.
 
 
 def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, divided: DividedLeaves) -> Chosen:
     """Returns the stage of each weight, or of some layers of one.
 
     Args:
-      program: What is cut; its weights are in the order of their first use.
-      pipeline: With all that is left to choose chosen.
+      program: The program to cut, with weights in the order of their first use.
+      pipeline: Without options left to choose.
       measured: Rates and memory of the devices.
       divided: Leaves that are divided over several devices.
 
@@ -75,7 +75,7 @@ def choose_stages(program: Program, pipeline: Pipeline, measured: Measurements, 
 
 
 def find_units(program: Program, divided: DividedLeaves) -> Units:
-    """Finds the units of a program that `split_update` has cut, and leaves of it that are divided."""
+    """Finds the units of a program that `split_update` has cut."""
     stacks = find_stacks(program)
     fine = cut_layers(program, {v: tuple(range(1, stack.layers + 1)) for stack in stacks for v in stack.leaves})
     layers = [fine.layers(stack.leaves) for stack in stacks]
@@ -95,7 +95,7 @@ def check_units(fine: Units, stages: int) -> None:
 
 
 def unit_loads(fine: Units, *, splits_backward: bool, remat: bool) -> list[StageLoad]:
-    """Returns the load of each unit, as a stage of its own."""
+    """Returns the load of each unit as a stage of its own."""
     parts = find_parts(fine.cut.program)
     each = {v: k for k, unit in enumerate(fine.units) for v in unit}
     count = len(fine.units)
@@ -131,7 +131,7 @@ def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[V
 def _asked_ends(
     program: Program, stacks: Sequence[Stack], stages: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Var, Ends]]:
-    """Yields where stacked leaves are to be cut: at the ends of the layers that patterns name."""
+    """Yields where to cut stacked leaves: at the ends of the layers that patterns name."""
     paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
     named = {pattern: split_layers(pattern) for patterns in stages for pattern in patterns}
     for stack in stacks:
@@ -171,24 +171,22 @@ def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]
     return homes
 
 
-# --- what of a pipeline is left to "auto": stages and their devices, microbatches, schedule, rematerialization ---
+# --- options left to "auto": stages and their devices, microbatches, schedule, rematerialization ---
 #
-# All combinations are predicted that fit the devices' memory: for each number of stages and microbatches the best
-# partition (`cost.partition`), by each schedule in time. Loads are found for two numbers of microbatches: what grows
-# with a microbatch's examples, and what each has, such as reading the weights, follow from these.
-
-
-#: Microbatches that are tried, and those for which loads are found, at most (and for the fewest).
+# All combinations that fit the devices' memory are predicted: for each number of stages and microbatches the best
+# partition (`cost.partition`), by each schedule in time. Loads are found for two numbers of microbatches; costs that
+# grow with a microbatch's examples, and fixed ones, such as reading the weights, follow from these.
+#: Numbers of microbatches that are tried; the largest for which loads are found (the other is the smallest).
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8
-#: More stages are taken where they are predicted to be faster by more than this.
+#: More stages are taken if they are predicted to be faster by more than this factor.
 TIE = 1.1
-#: In the order in which they are preferred. "gpipe" is never faster than "1f1b", and holds more.
+#: Schedules in order of preference. "gpipe" is never faster than "1f1b", and holds more.
 _SCHEDULES = ("1f1b", "zero-bubble", "interleaved")
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A pipeline, and the seconds that its step is predicted to take."""
+    """A pipeline, and its predicted seconds of a step."""
 
     pipeline: Pipeline
     seconds: float
@@ -199,12 +197,7 @@ class Candidate:
 
 
 def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
-    """Returns the numbers of microbatches that are to be tried: those that divide the batch.
-
-    Args:
-      program: An analysed program.
-      pipeline: As the user asks for it.
-    """
+    """Returns the numbers of microbatches to try: those that divide the batch of an analysed program."""
     if pipeline.microbatches != AUTO or pipeline.is_asynchronous:
         return [pipeline.microbatch_count]
     pairs = zip(program.block.inputs, program.inputs, strict=True)
@@ -214,7 +207,7 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
 
 
 def reference_counts(counts: Sequence[int]) -> list[int]:
-    """Returns for which of the numbers that are tried loads are found: one microbatch alone says little of several."""
+    """Returns the numbers of microbatches for which loads are found; one microbatch alone says little of several."""
     return sorted(
         {counts[min(1, len(counts) - 1)], max(count for count in counts if count <= max(REFERENCE, counts[0]))}
     )
@@ -225,8 +218,8 @@ class Reference:
     """A step for one number of microbatches."""
 
     program: Program  #: As `split_update` cuts it.
-    divided: DividedLeaves  #: Leaves of it that are divided over several devices.
-    rates: StageRates | None  #: Of the devices, for microbatches of this size; None: not measured.
+    divided: DividedLeaves  #: Leaves that are divided over several devices.
+    rates: StageRates | None  #: Rates of the devices, for microbatches of this size; None: not measured.
 
 
 def search_pipeline(
@@ -236,9 +229,9 @@ def search_pipeline(
 
     Args:
       references: Number of microbatches -> the step. One, or two, the fewer first.
-      pipeline: As the user asks for it.
-      memory: Bytes of each device; None: not known.
-      devices: How many there are.
+      pipeline: The user's options.
+      memory: Bytes of each device; None: unknown.
+      devices: Their number.
       counts: Numbers of microbatches.
 
     Raises:
@@ -278,8 +271,7 @@ def search_pipeline(
 
 
 def preferred(found: Sequence[Candidate]) -> Candidate:
-    """Returns the one with the fewest stages of those that are nearly as fast as the fastest: predictions are no
-    better."""
+    """Returns the pipeline with the fewest stages among those that are nearly the fastest, as predictions are rough."""
     limit = TIE * min(candidate.seconds for candidate in found)
     return min((c for c in found if c.seconds <= limit), key=lambda c: c.pipeline.count // c.pipeline.chunks)
 
@@ -294,7 +286,7 @@ def _loads_of(count: int, loads: Mapping[int, list[StageLoad]]) -> list[StageLoa
 
 
 def _rates_of(count: int, rates: Mapping[int, StageRates]) -> StageRates:
-    """Interpolates between two sizes of microbatches, on a scale of their logarithms: small ones stay in a cache."""
+    """Interpolates rates between two sizes of microbatches on a logarithmic scale, as small ones stay in a cache."""
     (first, before), *rest = rates.items()
     if not rest:
         return before
@@ -318,8 +310,8 @@ def _partitions(
     devices: int,
     memory: int | None,
 ) -> Iterator[tuple[Pipeline, Partition]]:
-    """Yields the pipelines of so many microbatches by some schedules, with remat or without, each with its best
-    partition, and with the best one within the memory."""
+    """Yields pipelines of `count` microbatches, each with its best partition, and with the best one within the
+    memory."""
     layers = [load.as_layer(rates, count) for load in loads]
     for schedule in schedules:
         rule = SCHEDULES[schedule]
@@ -336,8 +328,7 @@ def _partitions(
 
 
 def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int) -> Iterator[tuple[int, int]]:
-    """Yields the numbers of stages that a schedule of so many microbatches can have, and how many are on each
-    device."""
+    """Yields (stages, stages on each device) that a schedule of `count` microbatches can have."""
     chunks = rule.stages_per_device
     if (asked.stages_per_device is not None and chunks > 1) or asked.schedule != AUTO:
         chunks = asked.chunks
@@ -354,8 +345,10 @@ def _numbers(asked: Pipeline, rule: Rule, count: int, layers: int, devices: int)
 
 
 def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], rates: StageRates) -> tuple[float, float]:
-    """Returns seconds of a step (microbatches, sums of replicas, the slowest update; without a flush those from a
-    minibatch to the next one), and bytes of the fullest device."""
+    """Returns seconds of a step, and bytes of the fullest device.
+
+    A step has the microbatches, sums of replicas and the slowest update; without a flush it is a minibatch's period.
+    """
     starts = (0, *cut.ends[:-1])
     stages = [StageLoad.of_all(loads[start:end]) for start, end in zip(starts, cut.ends, strict=True)]
     seconds = [stage.seconds(rates) for stage in stages]
@@ -373,7 +366,7 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
     for stage, places in zip(stages, pipeline.places, strict=True):
         own = 2 * (len(places) - 1) * stage.gradient * rates.send_byte_s
         own += rates.seconds(0.0, 2 * stage.state + stage.gradient)
-        copies = 2 * sum(stage.copies.values())  # with gradients of their own
+        copies = 2 * sum(stage.copies.values())  # copies have gradients of their own
         for device in places:
             ends[device] += own
             sizes[device] += stage.state + stage.gradient + copies
