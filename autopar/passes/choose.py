@@ -1,4 +1,4 @@
-"""Make the Plan: which families are lifted, from the strategy, from what analysis allows and from what pays."""
+"""Makes the Plan: which families are lifted, by the strategy, by what analysis allows and by cost."""
 
 from __future__ import annotations
 
@@ -33,10 +33,9 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     """Decides for every table of an analysed program.
 
     Args:
-      program: An analysed program.
-      options: What the user chose. With an earlier plan `strategy` is that of the plan.
-      measured: What is known of the devices and of an example batch. Where the state takes too much of the devices'
-        memory, tables that are left to "auto" are sharded. Without rates the fewest bytes are chosen.
+      options: The user's. With an earlier plan `strategy` is that of the plan.
+      measured: Without rates the fewest bytes are chosen. If the state exceeds the devices' memory, tables that are
+        left to "auto" are sharded.
 
     Raises:
       StrategyError: a method or pattern that doesn't exist, or a row method for a table that can't be lifted.
@@ -45,7 +44,7 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     has_effects = any(e.effects for e in program.block.equations)
     earlier = options.plan
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
-    # Those on devices share update logs, each on hosts has its own.
+    # Tables on devices share update logs; each on hosts has its own.
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
@@ -65,7 +64,7 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
 
 
 def compares_methods(program: Program, options: Options) -> bool:
-    """Returns whether `choose` compares what methods cost, and so wants rates of the devices."""
+    """Returns whether `choose` compares the cost of methods, and so needs rates of the devices."""
     wanted = _wanted(program, options.strategy)
     choices = Choices(options, UNMEASURED, wanted.methods, wanted.hosts)
     return any(compares(program, space, choices) for space in program.facts.spaces)
@@ -95,7 +94,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     fallback = tuple(safe) if any(f.bounds.tight for f in tight) else ()
     examples = {k: program.batch[v] for k, v in enumerate(program.block.inputs) if v in program.batch}
     sizes = {k: program.block.inputs[k].shape[axis] for k, axis in examples.items()}
-    # A batch that the devices don't divide comes whole, and each device takes its part within the program.
+    # Each device is given all of a batch that the devices don't divide, and takes its part within the program.
     undivided = min((size for size in sizes.values() if size % options.devices), default=0)
     uneven = {k: axis for k, axis in examples.items() if undivided and sizes[k] % undivided == 0}
     facts = (program.name, options.devices, None, options.sparse)
@@ -113,8 +112,10 @@ _SAVES_LITTLE = "exchanges of rows may cost a busy step more than they save"
 
 
 def _saving_little(program: Program, decided: Sequence[Decision], choices: Choices) -> Sequence[int]:
-    """Returns the numbers of the families that "auto" gave to an exchange of rows by predicted times, where all of them
-    together save less than the margin. Other exchanges of rows, which they could go along with, pay it already."""
+    """Returns the families that "auto" exchanges by rows, if together they save less than the margin.
+
+    Other exchanges of rows, which they could go along with, pay it already.
+    """
     plans = [each for _, (each, *_) in decided]
     exchanged = [k for k, each in enumerate(plans) if each.lifted and each.method != "allreduce"]
     is_open = (compares(program, program.facts.spaces[k], choices) and not plans[k].log_steps for k in exchanged)
@@ -129,7 +130,7 @@ def _saving_little(program: Program, decided: Sequence[Decision], choices: Choic
 def _too_large(
     program: Program, plan: Plan, decided: Sequence[Decision], choices: Choices, memory: int
 ) -> Mapping[int, str]:
-    """Returns the families of which "auto" put all rows on every device, and that are to be sharded for want of memory.
+    """Returns the families that "auto" replicated, and that must be sharded for want of memory.
 
     Returns:
       Number of the family's space -> the reason.
@@ -163,14 +164,13 @@ def _saved(program: Program, space: RowSpace, devices: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """Holds what a strategy says."""
+    """A strategy, leaf by leaf."""
 
     methods: dict[int, tuple[str, bool]]  #: Table -> (method, whether the strategy names this very table).
-    #: Leaf -> the pattern that gives it to "ps", and to "tensor".
-    shards: dict[int, str]
+    shards: dict[int, str]  #: Leaf -> the pattern that gives it to "ps"; `tensors`: to "tensor".
     tensors: dict[int, str]
-    hosts: frozenset[int]  #: Tables that are to be on hosts.
-    kept: frozenset[int]  #: Leaves of which every device is to have all.
+    hosts: frozenset[int]  #: Tables on hosts.
+    kept: frozenset[int]  #: Leaves that every device must have whole.
 
 
 def _with_tensors(
@@ -196,8 +196,11 @@ def _with_tensors(
 
 
 def _wanted(program: Program, strategy: Strategy) -> _Wanted:
-    """Returns what a strategy says of each leaf. One method for the whole step means the tables that can be lifted (or
-    by "tensor" all that can be divided), patterns mean every parameter."""
+    """Reads a strategy leaf by leaf.
+
+    One method for the whole step means the tables that can be lifted ("tensor": all leaves that can be divided);
+    patterns mean every parameter.
+    """
     states = {k: input_.path for k, input_ in enumerate(program.inputs) if input_.role in ("state", "table")}
     looked_up = {*(k for k, _ in program.tables), *program.unfollowed}
     if not isinstance(strategy, Mapping):
@@ -236,7 +239,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
     for k, path in states.items():
         method, where, pattern = asked_of(strategy, path)
         if pattern is not None and method == TENSOR:
-            wanted.tensors[k] = pattern  # a table's rows may still go by themselves, unless it is named itself
+            wanted.tensors[k] = pattern  # a table may still be lifted, unless it is named itself
             method, pattern = ("allreduce", pattern) if pattern == path else ("auto", None)
         if k in tables:
             is_pulled = k in pulled  # perhaps by the name of one of its slots
@@ -252,7 +255,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
 
 
 def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:
-    """Returns the tables; of one that is kept in shards, as dense leaves are, why it isn't lifted as well."""
+    """Adds to tables that are kept in shards like dense leaves why they aren't lifted."""
     by_path = {t.path: t for t in tables}
     for leaf in patterns:
         old = by_path.get(leaf.path)
@@ -265,9 +268,9 @@ def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> 
 def input_placements(
     program: Program, families: Sequence[FamilyPlan]
 ) -> tuple[tuple[int | None, ...], dict[int, tuple[RowLayout, int]]]:
-    """Returns the inputs' axes over the devices: examples of batches, rows of sharded tables; and the tables' layouts.
+    """Returns the inputs' axes over the devices (examples, rows of sharded tables), and layouts of sharded tables.
 
-    The rest is on every device. And the layouts of tables that can't be stored as they are.
+    Other inputs are on every device.
     """
     pairs = zip(program.block.inputs, program.inputs, strict=True)
     axes = [program.batch.get(v) if input_.layout is None else _unstored(v, input_.layout) for v, input_ in pairs]
@@ -287,24 +290,22 @@ def _unstored(leaf: Var, layout: tuple[RowLayout, int] | None) -> int | None:
     return None if layout is None else even_axis(leaf.shape, layout[1], layout[0].devices)
 
 
-# Dense parameters in shards: which leaves a strategy's `ps` spreads over the devices, and along which axis.
+# --- dense parameters in shards: which leaves a strategy's `ps` spreads over the devices, and along which axis ---
 #
 # Parallax's BASE keeps dense parameters on servers: each is gathered for use, and its gradient is reduced to its owner.
-# Its slots go with it: the leaves that its update reads element by element.
+# Its slots, which its update reads elementwise, go with it.
 
 
 def shard_dense(
     program: Program, patterns: Mapping[int, str], dense: frozenset[int], devices: int, first: Mapping[str, int]
 ) -> tuple[dict[int, int], list[DensePlan]]:
-    """Returns leaf -> the axis along which it is spread, slots included; and the plans of the leaves that a pattern
-    names.
+    """Returns leaf -> the axis along which it is spread, slots included; and the plans of leaves that a pattern names.
 
     Args:
-      program: An analysed program.
       patterns: Leaf -> the pattern that gives it to "ps".
       dense: Leaves that no lifted family has.
       devices: N.
-      first: Path of a leaf -> the axis along which it is spread if they divide that; else the first one.
+      first: Path of a leaf -> the preferred axis, if the devices divide it; else the first one.
 
     Raises:
       StrategyError: a pattern names one leaf that can't be spread.
@@ -336,18 +337,17 @@ def shard_dense(
 
 
 def dense_plan(program: Program, k: int, *, sharded: bool) -> DensePlan:
-    """Returns the plan of a leaf that isn't looked up by rows."""
     type_ = program.block.inputs[k].type
     size = getattr(type_, "nbytes", 0)
     return DensePlan(program.inputs[k].path, getattr(type_, "shape", ()), _text(type_.dtype), size, sharded)
 
 
-#: NumPy takes a while to say what a dtype is called, and a state has thousands of leaves of few dtypes.
+#: NumPy names a dtype slowly, and a state has thousands of leaves of few dtypes.
 _text = functools.cache(str)
 
 
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:
-    """Returns the leaf, and the leaves of its shape that are tied to it by updates made element by element."""
+    """Returns the leaf, and the leaves of its shape that elementwise updates tie to it."""
     block, new = program.block, program.new_states
     producers = {v: e for e in block.equations for v in e.outputs}
     numbers = {v: k for k, v in enumerate(block.inputs)}
@@ -356,7 +356,7 @@ def _with_slots(program: Program, leaf: int) -> frozenset[int]:
     while waiting:
         k = waiting.pop()
         seen: set[Atom] = set()
-        # Back from the new value, through what is made element by element, to the states that it reads.
+        # Back from the new value, through elementwise equations, to the states that it reads.
         atoms = [block.outputs[new[k]]] if k in new else []
         while atoms:
             atom = atoms.pop()
@@ -372,10 +372,10 @@ def _with_slots(program: Program, leaf: int) -> frozenset[int]:
     return frozenset(together)
 
 
-# Which products are divided over the devices of a tensor axis: those that a strategy names, and those where it pays.
+# --- products that are divided over the devices of a tensor axis, by the strategy or because it pays ---
 #
-# By a strategy of "tensor" all weights that can be divided are; "auto" divides a group where that is predicted to save
-# more than its exchanges take, or where the state doesn't fit the devices otherwise.
+# "tensor" divides all weights that can be; "auto" divides a group if that is predicted to save more than its exchanges
+# take, or if the state doesn't fit the devices otherwise.
 
 
 def choose_tensor(
@@ -387,15 +387,14 @@ def choose_tensor(
     *,
     is_needed: bool,
 ) -> tuple[dict[int, int], TensorPlan]:
-    """Returns leaf -> the axis along which it is divided; and the plan that says why.
+    """Returns leaf -> the axis along which it is divided, and the plan with reasons.
 
     Args:
-      program: An analysed program.
       asked: Leaf -> the pattern that gives it to "tensor".
       eligible: Leaves that may be divided, those of `asked` among them.
       devices: N, over which examples are spread, and T.
-      rates: What products and sends take; None: nothing is known, and only what is asked for is divided.
-      is_needed: Whether the state doesn't fit the devices as it is.
+      rates: Rates of products and sends; None: unknown, and only `asked` leaves are divided.
+      is_needed: The state doesn't fit the devices undivided.
 
     Raises:
       StrategyError: a pattern names weights of which none can be divided.
@@ -457,7 +456,7 @@ _COLLECTIVES = ("all-reduce", "all-gather")
 
 
 def _check_asked(program: Program, asked: Mapping[int, str], groups: Collection[TensorGroup], parts: int) -> None:
-    """Raises StrategyError for a pattern of which nothing can be divided."""
+    """Raises StrategyError for a pattern none of whose leaves can be divided."""
     divided = {k for group in groups for k in group.axes}
     named = {program.inputs[k].path for k in divided}
     for pattern in dict.fromkeys(asked.values()):
@@ -472,20 +471,20 @@ def _check_asked(program: Program, asked: Mapping[int, str], groups: Collection[
             )
 
 
-# --- whether the decisions of an earlier plan fit a step: before they are followed, and after ---
+# --- checks of an earlier plan against a step, before it is followed and after ---
 #
-# What they say about a table holds for its shape, its slots and the number of devices. A step that isn't the one that
-# the plan was made for is refused with all that differs, rather than run by half of a plan.
+# Decisions about a table hold for its shape, its slots and the number of devices. Another step than the plan's is
+# refused with all differences, rather than run by half of a plan.
 
 
 _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...); or leave plan= away"
 
 
 def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
-    """Checks that the plan is of an analysed program's tables, on so many devices, of which so many divide products.
+    """Checks that the plan is of an analysed program's tables, on this number of devices and tensor devices.
 
     Raises:
-      PlanError: it isn't; all that differs is named.
+      PlanError: it isn't; all differences are named.
     """
     if earlier.devices != devices:
         hosted = any(table.where == "hosts" for table in earlier.tables)
@@ -514,7 +513,7 @@ def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> N
 
 
 def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan) -> list[str]:
-    """Returns what is other about a table than what was planned for."""
+    """Returns the differences of a table from its plan."""
     type_ = program.block.inputs[table].type
     slots = tuple(program.inputs[k].path for k in space.leaves if k != table)
     pairs = [
@@ -527,10 +526,10 @@ def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan)
 
 
 def check_followed(program: Program, earlier: Plan, made: ProgramPlan) -> None:
-    """Checks that what was decided now is what the earlier plan says.
+    """Checks that the new decisions equal those of the earlier plan.
 
     Raises:
-      PlanError: a table can't be had as the plan has it, or its rows wait now and didn't then.
+      PlanError: a table can't follow the plan, or its rows wait now and didn't then.
     """
     tables = {t.path: t for t in made.plan.tables}
     wrong = []
@@ -564,15 +563,15 @@ def _raise(program: Program, earlier: Plan, wrong: Sequence[str]) -> None:
         raise PlanError(f"{earlier.name} doesn't fit {program.name}: {'; '.join(wrong)}. {_REMEDY}")
 
 
-# --- devices or hosts: what a plan shows of where tables can be, and the options by which to plan again ---
+# --- devices or hosts: a plan shows where tables can be, and by which options to plan again ---
 #
-# The decision changes what a step is analysed for (devices or ranks), so it is made of a whole plan: one that asks for
-# hosts though nothing can be there, or one whose state doesn't fit the devices.
+# The decision changes what a step is analysed for (devices or ranks), so it needs a whole plan: one that asks for hosts
+# though nothing can be there, or one whose state doesn't fit the devices.
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Options by which a step is planned again; the tables that are elsewhere then, and why."""
+    """Options by which a step is planned again; the tables that move then, and why."""
 
     options: Options
     paths: Collection[str] = ()
@@ -582,15 +581,15 @@ class Move:
 def move_tables(
     program: Program, bound: ProgramPlan, options: Options, memory: int | None, *, devices: int, ranks: int
 ) -> Move | None:
-    """Returns whether tables are to be elsewhere than a plan has them; None if they are where they can be.
+    """Returns a move of tables that can't stay as planned; None if all can.
 
     Args:
       program: An analysed program.
       bound: A plan of it.
       options: Those that it was made by.
       memory: Bytes of each device, None if unknown.
-      devices: How many run the step if nothing is on hosts.
-      ranks: How many run it if something is.
+      devices: Number of devices that run the step without hosts.
+      ranks: Number of ranks that run it with tables on hosts.
     """
     if options.hosts and not bound.on_hosts:  # nothing can be there
         strategy = without_hosts(options.strategy)
@@ -603,14 +602,14 @@ def move_tables(
 
 
 def on_hosts(options: Options, paths: Iterable[str], ranks: int) -> Options:
-    """Returns the options with some tables in the memory of the hosts."""
+    """Returns the options with some tables in host memory."""
     return dataclasses.replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
 
 
 def leave_devices(program: Program, bound: ProgramPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:
-    """Returns the tables that don't fit devices of `memory` bytes each, and that the strategy leaves to autopar.
+    """Returns the tables left to autopar that don't fit devices of `memory` bytes each.
 
-    The largest go first, until the rest fits. Empty if all fits; what can't be lifted can't leave.
+    The largest go first, until the rest fits; tables that can't be lifted stay.
     """
     excess = state_bytes(program, bound) - state_budget(memory)
     paths: list[str] = []

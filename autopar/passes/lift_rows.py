@@ -560,9 +560,8 @@ class Exact:
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):
             return None, None
         form = UntouchedForm.of(scope, family, value.sources, product=value.product)
-        if is_deferred and (
-            form.leaves or planned.layout is not None
-        ):  # deferred rows are swept one by one, on one device
+        # Deferred rows are swept one by one, on one device.
+        if is_deferred and (form.leaves or planned.layout is not None):
             if self._outcome(value).may_differ:
                 raise NotDeferrable(scope.lifting.spaces[family].leaves, _of_rows_that_wait(value))
             return None, None

@@ -1,10 +1,10 @@
-"""Add up the gradients of a family before they travel, and where they belong: one exchange for many pushes.
+"""Adds up the gradients of a family before they travel: one exchange for many pushes.
 
-Where devices hold shards of the batch and rows travel (`ps`, `allgather`), a push is split in two: `aggregate` adds
+If devices hold shards of the batch and rows travel (`ps`, `allgather`), a push is split in two: `aggregate` adds
 gradients to the rows that a device asked for, on that device; `deliver` sends these sums, to owners or to all. Sums of
-delivered rows are then delivered once, and a loop that adds up what it delivers adds up aggregates and delivers them
-after its last iteration (Parallax's local aggregation, section 4.3). Elsewhere a sum of a value and a push becomes a
-push into that value: a loop's carry takes gradients in place.
+delivered rows are then delivered once, and a loop that adds up deliveries adds up aggregates and delivers them after
+its last iteration (Parallax's local aggregation, section 4.3). Elsewhere a sum of a value and a push becomes a push
+into that value, so that a loop's carry takes gradients in place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import ZeroWriter
 
-#: What adds gradients to rows, on top of its first operand.
+#: Operations that add gradients of rows to their first operand.
 _ADDING = ("ap.aggregate", "ap.push")
 
 
@@ -42,12 +42,12 @@ def _count(block: Block) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """`requested`: family -> F, the rows that all devices together ask for, where a push is split."""
+    """Merges pushes. `requested`: family whose pushes are split -> F, the rows that all devices together ask for."""
 
     requested: Mapping[int, int]
 
     def run(self, block: Block, zeros: frozenset[Var]) -> Block:
-        """Returns the block merged; `zeros` are inputs that are known to be zero."""
+        """Returns the merged block; `zeros` are inputs that are known to be zero."""
         split = _Editor(known_zeros=set(zeros))
         for equation in block.equations:
             if equation.bodies and equation.op in ("scan", "remat", "cond"):
@@ -85,9 +85,9 @@ class _Merge:
             self._deliver_behind(editor, equation)
 
     def _deliver_behind(self, editor: _Editor, equation: Equation) -> None:
-        """Writes a scan or checkpoint that returns aggregates in place of delivered rows, and delivers them behind it.
+        """Writes a scan or checkpoint that returns aggregates in place of delivered rows, and delivers them after it.
 
-        Of a scan these are carries: what its turns add up.
+        In a scan these are carries, which its turns add up.
         """
         (body,), consts, is_scan = equation.bodies, equation.border.consts, equation.op == "scan"
         inputs, outputs, after = list(equation.inputs), list(equation.outputs), list[Equation]()
@@ -119,8 +119,10 @@ def _set(items: Sequence, k: int, item: Atom) -> tuple:
 
 
 def _delivery(body: Block, k: int, carry: Var | None) -> Equation | None:
-    """Returns what delivers result k of a body, by a route from outside: on top of nothing, or of a carry with which an
-    iteration does no more; None if there is no such delivery."""
+    """Returns the delivery that makes result k of a body, by a route from outside, if there is one.
+
+    It is on top of nothing, or of a carry that the iteration doesn't use otherwise.
+    """
     out = body.outputs[k]
     made = _Editor.of(body).producer(out, "ap.deliver")
     if made is None or made.inputs[1] not in body.inputs or made.inputs[2:] != (() if carry is None else (carry,)):
@@ -141,7 +143,7 @@ class _Editor(ZeroWriter):
 
     @staticmethod
     def of(body: Block) -> _Editor:
-        """Returns a block to be edited further."""
+        """Returns an editor that goes on with a block."""
         editor = _Editor()
         editor.extend(body.equations)
         return editor
@@ -152,8 +154,7 @@ class _Editor(ZeroWriter):
         return made if made is not None and made.op == op else None
 
     def plus(self, base: Atom, sums: Atom) -> Atom:
-        """Returns the sum of two values; where the second one is gradients added to zeros, they are added to the
-        first."""
+        """Returns the sum of two values; gradients added to zeros are added to the first value directly."""
         chain = self.chain(sums)
         if not chain:
             return self.emit("ap.plus", (base, sums), base.type)
@@ -164,13 +165,13 @@ class _Editor(ZeroWriter):
         return base
 
     def name_last(self, out: Var) -> None:
-        """Gives the result of the last equation a name that others know it by."""
+        """Renames the result of the last equation."""
         last = self.equations.pop()
         del self.producers[last.outputs[0]]
         self.append(dataclasses.replace(last, outputs=(out,)))
 
     def chain(self, sums: Atom) -> list[Equation]:
-        """Returns the equations that add gradients to zeros, first to last; none if there is anything else in it."""
+        """Returns the equations that add gradients to zeros, first to last; none if there are other terms."""
         chain: list[Equation] = []
         while (made := self.producers.get(sums)) is not None and made.op in _ADDING:
             if made.params["op"] != "scatter-add":
@@ -181,7 +182,7 @@ class _Editor(ZeroWriter):
 
 
 def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
-    """Sums of delivered rows delivered once; sums of values and pushes as pushes into those values."""
+    """Delivers sums of delivered rows once, and writes sums of values and pushes as pushes into those values."""
     uses = _uses(block)
     editor = _Editor(known_zeros=set(zeros))
     terms: dict[Atom, list[Atom]] = {}
@@ -198,8 +199,7 @@ def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
 
 
 def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
-    """Returns what an equation adds up, None if it is no sum: of a delivery onto a base, the base and the delivered
-    rows."""
+    """Returns the terms of a sum, None if it is none; a delivery onto a base has the base and the delivered rows."""
     if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
         return list(equation.inputs)
     if equation.op == "ap.deliver" and len(equation.inputs) == 3:
@@ -224,7 +224,7 @@ def _sum(editor: _Editor, equation: Equation, flat: Sequence[Atom], uses: collec
             rest.append(atom)
     if not pushes and not deliveries:
         return False
-    # Deliveries by one route are added up before they travel, and land on what is here already.
+    # Deliveries by one route are added up before they travel, and then added to local terms.
     base = functools.reduce(editor.plus, (*rest, *pushes)) if rest or pushes else None
     for (route, axis), sums in deliveries.items():
         together = functools.reduce(editor.plus, sums)

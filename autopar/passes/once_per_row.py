@@ -1,20 +1,20 @@
-"""Compute once for each distinct row what depends on the row alone, where a batch looks rows up many times over.
+"""Computes functions of single rows once for each distinct row, where a batch looks rows up many times.
 
-Ids of language and of recommenders are Zipf distributed: 640 lookups may be of 190 rows. What is computed of a row and
-of parameters is the same in each lookup of that row, up to where examples meet anything of their own. With `inverse`
-the entry of each lookup among the E distinct ones and `count` how often each occurs:
+Ids of language and of recommenders are Zipf distributed: 640 lookups may be of 190 rows. A function of a row and of
+parameters is the same in each lookup of that row, up to where examples meet anything of their own. With `inverse` the
+entry of each lookup among the E distinct ones and `count` how often each occurs:
 
-    f(rows[inverse])                               ->  f(rows)[inverse]
-    sum_i f(rows[inverse[i]])                      ->  sum_e count[e] f(rows[e])
-    zeros.at[inverse].add(f(rows[inverse]))        ->  count * f(rows)
-    zeros.at[inverse].add(dy @ w)                  ->  zeros.at[inverse].add(dy) @ w
-    einsum("nd,nk->dk", f(rows[inverse]), dy)      ->  einsum("ed,ek->dk", f(rows), zeros.at[inverse].add(dy))
+  f(rows[inverse])                               ->  f(rows)[inverse]
+  sum_i f(rows[inverse[i]])                      ->  sum_e count[e] f(rows[e])
+  zeros.at[inverse].add(f(rows[inverse]))        ->  count * f(rows)
+  zeros.at[inverse].add(dy @ w)                  ->  zeros.at[inverse].add(dy) @ w
+  einsum("nd,nk->dk", f(rows[inverse]), dy)      ->  einsum("ed,ek->dk", f(rows), zeros.at[inverse].add(dy))
 
 RecD does the first by hand, in a model's code (Zhao et al., Deduplication for recommendation model training, MLSys
 2023). Results differ by the rounding of sums in another order, and NaN and infinity may change places where a factor
-(`w`) isn't finite. It is done in a rank's own program, with tables on hosts: the number of rows that it fetches is a
-bound that was measured. A block is left alone where that saves nothing; bodies of loops and checkpoints are blocks by
-themselves, and take part with lookups of their own.
+(`w`) isn't finite. It runs in a rank's own program, with tables on hosts, where the number of fetched rows is a
+measured bound. A block in which it saves nothing stays unchanged; bodies of loops and checkpoints are blocks of their
+own, with lookups of their own.
 """
 
 from __future__ import annotations
@@ -42,20 +42,18 @@ from autopar.ir.slicing import eliminate_dead
 from autopar.ir.writer import Writer, expand
 from autopar.jax_types import Index, Leaf, Pytree
 
-#: What an element that is gathered or scattered costs, in operations of a product.
+#: Cost of a gathered or scattered element, in operations of a product.
 _MOVED = 64.0
 _LINEAR = those_that(lambda p: p.elementwise and p.linear in (Linear.TOGETHER, Linear.FIRST)) - {"real", "imag"}
 _GATHERS = frozenset({"ap.lookup", "gather"})
-#: Operand that is scattered.
+#: Scatter operation -> its operand of updates.
 _SCATTERS = {"ap.aggregate": 3, "scatter-add": 2}
 
 
 def once_per_row(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the program of one device with what depends on single rows computed once for each.
+    """Returns the program of one device with functions of single rows computed once for each.
 
-    Args:
-      program: Localized.
-      bound: What it was made by.
+    `program`: localized by `bound`.
     """
     if not bound.on_hosts:
         return program, "for a rank's own program, with tables on hosts"
@@ -84,7 +82,7 @@ def _of_block(block: Block, distinct: list[Ids]) -> Block:
 
 
 def _cost(block: Block) -> float:
-    """Counts operations of products; what is gathered and scattered counts as some."""
+    """Counts operations of products, with gathered and scattered elements as some."""
     total = 0.0
     for e in block.equations:
         total += flops(e)
@@ -111,19 +109,18 @@ def _adds_rows(push: Equation, ids: Ids) -> bool:
     )
 
 
-# --- where the axes of ids are in a value, and what an equation becomes when one axis of entries takes their place ---
+# --- the axes of ids in a value, and equations in which one axis of entries takes their place ---
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`rank` neighbouring axes, from `at` on, which run over ids in their order."""
+    """`rank` adjacent axes, from `at` on, which run over ids in their order."""
 
     at: int
     rank: int
 
     @property
     def axes(self) -> range:
-        """The axes themselves."""
         return range(self.at, self.at + self.rank)
 
     def of(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -135,15 +132,15 @@ class Place:
         return (*shape[: self.at], entries, *shape[self.at + self.rank :])
 
     def renumbered(self, axes: Iterable[int]) -> tuple[int, ...]:
-        """Returns the numbers that axes have in a value by entries."""
+        """Returns the numbers of axes in a value by entries."""
         return tuple(dict.fromkeys(axis if axis < self.at else max(self.at, axis - self.rank + 1) for axis in axes))
 
     def index(self, entries: Leaf) -> tuple[Index, ...]:
-        """Returns an index of a value by entries: these entries, and everything along the other axes."""
+        """Returns an index of entries, with full slices along the other axes."""
         return (*[slice(None)] * self.at, entries)
 
     def beside(self, rank: int) -> tuple[int, ...]:
-        """Returns the shape of one number for each entry, beside a value by entries of so many axes."""
+        """Returns a shape with one number for each entry, for broadcasting over a value by entries of this rank."""
         return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
 
 
@@ -155,7 +152,7 @@ def _of_axes(axes: Sequence[int | None]) -> Place | None:
 
 
 def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
-    """Returns where a value of this shape may have the axes of so many ids."""
+    """Returns where a value of this shape may have the axes of `count` ids."""
     pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
     return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
 
@@ -163,12 +160,12 @@ def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
 # --- equations of one operand ---
 
 _FOLLOWED = SHAPED | CUMULATIVE | REDUCTION_PRIMITIVES.keys() | {"slice", "argmax", "argmin"}
-#: Those that are linear.
+#: The linear ones.
 _LINEAR_MOVES = frozenset(op for op in _FOLLOWED if PRIMITIVES[op].linear is Linear.FIRST)
 
 
 def place_after(equation: Equation, place: Place) -> Place | None:
-    """Returns where an equation of one operand puts its ids; None of any other one."""
+    """Returns the place of the ids after an equation of one operand; None of any other one."""
     if equation.op not in _FOLLOWED or len(equation.inputs) != 1:
         return None
     old, shape = equation.inputs[0].shape, equation.outputs[0].shape
@@ -181,7 +178,7 @@ def place_after(equation: Equation, place: Place) -> Place | None:
 
 
 def place_before(equation: Equation, place: Place) -> Place | None:
-    """Returns where the operand has the ids that the result has at `place`: undoes `place_after`."""
+    """Returns the operand's place of the ids that the result has at `place`; inverts `place_after`."""
     places = lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape)
     return next((inner for inner in places if place_after(equation, inner) == place), None)
 
@@ -192,10 +189,9 @@ def params_by_entries(
     """Returns the parameters of an equation by entries.
 
     Args:
-      equation: The equation.
-      places: Operand -> the place of the ids, of one by entries.
-      place: Theirs in the result.
-      entries: How many.
+      places: Operand by entries -> the place of the ids.
+      place: Their place in the result.
+      entries: Their number.
     """
     params = dict(equation.params)
     if equation.op == "dot_general":
@@ -223,10 +219,10 @@ def _size(shape: Sequence[int]) -> int:
 
 
 def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
-    """Returns the axes along which the result of an equation is constant, as bits. `known`: of what it reads.
+    """Returns the axes along which the result of an equation is constant, as bits. `known`: of its operands.
 
-    Unlike `analysis.batch`, which says what fits a guess, this holds: random bits and closed-over arrays are
-    constant along no axis.
+    Unlike `analysis.batch`, which finds what fits a guess, this holds: random bits and closed-over arrays are constant
+    along no axis.
     """
     if len(equation.outputs) != 1:
         return 0
@@ -255,8 +251,7 @@ def place_along(atom: Atom, known: Mapping[Atom, int]) -> int:
 
 
 def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Returns whether an operand of an elementwise equation is a scalar, or has the axes of the result (some may be
-    1)."""
+    """Returns whether an operand of an elementwise equation is a scalar, or has the result's axes (some may be 1)."""
     same = len(shape) == len(result)
     return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 
@@ -265,7 +260,7 @@ def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
 
 
 def in_product(equation: Equation, k: int, place: Place) -> Place | None:
-    """Returns where ids of operand k are in a product; None if it adds up over them, or pairs them with the other's."""
+    """Returns the place of operand k's ids in a product; None if it sums over them, or pairs them with the other's."""
     contract, batch = equation.params["dimension_numbers"]
     if not {*contract[k], *batch[k]}.isdisjoint(place.axes):
         return None
@@ -273,7 +268,7 @@ def in_product(equation: Equation, k: int, place: Place) -> Place | None:
 
 
 def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None:
-    """Returns the operand of a product that the ids come from, and where they are in it: undoes `in_product`."""
+    """Returns the operand of a product that has the ids, and their place in it; inverts `in_product`."""
     for k in (0, 1):
         for at in range(len(equation.inputs[k].shape) - place.rank + 1):
             inner = Place(at, place.rank)
@@ -283,15 +278,14 @@ def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None
 
 
 def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
-    """Returns where the other operand of a product has the ids that it adds up over; None where it doesn't."""
+    """Returns the place of the ids in the other operand of a product that sums over them; None if it doesn't."""
     contract, _ = equation.params["dimension_numbers"]
     pairs = dict(zip(contract[k], contract[1 - k], strict=True))
     return _of_axes([pairs.get(axis) for axis in place.axes])
 
 
 # --- values of a block whose lookups are written as entries, one for each distinct row ---
-
-#: What sums may be weighted in: counts are exact, and products don't overflow where sums don't.
+#: Dtypes of weighted sums, in which counts are exact and products don't overflow where sums don't.
 WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -300,10 +294,10 @@ class Ids:
     """Lookups of the same ids in fetched rows."""
 
     lookup: Equation  #: One of them.
-    shape: tuple[int, ...]  #: Of the ids: the axes that lookups have of them.
-    fetched: int  #: Rows that there are to look up.
-    #: Whether ids out of range look up the nearest row; else what the lookup fills in. Either way they have entries of
-    #: their own, the last ones, since no push adds them up.
+    shape: tuple[int, ...]  #: The axes that lookups have of the ids.
+    fetched: int  #: Number of rows to look up.
+    #: Ids out of range look up the nearest row, rather than a fill value. Either way they have entries of their own,
+    #: the last ones, since no push adds them up.
     clips: bool
 
     @property
@@ -317,7 +311,7 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A value by entries: `atom` has one axis, of the entries, at `place` where the value has those of the ids."""
+    """A value by entries: `atom` has one axis of entries at `place`, where the value has those of the ids."""
 
     ids: Ids
     place: Place
@@ -328,7 +322,7 @@ class Form:
 
 
 def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
-    """Maps (route, index) to its ids, where rows are looked up as a whole."""
+    """Maps (route, index) to its ids, for lookups of whole rows."""
     by_route: dict[tuple[Atom, Atom], Ids] = {}
     refused: set[tuple[Atom, Atom]] = set()
     for equation in block.equations:
@@ -364,16 +358,16 @@ def _is_whole(lookup: Equation) -> bool:
 
 @dataclass(eq=False)
 class _Rewrite(Writer):
-    """Rewrites a block. Variables keep their names; those that nobody reads go in the end."""
+    """Rewrites a block. Variables keep their names; unread ones are removed in the end."""
 
-    block: Block  #: As it was.
+    block: Block  #: The old block.
     every: Mapping[tuple[Atom, Atom], Ids]  #: (route, index) -> the ids whose lookups are by entries.
-    backward: bool  #: Whether sums by entries go through products, too.
-    forms: dict[Atom, Form] = field(default_factory=dict)  #: Values that are there by entries.
-    defined: set[Atom] = field(default_factory=set)  #: Values that are there by lookups.
-    made: dict[tuple[Pytree, ...], Pytree] = field(default_factory=dict)  #: What is made once, by what it is.
-    producers: dict[Atom, Equation] = field(init=False)  #: The old equations by their results.
-    #: The axes along which old values are constant, as bits; those without any are missing.
+    backward: bool  #: Sums by entries go through products, too.
+    forms: dict[Atom, Form] = field(default_factory=dict)  #: Value that is computed by entries -> its form.
+    defined: set[Atom] = field(default_factory=set)  #: Values that are computed by lookups.
+    made: dict[tuple[Pytree, ...], Pytree] = field(default_factory=dict)  #: Key -> a value that is computed once.
+    producers: dict[Atom, Equation] = field(init=False)  #: Value -> its old equation.
+    #: Old value -> the axes along which it is constant, as bits, if there are any.
     constant: dict[Atom, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -385,7 +379,6 @@ class _Rewrite(Writer):
                 self.constant[equation.outputs[0]] = bits
 
     def run(self) -> Block:
-        """Returns the block with what can be computed by entries computed so."""
         for equation in self.block.equations:
             if not self._rewritten(equation):
                 for atom in equation.inputs:
@@ -397,7 +390,7 @@ class _Rewrite(Writer):
         return block
 
     def _rewritten(self, equation: Equation) -> bool:
-        """Returns whether an equation's result is there by entries, or is computed from values by entries."""
+        """Rewrites an equation by entries, or from operands by entries; returns whether it did."""
         if equation.op == "ap.lookup":
             ids = self.every.get((equation.inputs[1], equation.inputs[2]))
             if ids is not None:
@@ -423,7 +416,7 @@ class _Rewrite(Writer):
 
     def _elementwise(self, equation: Equation, form: Form) -> bool:
         shape = equation.outputs[0].shape
-        if form.ids.lookups != math.prod(form.place.of(shape)):  # the ids' axes are 1 here, and are spread
+        if form.ids.lookups != math.prod(form.place.of(shape)):  # the ids' axes are 1 here, and broadcast
             return False
         if not all(fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs):
             return False
@@ -432,7 +425,7 @@ class _Rewrite(Writer):
         return True
 
     def _product(self, equation: Equation, k: int, form: Form) -> bool:
-        """Returns a product by entries with what isn't."""
+        """Writes a product by entries with an operand that isn't."""
         place = in_product(equation, k, form.place)
         if place is None:
             return False
@@ -443,7 +436,7 @@ class _Rewrite(Writer):
         return True
 
     def _contracted(self, equation: Equation, k: int, form: Form) -> bool:
-        """Returns a product that adds up over the ids: one over the entries, each times its count."""
+        """Writes a product that sums over the ids as one over the entries, each times its count."""
         beside = contracted_with(equation, k, form.place)
         a, b = equation.inputs[k], equation.inputs[1 - k]
         if beside is None or a.dtype not in WIDE or b.dtype not in WIDE:
@@ -464,7 +457,7 @@ class _Rewrite(Writer):
         return True
 
     def _total(self, equation: Equation) -> bool:
-        """Returns a sum over the ids, maybe over other axes as well."""
+        """Writes a sum over the ids, maybe over other axes as well."""
         (atom,), axes = equation.inputs, equation.params["axes"]
         form = self.forms.get(atom)
         if atom.dtype not in WIDE:
@@ -489,7 +482,7 @@ class _Rewrite(Writer):
         return None
 
     def _aggregate(self, equation: Equation) -> bool:
-        """Sums of gradients by rows."""
+        """Writes sums of gradients by rows."""
         base, route, index, updates = equation.inputs
         ids = self.every.get((route, index))
         if ids is None or not _adds_rows(equation, ids):
@@ -506,7 +499,7 @@ class _Rewrite(Writer):
         self.expand(lambda b, x: b + x[: ids.fetched], equation, (base, sums), equation.outputs[0])
         return True
 
-    # --- what is written ---
+    # --- written equations ---
 
     def append(self, equation: Equation) -> None:
         super().append(equation)
@@ -521,7 +514,7 @@ class _Rewrite(Writer):
         *,
         again: bool = False,
     ) -> Var:
-        """Expands a function of arrays into equations: see `ir.writer.expand`."""
+        """Expands a function of arrays into equations (`ir.writer.expand`)."""
         made = expand(fun, like, atoms, output, again=again)
         self.extend(made)
         return made[-1].outputs[0]
@@ -532,7 +525,7 @@ class _Rewrite(Writer):
         return self.made[key]
 
     def need(self, atom: Atom) -> None:
-        """Makes sure that a value is there by lookups."""
+        """Makes sure that a value is computed by lookups."""
         form = self.forms.get(atom)
         if form is None or atom in self.defined:
             return
@@ -545,7 +538,7 @@ class _Rewrite(Writer):
         self.expand(take, like, (form.atom, self.inverse(form.ids)), atom, again=True)
 
     def inverse(self, ids: Ids) -> Var:
-        """Returns the entry of each lookup, int32: what the lookup finds in the numbers of the entries."""
+        """Returns the entry of each lookup, int32, by looking up the numbers of the entries."""
 
         def make() -> Var:
             like, width = ids.lookup, ids.fetched
@@ -567,8 +560,7 @@ class _Rewrite(Writer):
         return self.once(("inverse", ids), make)
 
     def _look_up(self, ids: Ids, fetched: Atom, index: Atom, how: Mapping[str, Any]) -> Var:
-        """Returns the lookup of these ids, or of others, in something whose rows lead. `how`: parameters that
-        differ."""
+        """Returns the lookup of these ids, or others, in an array whose rows lead. `how`: parameters that differ."""
         rank, rest = len(index.shape) - 1, fetched.shape[1:]
         dims = ids.lookup.params["dimension_numbers"]._replace(
             offset_dims=tuple(range(rank, rank + len(rest))), collapsed_slice_dims=(0,), start_index_map=(0,)
@@ -580,12 +572,12 @@ class _Rewrite(Writer):
         return out
 
     def counts(self, ids: Ids) -> Var:
-        """Returns how many lookups each entry has, int32[E]."""
+        """Returns the number of lookups of each entry, int32[E]."""
         count = lambda i: jnp.zeros(ids.entries, jnp.int32).at[i.reshape(-1)].add(1)  # noqa: E731
         return self.once(("counts", ids), lambda: self.expand(count, ids.lookup, (self.inverse(ids),)))
 
     def weighted(self, form: Form, *, by_count: bool) -> Var:
-        """Returns a value by entries, maybe times their counts; zero where there is no lookup, whatever it is there."""
+        """Returns a value by entries, maybe times their counts; always zero for entries without lookups."""
         atoms = (form.atom, self.counts(form.ids))
         make = lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True)  # noqa: E731
         return self.once(("weighted", form, by_count), make)
@@ -593,20 +585,20 @@ class _Rewrite(Writer):
     def define(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
     ) -> None:
-        """Defines an equation's result by entries, from here on; arguments as of `written`."""
+        """Defines an equation's result by entries; arguments as of `written`."""
         self.forms[equation.outputs[0]] = Form(ids, place, self.written(equation, ids, place, atoms, places))
 
     def written(
         self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
     ) -> Var:
-        """Adds the equation, of `atoms`; `place`: of the ids in its result, `places`: in operands by entries."""
+        """Writes the equation on `atoms`; `place`: of the ids in its result, `places`: in operands by entries."""
         (old,), params = equation.outputs, params_by_entries(equation, places, place, ids.entries)
         out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
         self.append(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
 
     def look_up_all(self, lookup: Equation, ids: Ids) -> None:
-        """Writes the rows that can be looked up, and what ids out of range look up, as a lookup's value by entries."""
+        """Defines a lookup's value by entries: all rows, and the values for ids out of range."""
         atom, axis = lookup.inputs[0], lookup.params["axis"]
         if axis:
             atom = self.expand(lambda x: jnp.moveaxis(x, axis, 0), lookup, (atom,))
@@ -624,7 +616,7 @@ class _Rewrite(Writer):
         self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
 
     def is_known(self, atom: Atom, like: Form) -> bool:
-        """Returns whether a value is there by the entries of another one, or is constant along its ids."""
+        """Returns whether a value is computed by the entries of another one, or is constant along its ids."""
         form = self.forms.get(atom)
         if form is not None:
             return form.fits(like)
@@ -642,8 +634,8 @@ class _Rewrite(Writer):
 
     # --- sums over the lookups of each entry, taken as early as equations are linear ---
     #
-    # A value that is there by lookups, with its ids and their place in it, is a `Form` whose `atom` is that value.
-    # Chains of linear equations may be long: they are walked with a stack of our own.
+    # A value by lookups, with its ids and their place in it, is a `Form` whose `atom` is that value. Chains of linear
+    # equations may be long, so they are walked with an explicit stack.
 
     def summed(self, like: Form) -> Atom:
         """Returns the sums of a value over the lookups of each entry; anything for an entry that has none."""
@@ -662,7 +654,7 @@ class _Rewrite(Writer):
         return self.made["product", like]
 
     def _in_order(self, like: Form, kind: str, behind: Callable[[Form], Mapping[int, Form]]) -> list[Form]:
-        """Returns what isn't made yet of a value and of those behind it, these first."""
+        """Returns a value and those behind it that aren't computed yet, the latter first."""
         order: list[Form] = []
         stack = [(like, False)]
         seen: set[tuple[Any, ...]] = set()
@@ -681,7 +673,7 @@ class _Rewrite(Writer):
         if self.is_known(like.atom, like):
             return {}
         equation = self.producers.get(like.atom)
-        is_narrow = equation is not None and equation.op == "broadcast_in_dim"  # less is scattered ahead of it
+        is_narrow = equation is not None and equation.op == "broadcast_in_dim"  # its operand is smaller to scatter
         return self._through(like) if is_narrow or self.has_product(like) else {}
 
     def _sum(self, like: Form) -> Atom:
@@ -736,7 +728,7 @@ class _Rewrite(Writer):
         return dict.fromkeys(linear, like.place) if whole else {}
 
 
-# Functions that are expanded many times, one for each set of arguments, so that each is traced once.
+# --- functions that are expanded many times, cached by their arguments, so that each is traced once ---
 
 
 @functools.lru_cache(maxsize=256)
@@ -746,7 +738,7 @@ def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Leaf]:
 
 @functools.lru_cache(maxsize=256)
 def _weigh(place: Place, by_count: bool) -> Callable[..., Leaf]:
-    """Returns a value by entries, their counts -> its product with them, or itself; zero where they are."""
+    """Returns a function that weights a value by entries, or zeroes entries without lookups."""
 
     def weigh(x: Leaf, count: Any) -> Leaf:
         count = count.reshape(place.beside(x.ndim))

@@ -1,9 +1,8 @@
-"""Families whose untouched updates are the same share an update log, and their rows are brought up to date at once.
+"""Lets families with the same untouched update share an update log, so that their rows are brought up to date together.
 
-An optimizer treats most tables alike: what a step writes down for one of them (a learning rate, bias corrections) it
-writes down for all. One update log then has the records of all, beside the stamps of each, and one loop replays rows of
-all of them: in the step, in an evaluation, and between steps (`backends.update_log`). With 26 tables that is one
-program where there would be 26.
+An optimizer treats most tables alike: a step writes down the same values for all (a learning rate, bias corrections).
+One update log then has the records of all, beside the stamps of each, and one loop replays rows of all of them: in the
+step, in an evaluation, and between steps (`backends.update_log`). With 26 tables that is one program in place of 26.
 """
 
 from __future__ import annotations
@@ -38,10 +37,9 @@ def share_logs(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
 class _Log:
     """A family's update log."""
 
-    flush: Equation  #: Its flush.
-    record: Equation | None  #: What writes a step down; None if there is nothing to write.
-    #: Stamps, now, segment, records, segments before the step and after it.
-    old: tuple[Var, ...]
+    flush: Equation
+    record: Equation | None  #: The equation that writes a step down, if there is anything to write.
+    old: tuple[Var, ...]  #: Stamps, now, segment, records, segments before the step and after it.
     new: tuple[Atom, ...]
     first: int  #: The number of the stamps among the program's inputs.
 
@@ -98,7 +96,7 @@ def _equal_values(block: Block) -> dict[Var, Atom]:
 
 
 def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
-    """Returns the program with an update log for each of these, that of the first one."""
+    """Returns the program with one update log for each group, that of the first family."""
     block = program.block
     env: dict[Var, Atom] = {}
     leads: dict[Equation, int] = {}
@@ -126,7 +124,8 @@ def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
 def _with_entries(
     program: Program, shared: Sequence[Sequence[_Log]], equations: Sequence[Equation], env: Mapping[Var, Atom]
 ) -> Program:
-    """Returns the program with these update logs among its inputs and outputs: stamps of each, then what they share."""
+    """Returns the program with these update logs among its inputs and outputs: stamps of each, then the shared
+    parts."""
     block, new_states = program.block, program.new_states
     start = shared[0][0].first
     kept: list[int] = []
@@ -157,8 +156,7 @@ def _with_entries(
 
 
 def _caught_up_together(equations: Sequence[Equation], shared: Sequence[Sequence[_Log]]) -> Sequence[Equation]:
-    """Returns the equations with one `ap.catch_up` for families that share an update log, where none waits for another
-    one."""
+    """Returns the equations with one `ap.catch_up` for families that share a log, where none waits for another one."""
     for logs in shared:
         families = {log.family for log in logs}
         waiting = [e for e in equations if e.op == "ap.catch_up" and families.issuperset(e.params["families"])]
@@ -171,8 +169,10 @@ def _caught_up_together(equations: Sequence[Equation], shared: Sequence[Sequence
 def _joined(
     equations: Sequence[Equation], first: Equation, candidates: set[Equation]
 ) -> tuple[set[Equation], Sequence[Equation]]:
-    """Joins an `ap.catch_up` with those behind it that don't depend on it: which these are, and all equations, what
-    depends on them behind the last one."""
+    """Joins an `ap.catch_up` with later ones that don't depend on it; returns these, and all equations.
+
+    Equations that depend on them follow the last one.
+    """
     start = equations.index(first)
     members, dependent = [first], set[Atom](first.outputs)
     ahead, delayed = list[Equation](), list[Equation]()
@@ -194,7 +194,6 @@ def _joined(
 
 
 def _catch_up(members: Sequence[Equation]) -> Equation:
-    """Returns one equation for all of them."""
     first = members[0]
     if len(members) == 1:
         return first
