@@ -253,10 +253,10 @@ def test_arrays_and_tables_are_planned_apart() -> None:
     for emb, lifted in ((array, False), (table, True), (array, False), (table_of(41, cyclic=False)[1], True)):
         same(evaluate({"emb": emb, "w": w}, ids), predict({"emb": array, "w": w}, ids))
         assert evaluate.plan is not None and evaluate.plan.lifts == lifted
-    assert len(evaluate._entries) == 3
+    assert len(evaluate._planned) == 3
     other = table_of(41, mesh=mesh_of(3))[1]
     same(evaluate({"emb": other, "w": w}, ids), predict({"emb": array, "w": w}, ids))
-    assert len(evaluate._entries) == 3
+    assert len(evaluate._planned) == 3
 
 
 def test_tables_in_several_layouts() -> None:
@@ -288,7 +288,7 @@ def test_a_step_that_trains_one_table_and_reads_another() -> None:
         (mine, a), (theirs, b) = planned(mine, {"emb": table}, ids), jax.jit(distil)(theirs, {"emb": array}, ids)
         same((mine, a), (theirs, b))
     assert planned.plan is not None and {p.lifted for p in planned.plan.parameters} == {True}
-    assert len(planned._entries) == 1, "the state came as an array first, then as a Table"
+    assert len(planned._planned) == 1, "the state came as an array first, then as a Table"
     assert not table.is_deleted()
 
 

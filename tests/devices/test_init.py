@@ -119,7 +119,7 @@ def test_a_flax_state_in_several_arguments() -> None:
     expected = jax.jit(make)(jax.random.key(3))
     assert isinstance(state.params["params"]["embedding"], autopar.Table)
     same(planned(scale, state, ids), train(scale, expected, ids))
-    assert len(planned._entries) == 1, "the first call has the plan that the state was made for"
+    assert len(planned._planned) == 1, "the first call has the plan that the state was made for"
 
 
 def test_several_states_and_a_named_one() -> None:

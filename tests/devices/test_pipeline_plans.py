@@ -227,4 +227,4 @@ def test_a_state_with_a_weak_count_is_planned_once(replicas: int) -> None:
     assert state["count"].weak_type
     for _ in range(3):
         state, _ = planned(state, np.ones((4, 4)))
-    assert state["count"].weak_type and len(planned._entries) == 1
+    assert state["count"].weak_type and len(planned._planned) == 1

@@ -237,7 +237,7 @@ def test_random_keys_that_servers_keep_and_weak_types() -> None:
     assert [x.aval.weak_type for x in (made["n"], made["rate"])] == [
         x.aval.weak_type for x in (theirs["n"], theirs["rate"])
     ]
-    assert len({entry.call.key for entry in planned._entries.values()}) == 1
+    assert len({entry.call.key for entry in planned._planned.values()}) == 1
     np.testing.assert_array_equal(*(jax.random.key_data(x) for x in (mine["key"].current(), theirs["key"])))
 
 
