@@ -1,1 +1,1 @@
-"""Says where the batches of `shard` come from, and which part of each a process reads."""
+"""Batches of `shard`: their sources, and the part of each that a process reads."""

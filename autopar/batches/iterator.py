@@ -1,7 +1,7 @@
-"""`Batches`: an iterator over batches that are placed over the devices ahead of the step; and where it is.
+"""`Batches`: an iterator over batches that are placed over the devices ahead of the step, with its position.
 
-Where streams differ by process, the processes tell each other before each batch how much they have of it. All see the
-same answers, so all end, leave a batch out, or raise at the same one, and none waits for batches that don't come. The
+If streams differ by process, the processes tell each other before each batch how much of it they have. All see the same
+answers, so that all end, leave a batch out, or raise at the same one, and none waits for batches that don't come. The
 exchange is on the host (`launch.group`) and doesn't wait for steps in flight.
 """
 
@@ -34,10 +34,10 @@ from autopar.launch.group import StoreGroup, everyone, odd_one
 
 
 def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start: int) -> Iterator[Part]:
-    """Yields batches of an epoch, from number `start` on, made of what all processes have; `source` is this one's.
+    """Yields batches of an epoch from number `start` on, joined from all processes' sources; `source` is this one's.
 
-    `last`: what is done where they don't give as much: "error"; "drop": such a batch is left out, and the epoch ends
-    with the first source that does; "pad": what lacks is filled up with the source's last example, until all end.
+    `last`: what to do if they don't give as much. "error"; "drop": such a batch is left out, and the epoch ends with
+    the first source that does; "pad": it is filled up with the source's last example, until all sources end.
     """
     parts = source.read(epoch, start)
     for number in itertools.count(start):
@@ -80,7 +80,8 @@ def _check_sizes(sizes: Sequence[int], full: int, number: int, last: Last, proce
 
 
 def _leaves(part: Part | None) -> list[list[Pytree]] | None:
-    """Returns what must agree on all processes: paths, dtypes, shapes but for examples, and what isn't by example."""
+    """Returns what must agree on all processes: paths, dtypes, shapes except the number of examples, and leaves that
+    aren't by example."""
     if part is None:
         return None
     descriptions = []
@@ -112,13 +113,13 @@ def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, p
             )
 
 
-#: An epoch, the next batch in it, and where the source says that it is, if it does.
+#: An epoch, the next batch in it, and the source's own position, if it keeps one.
 Position = tuple[int, int, str | None]
 
 
 @dataclass(frozen=True)
 class Options:
-    """Says how batches are made and placed."""
+    """Options for making and placing batches."""
 
     devices: Devices
     batch_axis: BatchAxis
@@ -142,7 +143,7 @@ class Options:
 
 
 class Batches(Iterator[Any]):
-    """Iterates over global batches, and knows where it is. `shard` makes it."""
+    """An iterator over global batches that knows its position. `shard` makes it."""
 
     def __init__(self, source: Stream | Examples, options: Options, ahead: int) -> None:
         self._source = source
@@ -167,7 +168,7 @@ class Batches(Iterator[Any]):
                 self._waiting.append(placed)
         except BaseException as error:  # A generator that failed is at its end; its source isn't.
             self._coming = self._placed(*(self._waiting[-1][0] if self._waiting else self._position))
-            # What was read before is given out first, unless the others wait for this process.
+            # Batches that were read before are given out first, unless others wait for this process.
             if not self._waiting or not isinstance(error, Exception) or self._options.devices.processes.several:
                 raise
             self._failed = error
@@ -180,15 +181,15 @@ class Batches(Iterator[Any]):
     def state(self) -> dict[str, Json]:
         """Returns the position of the next batch that wasn't given out yet, whatever was read ahead.
 
-        Where a `for` loop over the batches is interrupted, its body has been run to its end for all before it.
+        If a `for` loop over the batches is interrupted, its body has been run to its end for all batches before it.
 
         Returns:
-          epoch, batch: Epochs gone through, and batches of the source in this one.
-          seed: That of `shuffle=`, -1 without it.
-          sources: How many sources a batch is made of: processes under `per_process`, else 1. A position in a source
-            that is the same on all processes is good for any number of processes.
-          batch_size: Of examples that can be indexed.
-          source: The position that the source keeps by itself, a text; not where it keeps none, or `per_process`.
+          epoch, batch: Finished epochs, and batches of the source in this one.
+          seed: The seed of `shuffle=`, or -1.
+          sources: Number of sources of a batch: processes under `per_process`, else 1. A position in a source that is
+            the same on all processes serves any number of processes.
+          batch_size: The batch size of examples that can be indexed.
+          source: The source's own position, a text; missing if it keeps none, and under `per_process`.
         """
         o, (epoch, batch, kept) = self._options, self._position
         own: dict[str, Json] = {} if kept is None or o.sources > 1 else {"source": kept}
@@ -200,15 +201,14 @@ class Batches(Iterator[Any]):
         """Goes on from a position.
 
         Examples that can be indexed are found at once, and so are batches of a source whose iterator keeps its own
-        position (`get_state`, `set_state`), as Grain's do. Of other sources the batches of the epoch before it are read
-        and left out, so they must come in the same order.
+        position (`get_state`, `set_state`), as Grain's do. Other sources are read again up to the position, so their
+        batches must come in the same order.
 
         Args:
-          state: What `state()` gave, of a `shard` with the same source, batch size, seed and `per_process`.
+          state: The result of `state()`, of a `shard` with the same source, batch size, seed and `per_process`.
 
         Raises:
-          ArgumentsError: it is of another seed, another number of sources or another batch size, or behind the last
-            batch.
+          ArgumentsError: it has another seed, number of sources or batch size, or is after the last batch.
         """
         mine = {name: value for name, value in self.state().items() if name != "source"}
         try:
@@ -276,7 +276,7 @@ class Batches(Iterator[Any]):
             yield filled(part, full)
 
     def _place(self, part: Part) -> Pytree:
-        """Puts what this process has of a batch on its devices."""
+        """Puts this process's part of a batch on its devices."""
         options, count = self._options, self._options.devices.count
         if part.total % count and options.sources > 1:
             raise ArgumentsError(
@@ -322,17 +322,17 @@ def _put(leaf: Leaf, axis: int | None, part: Part, devices: Devices) -> jax.Arra
 
 
 def _placed(leaf: Leaf, along: int | None, devices: Devices) -> jax.Array:
-    """Puts a leaf on the devices; on an only one like any other array, not committed to it.
+    """Puts a leaf on the devices; on a single one uncommitted, like any other array.
 
-    A step makes a committed state of a committed batch, and would be compiled once more for that state. Of a NumPy
-    array a copy is put there: on CPUs JAX shares its memory, and a source may fill that with its next batch.
+    A committed batch would make a step's state committed, and the step would be compiled once more for that. NumPy
+    arrays are copied: on CPUs JAX shares their memory, and a source may fill it with its next batch.
     """
     leaf = leaf if isinstance(leaf, jax.Array) else np.array(leaf)
     return jax.device_put(leaf) if jax.device_count() == 1 else place_array(leaf, devices.sharding(along))
 
 
 def _check_same(part: Part, processes: StoreGroup) -> None:
-    """Checks that the first batch is the same one on all processes."""
+    """Checks that all processes have the same first batch."""
     digest = hashlib.blake2b(str(jax.tree.structure(part.batch)).encode(), digest_size=16)
     for leaf in jax.tree.leaves(part.batch):
         digest.update(f"{leaf.dtype}{leaf.shape}".encode())

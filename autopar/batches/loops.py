@@ -1,4 +1,5 @@
-"""`uninterrupted`: a loop over batches that is interrupted between two of them, on all ranks between the same two."""
+"""`uninterrupted`: a loop over batches that signals interrupt only between two of them, on all ranks between the same
+two."""
 
 from __future__ import annotations
 
@@ -15,24 +16,23 @@ from autopar.mpi.waiting import signal_channel
 
 _T = TypeVar("_T")
 
-#: Between two exchanges of signals by the store, in seconds, and at most so many batches.
+#: Seconds between two exchanges of signals by the store, and most batches.
 _SPACING_S, _MOST_BATCHES = 0.5, 32
 
 
 def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
-    """Goes through batches. Ctrl-C waits until the loop's body has ended, before the next one is asked for.
+    """Iterates over batches. Ctrl-C waits until the loop's body has ended, before the next batch is asked for.
 
-    So a source's position and the state are at the same batch when the loop is interrupted, whatever its body does.
-    `autopar.shard` does this by itself: it is for other sources. Signals that have a Python handler (SIGINT, SIGTERM,
-    SIGUSR1, SIGUSR2) wait alike. A second one, 0.2 s later, goes through at once.
+    So the source's position and the state belong to the same batch when the loop is interrupted, whatever its body
+    does. `autopar.shard` does this by itself; this is for other sources. Signals that have a Python handler (SIGINT,
+    SIGTERM, SIGUSR1, SIGUSR2) wait alike. A second one, 0.2 s later, goes through at once.
 
-    With several ranks, or processes of `jax.distributed`, all of them make the loop, and a signal that one of them gets
-    is answered on all, before the same batch. In other threads than the main one, where Python answers no signals, it
-    does nothing.
+    All ranks, or processes of `jax.distributed`, make the loop together, and all answer a signal that one of them gets,
+    before the same batch. In other threads than the main one, where Python answers no signals, it does nothing.
 
     Args:
-      batches: An iterable that moves on only where the next item is asked for, and knows where it is: Grain's
-        iterators, a StatefulDataLoader. Not something that reads ahead in front of it.
+      batches: An iterable that moves on only when the next item is asked for, and knows its position: Grain's
+        iterators, a StatefulDataLoader. Not something that reads ahead of it.
 
     Example:
       >>> import autopar
@@ -49,9 +49,9 @@ def uninterrupted(batches: Iterable[_T]) -> Iterator[_T]:
 
 
 def telling(group: Group, *, seldom: bool = False) -> Tell:
-    """Gives what tells a group of each other's signals: those that any process has, of those that this one has.
+    """Returns a function of this process's signals that returns those of all.
 
-    `seldom`: not before each batch, as where processes have steps of their own and wait for nobody else.
+    `seldom`: not before each batch, as for processes that do steps of their own and wait for nobody else.
     """
     if not group.several:
         return tuple
@@ -59,10 +59,8 @@ def telling(group: Group, *, seldom: bool = False) -> Tell:
 
 
 class _Spaced:
-    """Tells processes of each other's signals before every so many batches: by the store it takes some ms.
-
-    The first process says how many, so that all come to it before the same batch.
-    """
+    """Exchanges signals through the store, which takes some ms, before every so many batches. The first process says
+    how many, so that all come to it before the same batch."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -82,7 +80,7 @@ class _Spaced:
 
 
 def _tell_ranks(numbers: Sequence[int]) -> list[int]:
-    """Tells all ranks, on a channel of its own: in some 0.1 ms on one machine. Collective."""
+    """Exchanges signals between all ranks on a channel of its own, in some 0.1 ms on one machine. Collective."""
     comm, waiting = signal_channel()
     mine = np.array([number in numbers for number in SIGNALS], np.int32)
     counts = np.empty_like(mine)

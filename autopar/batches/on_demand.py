@@ -15,10 +15,10 @@ from autopar.servers.session import leave_sessions
 
 
 class BatchesOnDemand(Batches):
-    """An iterator over a worker's minibatches: each is whoever's is free, and nobody waits for another worker.
+    """An iterator over a worker's minibatches: a free worker takes the next one, and waits for no other worker.
 
     All processes make it, and restore a position, together. Its position counts the minibatches that workers have been
-    given; where they have done their steps with these, as behind a loop that has ended, it is exact.
+    given; after a loop that has ended, where they have done their steps with these, it is exact.
     """
 
     def _go_to(self, epoch: int, batch: int, kept: str | None = None) -> None:
@@ -39,7 +39,7 @@ class BatchesOnDemand(Batches):
 
     def __next__(self) -> Pytree:
         while self._next is None and self._told(()):
-            pass  # signals, which a `for` loop answers
+            pass  # a `for` loop answers the signals
         if self._next is None:
             raise StopIteration
         epoch, batch = divmod(self._next, self._examples.batches)
@@ -58,7 +58,7 @@ class BatchesOnDemand(Batches):
         return self._source
 
     def _told(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Asks for a minibatch, and tells of this process's signals; returns those of all."""
+        """Asks for a minibatch, and passes on this process's signals; returns those of all."""
         clients = self._options.clients
         assert clients is not None, "workers have minibatches of their own"
         numbers = sorted({number for each in clients.said(tuple(numbers)) for number in each})
@@ -67,5 +67,5 @@ class BatchesOnDemand(Batches):
         answer = self._link.ask(0, Take(self._link.number, tuple(numbers)))
         self._next = answer.number if self._next is None else self._next
         if answer.number is None and not answer.signals:
-            leave_sessions()  # others may have some left, and wait for nobody who has none
+            leave_sessions()  # others may have some left, and mustn't wait for this worker
         return answer.signals

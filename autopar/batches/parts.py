@@ -1,4 +1,4 @@
-"""A process's part of a batch: which of the examples it has, and along which axes they lie."""
+"""A process's part of a batch: its examples, and the axes along which they lie."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.jax_types import Leaf, Pytree
 
 @dataclass(frozen=True)
 class Held:
-    """The examples of a global batch that this process has: `runs` of them, one after the other."""
+    """The examples of a global batch that this process has: `runs` of consecutive ones."""
 
     runs: tuple[tuple[int, int], ...]
 
@@ -42,7 +42,7 @@ class Held:
         return np.concatenate([np.arange(*run) for run in self.runs])
 
     def find(self, wanted: slice, size: int) -> slice | None:
-        """Returns where some of the batch's examples are among those that are held; None if they aren't all."""
+        """Returns the position of a range of the batch's examples among those held; None if some are missing."""
         start, stop, _ = wanted.indices(size)
         before = 0
         for a, b in self.runs:
@@ -57,14 +57,12 @@ class Part:
     """A batch, as far as a process has read it.
 
     Attributes:
-      number: Which batch of the epoch.
-      batch: A pytree of arrays.
-      axes: The batch axis of each leaf.
-      size: How many examples it has along them.
-      total: How many the global batch has.
-      reals: How many examples of each source that the batch is made of are no padding.
-      held: Which ones of the global batch are here.
-      kept: Where the source is behind it, if it says so.
+      number: Its number in the epoch.
+      batch, axes: A pytree of arrays, and the batch axis of each leaf.
+      size, total: Number of examples along them here, and in the global batch.
+      reals: For each source of the batch the number of examples that are no padding.
+      held: The examples of the global batch that are here.
+      kept: The source's own position after it, if it keeps one.
     """
 
     number: int
@@ -90,14 +88,13 @@ def axes_of(batch: Pytree, batch_axis: BatchAxis, added: Sequence[str] = ()) -> 
 
 
 def map_axes(fun: Callable[[Pytree, int | None], Pytree], batch: Pytree, axes: Sequence[int | None]) -> Pytree:
-    """Maps a function of leaves and their batch axes over a batch."""
     leaves, tree = jax.tree.flatten(batch)
     return jax.tree.unflatten(tree, [fun(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)])
 
 
 def size_of(batch: Pytree, axes: Sequence[int | None], name: str) -> int:
-    """Counts the examples in a batch: the most frequent size along the batch axes, the larger one if two are equally
-    frequent."""
+    """Returns the number of examples in a batch: the most frequent size along the batch axes, the larger one in a
+    tie."""
     sizes = [leaf.shape[axis] for leaf, axis in zip(jax.tree.leaves(batch), axes, strict=True) if axis is not None]
     if not sizes:
         shown = ", ".join(f"{type(x).__name__}{list(getattr(x, 'shape', []))}" for x in jax.tree.leaves(batch)[:4])

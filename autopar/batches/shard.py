@@ -1,4 +1,4 @@
-"""`shard`: global batches from any source, placed over the devices ahead of the step; and where one is among them."""
+"""`shard`: global batches from any source, placed over the devices ahead of the step, with their position."""
 
 from __future__ import annotations
 
@@ -35,41 +35,40 @@ def shard(
     batch_axis: BatchAxis = 0,
     step: Replicated | None = None,
 ) -> Batches:
-    """Makes global batches from a source, each spread over the devices along its examples.
+    """Makes global batches from a source, each divided over the devices along its examples.
 
     Args:
       source: An iterable of batches: pytrees of arrays, or of anything that NumPy makes arrays of (torch tensors).
-        Leaves that aren't of the batch's size along their batch axis (scalars, shared ids) every device gets. Or, with
+        Every device gets leaves that don't have the batch's size along their batch axis (scalars, shared ids). Or, with
         `batch_size=`, examples that can be indexed: a pytree of arrays, or an object with `len(source)` and an example
         at `source[k]`; each process then reads only what its own devices hold.
-      batch_size: How many examples a global batch is made of.
+      batch_size: Number of examples in a global batch.
       epochs: How often the source is gone through; None: without end.
       shuffle: A seed: the examples come in another order each epoch, the same for the same seed. Needs `batch_size=`.
-      per_process: Whether each process's source gives another part of the data. A global batch is then the
-        concatenation of what the processes give, in their order, as much of each.
-      last: What is done with a batch that is smaller than the first one, and, under `per_process`, with sources that
+      per_process: Whether each process's source has another part of the data. A global batch is then the concatenation
+        of the processes' batches, in their order, as much of each.
+      last: What to do with a batch that is smaller than the first one, and, under `per_process`, with sources that
         don't end together. "error". "drop": such a batch is left out, and the epoch ends with the first source that
         does. "pad": its last example is repeated, and every batch, which must be a dict, gets float32 [batch] weights
         under `mask`, 1 for an example and 0 for padding, for the step's loss to use; the epoch ends with the last
         source that does.
       mask: The name of the weights.
-      ahead: How many batches are placed before they are asked for.
+      ahead: Number of batches that are placed before they are asked for.
       mesh, data_axis: As for `parallelize`.
       batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
-      step: What `parallelize(..., sync=...)` returned: batches are then minibatches of its clients, `batch_size`
-        examples each, in place of global ones, and go to the devices of each client. Every example of an epoch is one
-        client's. Positions count the minibatches of all clients, so that as many or others go on from there. Clients
-        take turns; workers with servers (`sync.Async`, `Elastic`) have the next minibatch when they are free (nothing
-        is placed ahead).
+      step: The step that `parallelize(..., sync=...)` returned: batches are then minibatches of its clients,
+        `batch_size` examples each, and go to the devices of each client. Every example of an epoch goes to one client.
+        Positions count the minibatches of all clients, so that any number of clients can go on from there. Clients take
+        turns; with servers (`sync.Async`, `Elastic`) a free worker takes the next minibatch (nothing is placed ahead).
 
     Returns:
       An iterator over batches of `jax.Array`s. Its `state()` is the position, to be saved in a checkpoint; `restore`
-      goes on from there. Across processes every one must ask for each batch.
+        goes on from there. Every process must ask for each batch.
 
     Raises:
       ArgumentsError: options that don't fit the source. While iterating: a batch without an array, a smaller batch
-        under "error", or one that is no dict under "pad"; sources that differ between processes, or under
-        `per_process` that don't fit each other.
+        under "error", or one that is no dict under "pad"; sources that differ between processes, or under `per_process`
+        that don't fit each other.
 
     Example:
       >>> import numpy as np, autopar
@@ -112,12 +111,12 @@ class Replicated(Protocol):
 
     @property
     def minibatch_clients(self) -> Clients | None:
-        """Returns those that have minibatches of their own; None: all processes train one state by global batches."""
+        """See `ParallelStep.minibatch_clients`."""
         ...
 
     @property
     def takes_turns(self) -> bool:
-        """Tells whether they have them in turn, as many each; else whoever is free has the next."""
+        """See `ParallelStep.takes_turns`."""
         ...
 
 

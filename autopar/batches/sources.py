@@ -1,6 +1,6 @@
 """Sources of batches: streams of batches, and examples that can be indexed.
 
-Of examples that can be indexed a process reads only those that its own devices hold, of a stream whole batches.
+A process reads whole batches of a stream, but only those indexed examples that its own devices hold.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from autopar.jax_types import Leaf, Pytree
 
 
 def reader_of(source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> Reader:
-    """Returns what reads examples of a source; an ArgumentsError if it can't be indexed, or has no examples."""
+    """Returns the reader of a source's examples; raises ArgumentsError if it can't be indexed, or has no examples."""
     is_leaf = jax.tree_util.all_leaves([source])
     if isinstance(source, list) or (is_leaf and not hasattr(source, "shape")):
         if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
@@ -39,7 +39,7 @@ def reader_of(source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> Re
 
 
 class Arrays:
-    """A pytree of arrays with the examples, `count` of them, along their batch axes."""
+    """A pytree of arrays with `count` examples along their batch axes."""
 
     def __init__(self, source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = jax.tree.map(lambda x: x if hasattr(x, "shape") else np.asarray(x), source)
@@ -49,7 +49,7 @@ class Arrays:
         self._axes = [a if a is not None and leaf.shape[a] == self.count else None for a, leaf in leaves]
 
     def read(self, numbers: np.ndarray) -> tuple[Pytree, list[int | None]]:
-        """Reads examples as a batch; returns that and its batch axes."""
+        """Returns examples as a batch, and its batch axes."""
         in_order = bool(np.all(np.diff(numbers) == 1))  # then no copy is needed
         picked = slice(int(numbers[0]), int(numbers[-1]) + 1) if in_order else numbers
 
@@ -60,7 +60,7 @@ class Arrays:
 
 
 class Items:
-    """An object that gives one example at an integer, `count` of them."""
+    """An object that gives one of `count` examples at an integer."""
 
     def __init__(self, source: Pytree, batch_axis: BatchAxis, added: Sequence[str]) -> None:
         self._source = source
@@ -69,7 +69,7 @@ class Items:
         self.count = len(source)
 
     def read(self, numbers: np.ndarray) -> tuple[Pytree, list[int | None]]:
-        """Reads examples as a batch; returns that and its batch axes."""
+        """Returns examples as a batch, and its batch axes."""
         examples = [jax.tree.map(np.asarray, self._source[int(k)]) for k in numbers]
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), examples[0])
         axes = axes_of(shapes, self._batch_axis, self._added)
@@ -86,7 +86,7 @@ class Items:
         return jax.tree.unflatten(jax.tree.structure(examples[0]), leaves), axes
 
 
-#: What reads examples by their numbers.
+#: Reads examples by number.
 Reader = Arrays | Items
 
 
@@ -99,18 +99,13 @@ def _difference(first: Pytree, other: Pytree) -> str | None:
     return None
 
 
-#: What is done with a batch that isn't full.
+#: What to do with a batch that isn't full.
 Last = Literal["error", "drop", "pad"]
 
 
 class Stream:
-    """An iterable of batches. One whose iterator keeps its own position, as Grain's do (`get_state`, `set_state`), goes
-    on from it.
-
-    Attributes:
-      full: Examples in its first batch, once that was read.
-      latest: The latest batch, once there is one.
-    """
+    """An iterable of batches. If its iterator keeps its own position (`get_state`, `set_state`), as Grain's do, it goes
+    on from it. `full`: examples in its first batch, and `latest`: the latest batch, once read."""
 
     def __init__(
         self, source: Iterable[Pytree], batch_axis: BatchAxis, added: Sequence[str], epochs: int | None
@@ -129,10 +124,8 @@ class Stream:
             )
 
     def read(self, epoch: int, start: int, kept: str | None = None) -> Iterator[Part]:
-        """Yields batches of an epoch from number `start` on.
-
-        Those before are read, too, and left out, unless the source's own position is known: `kept`, of the part before.
-        """
+        """Yields batches of an epoch from number `start` on. Earlier ones are read and left out, unless `kept` is the
+        source's own position."""
         if self._once and self._begun and kept is None:
             raise ArgumentsError(
                 f"a {type(self._source).__name__} can be read once only: restore a position before the first batch is "
@@ -168,7 +161,7 @@ class Stream:
 
 
 def _position_of(batches: Pytree, full: int) -> str | None:
-    """Returns a source's own position, and the size of its first batch, as JSON; None if it keeps none."""
+    """Returns a source's own position and the size of its first batch, as JSON; None if it keeps none."""
     if not hasattr(batches, "get_state"):
         return None
     state = batches.get_state()
@@ -176,11 +169,11 @@ def _position_of(batches: Pytree, full: int) -> str | None:
     try:
         return json.dumps({"full": full, **known}, default=lambda value: value.item())
     except (TypeError, ValueError, AttributeError):
-        return None  # it can't be kept
+        return None  # JSON can't hold it
 
 
 def _set_position(batches: Pytree, kept: str) -> int:
-    """Takes a source to a position; returns how many examples its first batch had."""
+    """Takes a source to a position; returns the size of its first batch."""
     try:
         known = json.loads(kept)
         full, state = known["full"], base64.b64decode(known["bytes"]) if "bytes" in known else known["state"]
@@ -194,15 +187,15 @@ class Examples:
     """Batches of examples that can be indexed.
 
     Args:
-      reader: Reads them by their numbers.
+      reader: Reads examples by number.
       size: Examples that this source gives to a batch.
       counts: Examples in each of the sources that a batch is made of.
-      seed: Of the order of this source's examples, another one each epoch; None: as they are.
-      member: Which of the sources this one is.
-      last: What is done with the rest.
-      held: Which examples of its part of a batch this process needs.
+      seed: Seed of the order of this source's examples, another one each epoch; None: in order.
+      member: The number of this source.
+      last: What to do with the rest.
+      held: The examples of its part of a batch that this process needs.
       first: Where that part begins in the global batch.
-      turns: C, the clients that take a batch each, one after the other; this one's is `turn`.
+      turns, turn: C, the clients that take a batch each in turn, and this one's number.
     """
 
     def __init__(
@@ -246,10 +239,8 @@ class Examples:
         return self._size * len(self._counts)
 
     def read(self, epoch: int, start: int) -> Iterator[Part]:
-        """Yields batches of an epoch from number `start` on; of clients, those whose turn it is.
-
-        A part's number is that of the last batch that somebody has then.
-        """
+        """Yields batches of an epoch from number `start` on; with clients this one's. A part's number is that of the
+        last batch in the round."""
         count, rest = self._reader.count, (self.batches - start) % self._turns
         if rest and self._last == "error":
             raise ArgumentsError(
@@ -268,7 +259,7 @@ class Examples:
             yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)
 
     def _order(self, seed: int, epoch: int) -> np.ndarray:
-        """Returns the order of an epoch's examples; that of the latest one is kept."""
+        """Returns the order of an epoch's examples; the latest one is kept."""
         if self._known is None or self._known[0] != epoch:
             random = np.random.default_rng((seed, epoch, self._member))
             self._known = epoch, random.permutation(self._reader.count)

@@ -1,4 +1,4 @@
-"""Steps of Equinox, as under `eqx.filter_jit`: arguments are pytrees in which only arrays are traced.
+"""Steps of Equinox, as under `eqx.filter_jit`: arguments are pytrees of which only arrays are traced.
 
     from autopar.integrations import equinox as aeqx
 
@@ -10,10 +10,9 @@
 
     model, opt_state, loss = train_step(model, opt_state, batch)
 
-A model whose leaves are all arrays needs none of this: `autopar.parallelize` takes it as it is. Here leaves that are no
-arrays (activation functions, flags, numbers of Python) are static: there is one ordinary step for each set of them, of
-the arguments with None in their place, as `eqx.partition` has it. Results may hold such leaves, too. Equinox itself is
-not imported.
+`autopar.parallelize` takes a model as it is if all of its leaves are arrays. Here other leaves (activation functions,
+flags, Python numbers) are static: each set of them has one ordinary step, of the arguments with None in their place, as
+by `eqx.partition`. Results may hold such leaves, too. Equinox itself is not imported.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ from autopar.tables.kinds import is_table
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """A tree's structure and the leaves of it that are no arrays (their places, and they)."""
+    """A tree's structure, and its leaves that are no arrays with their places."""
 
     tree: Pytree
     leaves: tuple[tuple[int, Leaf], ...]
 
 
 def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) -> Any:
-    """Runs a step of Equinox modules by a plan that autopar makes of it.
+    """Runs a step of Equinox modules by a plan.
 
     Args:
-      step: What `eqx.filter_jit` would take: a function of pytrees that returns new modules.
-      **options: Those of `autopar.parallelize`, but for `static_argnums` and `static_argnames`, which aren't needed.
+      step: A function as for `eqx.filter_jit`: of pytrees, that returns new modules.
+      **options: As for `autopar.parallelize`, without `static_argnums` and `static_argnames`, which aren't needed.
 
     Returns:
       A `FilteredStep`, which you call like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
@@ -72,7 +71,7 @@ def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) ->
         return lambda fun: parallelize(fun, **options)
     for name in {"static_argnums", "static_argnames"}.intersection(options):
         raise ArgumentsError(f"{name}: what is no array is static as it is")
-    autopar.parallelize(step, **options)  # what is wrong with the options is said here
+    autopar.parallelize(step, **options)  # raises for wrong options
     return FilteredStep(step, options)
 
 
@@ -87,7 +86,6 @@ class FilteredStep(ObjectStep):
         return _combined(static, out)
 
     def pure(self, args: Pytree, kwargs: Pytree) -> tuple[ParallelStep, Pytree, Pytree]:
-        """Returns the ordinary step, and its arguments."""
         static, (args, kwargs) = _partitioned((tuple(args), dict(kwargs)))
         try:
             hash(static)
@@ -118,7 +116,7 @@ def _combined(static: Static, tree: Pytree) -> Pytree:
 
 
 def _pure(fun: Callable[..., Pytree], static: Static) -> Callable[..., Pytree]:
-    """Returns the step as a function of arrays: it returns what is static of its result, then the result's parts."""
+    """Returns the step as a function of arrays: it returns its result's static leaves, then the result's parts."""
 
     @functools.wraps(fun)
     def pure(*args: Pytree, **kwargs: Pytree) -> Sequence[Pytree]:

@@ -10,17 +10,17 @@
 
     loss = train_step(model, optimizer, batch)  # model and optimizer have the new values
 
-An nnx object is split into its graph, which is static, and the values of its Variables, which are the arguments of an
-ordinary step; that one is planned (`autopar.parallelize`), and what it returns is put into the objects that the user
-holds. There is one ordinary step for each structure of the objects.
+An nnx object is split into its graph, which is static, and the values of its Variables, which are arguments of an
+ordinary step. That one is planned (`autopar.parallelize`), and its results are put into the user's objects. Each
+structure of the objects has one ordinary step.
 
-Invariants: an object of which the step changed no value is not returned by the ordinary step, so that an evaluation
-brings no table together; objects that are shared between arguments are one object inside, too; what a step does to the
-structure (a new Variable, a static attribute) is done to the user's objects, as by `nnx.jit`.
+Invariants: the ordinary step doesn't return an object whose values didn't change, so that an evaluation gathers no
+table; objects that arguments share are one object inside, too; changes of structure (a new Variable, a static
+attribute) are made to the user's objects, as by `nnx.jit`.
 
 A planned step may keep a table as an `autopar.Table` or an `autopar.DeferredTable`. Such a leaf stays inside its
-Variable; `variable[...]`, which is what nnx's own layers read, gives the true rows, and `materialize(model)` puts
-ordinary arrays in place for everything else.
+Variable; `variable[...]`, which nnx's own layers read, gives the true rows, and `materialize(model)` puts ordinary
+arrays in place for everything else.
 """
 
 from __future__ import annotations
@@ -42,16 +42,14 @@ from autopar.run.positions import NamedArguments
 from autopar.run.step import ParallelStep
 from autopar.tables.leaf import TableLeaf
 
-#: Names nnx's record of which inner object is which outer one.
+#: The name of nnx's record of pairs of inner and outer objects.
 _TAG = "autopar"
 
 
 @dataclass(frozen=True)
 class Values:
-    """The values of an nnx object, as a pytree whose leaves are named as in the object.
-
-    `place` (which argument, which object of it) keeps two objects of one form apart.
-    """
+    """The values of an nnx object, as a pytree with leaves named as in the object. `place` (which argument, which
+    object of it) keeps two objects of one form apart."""
 
     place: tuple[Any, ...]
     paths: tuple[str, ...]
@@ -74,24 +72,24 @@ jax.tree_util.register_pytree_with_keys(Values, _flatten_values, _unflatten_valu
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Graphs:
-    """Structures of nnx objects, by their place. Static in the arguments and results of the ordinary step."""
+    """Structures of nnx objects by place; static in the arguments and results of the ordinary step."""
 
     found: tuple[tuple[Leaf, Leaf], ...]
 
 
 def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) -> Any:
-    """Runs a step of nnx objects by a plan that autopar makes of it.
+    """Runs a step of nnx objects by a plan.
 
     Args:
-      step: What `nnx.jit` would take: a function of nnx objects (modules, optimizers, metrics, Rngs, also within
-        containers) and arrays, which may change the objects.
-      **options: Those of `autopar.parallelize`. Positions are those of the step's own arguments.
+      step: A function as for `nnx.jit`: of nnx objects (modules, optimizers, metrics, Rngs, also within containers) and
+        arrays, which may change the objects.
+      **options: As for `autopar.parallelize`. Positions are those of the step's own arguments.
 
     Returns:
       An `NnxStep`, which you call like `step`; `autopar.explain`, `autopar.verify`, `.plan` and `.lower(...)` work.
 
     Raises:
-      ArgumentsError: an option that doesn't exist; an argument in which objects and arrays are mixed.
+      ArgumentsError: an option that doesn't exist; an argument that mixes objects and arrays.
 
     Example:
       >>> import jax.numpy as jnp, optax
@@ -110,15 +108,13 @@ def parallelize(step: Callable[..., Pytree] | None = None, /, **options: Any) ->
     """
     if step is None:
         return lambda fun: parallelize(fun, **options)
-    autopar.parallelize(step, **options)  # what is wrong with the options is said here
+    autopar.parallelize(step, **options)  # raises for wrong options
     return NnxStep(step, options)
 
 
 def materialize(*objects: Any) -> None:
-    """Puts ordinary arrays in place of the Tables in nnx objects: for `nnx.jit`, `nnx.split`, saving.
-
-    The next planned step takes them as well, and keeps its tables as before.
-    """
+    """Puts ordinary arrays in place of the Tables in nnx objects: for `nnx.jit`, `nnx.split`, saving. The next planned
+    step takes them as well, and keeps its tables as before."""
     with nnx.split_context() as context:
         for node in objects:
             for _, leaf in context.flatten(node)[1]:
@@ -144,7 +140,6 @@ class NnxStep(ObjectStep):
     def pure(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
     ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
-        """Returns the ordinary step, and its arguments."""
         with nnx.update_context(_TAG):
             split, args, kwargs = self._split(args, kwargs)
         return self._step(split.structure), args, kwargs
@@ -156,7 +151,7 @@ class NnxStep(ObjectStep):
     def _split(
         self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]
     ) -> tuple[_Split, tuple[Pytree, ...], dict[str, Pytree]]:
-        """Splits a call into one of the ordinary step, and what was taken out of the arguments for it."""
+        """Returns the splitter of a call, and the arguments of the ordinary step."""
         with nnx.split_context(_TAG) as context:
             split = _Split(context)
             pure_args = tuple(a if k in self._static else split(k, a) for k, a in enumerate(args))
@@ -172,7 +167,7 @@ class NnxStep(ObjectStep):
 
 
 class _Split:
-    """Takes the nnx objects out of arguments, and remembers their structure and Variables, by place."""
+    """Takes nnx objects out of arguments, and remembers their structure and Variables by place."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -197,7 +192,7 @@ class _Split:
         return Graphs(tuple(self.graphs.items()))
 
     def update(self, new: Pytree) -> None:
-        """Puts what the step returned into the Variables."""
+        """Puts the step's results into the Variables."""
         for values in _values_in(new):
             for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
                 if isinstance(variable, nnx.Variable):
@@ -213,7 +208,7 @@ class _Split:
         return Values(place, paths, tuple(raw))
 
 
-#: The name of what the step returns, in places.
+#: The name of the step's result, in places.
 _OUT = None
 
 
@@ -240,8 +235,8 @@ def _merged(tree: Pytree, graphs: Mapping[Any, Any], context: Any) -> Pytree:
 def _pure(fun: Callable[..., Pytree], graphs: Mapping[Any, Any]) -> Callable[..., Pytree]:
     """Returns the step as a function of arrays, for objects of a structure.
 
-    It returns what the step returns; the new structures, or None if they are the old ones; and of each argument that
-    holds objects their new values, or None if they are the old ones.
+    It returns the step's results; the new structures, or None if nothing changed; and for each argument with objects
+    their new values, or None if they are the old ones.
     """
 
     @functools.wraps(fun)

@@ -1,1 +1,1 @@
-"""Servers that keep a state, and the workers that train it (`autopar.sync.Async`): in messages."""
+"""Servers that keep a state, and the workers that train it by messages (`autopar.sync.Async`)."""

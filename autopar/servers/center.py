@@ -17,12 +17,12 @@ from autopar.servers.spec import Spec
 
 
 class Center:
-    """Takes one message after the other: what an exchange moves comes from one pair of weights and centre, so that
-    what a worker loses the centre gains (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
+    """Takes one message after the other. An exchange moves one pair of weights and centre, so that the centre gains
+    what a worker loses (Zhang et al., "Deep learning with elastic averaging SGD", 2015).
 
     Args:
-      leaves: What it keeps of the centre, by any number; they are copied.
-      alpha: How far an exchange pulls.
+      leaves: This server's part of the centre, by any number; copied.
+      alpha: The strength of an exchange's pull.
       workers: N.
     """
 
@@ -32,15 +32,11 @@ class Center:
 
     @property
     def leaves(self) -> dict[int, Array]:
-        """Returns what it keeps of the centre now, by number."""
+        """The part of the centre that it keeps, by number."""
         return dict(zip(self._places, self._leaves, strict=True))
 
     def take(self, message: Exchange | Read) -> list[tuple[int, Reply]]:
-        """Returns the answer, with the worker that it is for.
-
-        Raises:
-          AutoparError: an exchange that isn't the next one of its worker.
-        """
+        """Returns the answer with its worker; raises AutoparError if an exchange isn't the next one of its worker."""
         worker = message.worker
         if isinstance(message, Read):
             wanted = message.leaves
@@ -59,11 +55,7 @@ class Center:
 
 @dataclass(frozen=True, slots=True)
 class CenterSpec(Spec):
-    """Says what a server begins with that keeps a centre.
-
-    Attributes:
-      leaves, alpha, workers: As of `Center`.
-    """
+    """Makes a server that keeps a part of a centre (arguments of `Center`)."""
 
     leaves: Mapping[int, Array]
     alpha: float
@@ -78,6 +70,6 @@ class CenterSpec(Spec):
 
 @jax.jit
 def _exchanged(center: Sequence[Array], weights: Sequence[Array], alpha: float) -> tuple[list[Array], list[Array]]:
-    """Returns the centre that follows, c + e, and how far weights are to move: e = alpha (x - c)."""
+    """Returns the next centre, c + e, and the moves of the weights: e = alpha (x - c)."""
     moves = [(alpha * (x - c)).astype(c.dtype) for x, c in zip(weights, center, strict=True)]
     return [c + e for c, e in zip(center, moves, strict=True)], moves

@@ -1,4 +1,4 @@
-"""`ExchangeSession`: a client's exchanges of weights, with a centre that servers keep or with neighbours in a ring."""
+"""`ExchangeSession`: a client's exchanges of weights, with a centre on servers or with neighbours in a ring."""
 
 from __future__ import annotations
 
@@ -25,34 +25,29 @@ from autopar.servers.timeline import Timeline
 
 
 class End(abc.ABC):
-    """A client's end of its exchanges: what it sends, and what it makes of answers. Messages are others' business:
-    `ExchangeSession`'s, and in replays `planning.replay_clients`'s."""
+    """A client's end of its exchanges: the values that it sends, and what it makes of answers. Messages are the
+    business of `ExchangeSession`, and in replays of `planning.replay_clients`."""
 
     @abc.abstractmethod
     def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
-        """Finds what a step will change of weights.
-
-        Args:
-          leaves: The step's flat arguments.
-          known: Inputs that are as the client's last step returned them.
-        """
+        """Finds the rows that a step will change. `leaves`: its flat arguments; `known`: inputs that are results of the
+        client's last step."""
 
     @abc.abstractmethod
     def step(self, number: int) -> Iterator[Want]:
-        """Yields what the client's next step does. `number`: the steps before it."""
+        """Yields what the client's next step wants, after `number` others."""
 
     @abc.abstractmethod
     def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
-        """Returns server -> what is sent it; the arrays may be those of the weights. By all of the client's
-        processes."""
+        """Returns values by server, perhaps the weights' own arrays. Called by all of the client's processes."""
 
     @abc.abstractmethod
     def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
-        """Returns the weights that answers make of those behind a step."""
+        """Returns the weights that answers make of those after a step."""
 
 
 def message(client: int, want: Send, values: Sequence[Array]) -> Exchange | Stepped:
-    """Returns what is sent of some values: copies, as a step may update weights in place."""
+    """Returns the message with copies of the values, as a step may update weights in place."""
     return (Exchange if want.kind == "exchange" else Stepped)(client, want.number, [np.array(x) for x in values])
 
 
@@ -60,8 +55,8 @@ class ExchangeSession:
     """Does this process's part of its client's exchanges. Collective to make.
 
     Args:
-      end: What the client sends, and makes of answers.
-      servers, clients, places: As of `Link`.
+      end: The client's end.
+      servers, clients, places: As for `Link`.
     """
 
     is_ring: ClassVar[bool] = False
@@ -70,27 +65,27 @@ class ExchangeSession:
         self, end: End, servers: Sequence[Spec], clients: Clients, places: Sequence[int] | None = None
     ) -> None:
         self.end, self._link = end, Link(servers, clients, places=places)
-        #: What is left of the step under way, and the server that was asked; None: all.
+        #: The rest of the step under way, and the server that was asked; None: all.
         self._wants: Iterator[Want] = iter(())
         self._asked: int | None = None
 
     def begin(self, weights: Mapping[int, Array], number: int) -> None:
-        """Begins a step with some weights, and what is exchanged beside it. `number`: the steps before it."""
-        self._link.drain()  # of a step that was cut short, whose exchange is done all the same
+        """Begins a step, and the exchange beside it. `number`: the steps before it."""
+        self._link.drain()  # the exchange of a step that was cut short is done all the same
         self._wants = self.end.step(number)
         self._go_on(weights)
 
     def finish(self, weights: Mapping[int, Array]) -> dict[int, Array]:
-        """Returns the weights that an exchange makes of those behind a step; none where there was no exchange."""
+        """Returns the weights that an exchange makes of those after a step; none without an exchange."""
         return self._go_on(weights)
 
     def receive(self, server: int | None) -> list[Sequence[Array]]:
-        """Returns what servers answer, or one of them."""
+        """Returns values that all servers answer, or one."""
         replies = self._link.receive() if server is None else [self._link.answer(server)]
         return [reply.values for reply in replies]
 
     def timeline(self) -> Timeline:
-        """Returns all exchanges, in their order on each server. Collective."""
+        """Returns all exchanges, in each server's order. Collective."""
         kept, _ = self._link.settled(leaves=())
         return Timeline(self._link.workers, None, [each.events for each in kept], ring=self.is_ring)
 
@@ -111,16 +106,7 @@ class ExchangeSession:
 
 
 class CenterParts:
-    """Divides weights between servers, and puts together again what these have of them.
-
-    Args:
-      weights: By number of the step's input; their shapes and types count.
-      servers: How many keep them at most.
-
-    Attributes:
-      numbers: Of the weights.
-      count: How many servers keep any.
-    """
+    """Divides weights between at most `servers` servers, `count` in fact, and joins their parts again."""
 
     def __init__(self, weights: Mapping[int, Array], servers: int) -> None:
         self.numbers = list(weights)
@@ -129,11 +115,11 @@ class CenterParts:
         self.count = len(self._shares)
 
     def of(self, server: int, weights: Mapping[int, Array]) -> list[np.ndarray]:
-        """Returns a server's part of some weights, flat, without a copy where that is possible."""
+        """Returns a server's part of some weights, flat, without a copy if possible."""
         return [self._flat(span, weights) for span in self._shares[server]]
 
     def joined(self, parts: Sequence[Sequence[Array]]) -> dict[int, np.ndarray]:
-        """Returns arrays by number of the step's input, of each server's part."""
+        """Returns arrays by number of the step's input, from all servers' parts."""
         pieces: list[list[tuple[int, Array]]] = [[] for _ in self.numbers]
         for share, values in zip(self._shares, parts, strict=True):
             for span, value in zip(share, values, strict=True):
@@ -151,7 +137,7 @@ class CenterParts:
 
 
 def pulled(weights: Mapping[int, Array], moves: Mapping[int, Array]) -> dict[int, Array]:
-    """Returns a worker's weights behind an exchange: x - e."""
+    """Returns a worker's weights after an exchange: x - e."""
     made = _differences([weights[k] for k in moves], [*moves.values()])
     return dict(zip(moves, made, strict=True))
 
@@ -183,14 +169,8 @@ class CenterEnd(End):
 
 
 class CenterSession(ExchangeSession):
-    """Exchanges with a centre of all weights, which servers keep (`autopar.sync.Elastic`).
-
-    Args:
-      weights: By number of the step's input, the same on all processes: where the centre begins.
-      alpha, interval: As of `Elastic`.
-      clients: The workers.
-      servers: How many keep the centre at most.
-    """
+    """Exchanges with a centre of all weights on servers (`autopar.sync.Elastic`). The centre begins with `weights`, the
+    same on all processes."""
 
     def __init__(
         self, weights: Mapping[int, Array], alpha: float, interval: int, clients: Clients, servers: int
@@ -200,7 +180,7 @@ class CenterSession(ExchangeSession):
         super().__init__(CenterEnd(parts, interval), specs, clients)
 
     def settled(self) -> dict[int, Array]:
-        """Returns the centre behind all exchanges. Collective."""
+        """Returns the centre after all exchanges. Collective."""
         return self._parts.joined([[*kept.leaves.values()] for kept in self._link.settled()[0]])
 
 
@@ -208,10 +188,10 @@ class RingSession(ExchangeSession):
     """Exchanges with neighbours in a ring (`autopar.sync.ADPSGD`), of whom passive ones answer.
 
     Args:
-      end: The client's.
+      end: The client's end.
       weights: Numbers of the step's inputs that are averaged.
-      neighbors: What answers for each passive client.
-      clients: All of them, an even number.
+      neighbors: The answerer of each passive client.
+      clients: All clients, an even number.
     """
 
     is_ring = True
@@ -222,8 +202,8 @@ class RingSession(ExchangeSession):
         super().__init__(end, neighbors, clients, [clients.leader(c) for c in ring.passives])
 
     def settled(self) -> dict[int, Array]:
-        """Returns a passive client's weights, once all that neighbours have sent are averaged with them; of an active
-        one nothing, for they are what it has. Collective."""
+        """Returns a passive client's weights after all that neighbours have sent; nothing for an active client, which
+        has its own. Collective."""
         self._link.finish()
         if self._own is None:
             return {}

@@ -1,6 +1,5 @@
-"""Clients and servers in one process, whose messages arrive in a chosen order: at random, or as a `Timeline` says. The
-programs are those that run on several processes, and so are the numbers.
-"""
+"""Clients and servers in one process, with messages in a chosen order: at random, or as a `Timeline` says. Programs,
+and so numbers, are those of several processes."""
 
 from __future__ import annotations
 
@@ -16,37 +15,33 @@ from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, R
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
-#: Messages that could arrive next, each with its server -> the one that does, by its place; None: none may.
+#: Messages that could arrive next, each with its server -> the place of the one that does; None: none may.
 Choice = Callable[[Sequence[tuple[int, Message]]], int | None]
-#: Yields what a client sends, by server; and None where it waits: it is sent what they answer, in their order.
+#: Yields messages by server; or None to wait, which the servers' answers end, in their order.
 Client = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None]
 
 
 class Answering(Protocol):
-    """Takes one message after the other."""
-
     def take(self, message: Sent) -> list[tuple[int, Reply]]:
-        """Returns answers that are due now, each with the client that it is for."""
+        """Returns answers that are due now, each with its client."""
         ...
 
 
 def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose: Choice) -> None:
-    """Lets clients do all of their steps.
+    """Runs all steps of the clients.
 
     Args:
-      clients: In their order.
-      servers: Who answers.
-      choose: The message that arrives next. Those from one client to one server stay in their order.
+      clients, servers: In their order.
+      choose: Chooses the next message. Messages from one client to one server stay in order.
 
     Raises:
-      TimelineError: no message may arrive, or none is left while a client waits.
+      TimelineError: no message may come next, or none is left while a client waits.
     """
     sent = {(c, n): deque[Message]() for c in range(len(clients)) for n in range(len(servers))}
     waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
     answers: list[dict[int, Sequence[Array]]] = [{} for _ in clients]
 
     def go_on(c: int, given: Sent) -> None:
-        """Lets a client do what it does until it waits."""
         try:
             messages = clients[c].send(given)
             while messages is not None:
@@ -77,14 +72,8 @@ def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose:
 
 
 class Job:
-    """Workers and servers of a step that begin with a state.
-
-    Args:
-      programs: What they run.
-      leaves: The step's flat arguments; of these the state.
-      workers: N.
-      staleness: The bound; None: there is none.
-    """
+    """Workers and servers of a step that begin with a state, in the step's flat arguments `leaves`. `staleness`: the
+    bound, or None."""
 
     def __init__(self, programs: ServedPrograms, leaves: Sequence[Array], workers: int, staleness: int | None) -> None:
         self._programs = programs
@@ -92,7 +81,6 @@ class Job:
         self._clocks = [{k: leaves[k] for k in programs.step.clocks} for _ in range(workers)]
 
     def kept(self) -> list[Kept]:
-        """Returns what each server keeps now."""
         replies = [server.take(Read(0)) for server in self.servers]
         return [reply for ((_, reply),) in replies if isinstance(reply, Kept)]
 
@@ -104,15 +92,12 @@ class Job:
     def run(
         self, steps: Sequence[int], minibatch: Callable[[int, int], Sequence[Array]], choose: Choice
     ) -> list[list[dict[int, Array]]]:
-        """Trains, by `run_clients`.
+        """Trains, by `run_clients`; returns each worker's results of each step, by number of the output.
 
         Args:
-          steps: How many of each worker.
-          minibatch: Worker, step -> the step's flat arguments; those of the state aren't read.
-          choose: The message that arrives next.
-
-        Returns:
-          Each worker's results of each step, by number of the output.
+          steps: Each worker's number of steps.
+          minibatch: Worker, step -> the step's flat arguments, whose state isn't read.
+          choose: Chooses the next message.
         """
         results: list[list[dict[int, Array]]] = [[] for _ in steps]
         workers = [self._worker(w, count, minibatch, results[w]) for w, count in enumerate(steps)]
@@ -140,12 +125,12 @@ class Job:
 
 
 class Recorded:
-    """Chooses messages as they came in a timeline, of servers without a bound."""
+    """Chooses messages in the order of a timeline, of servers without a bound."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._events = [[tuple(event) for event in events[:, :2].tolist()] for events in timeline.pushes]
         self._seen = [{(w, step): v for w, step, v in events.tolist()} for events in timeline.pushes]
-        #: Of each server and version how many pulls are still to come; and the versions now.
+        #: For each server and version the pulls that are still to come; and the versions now.
         self._pulls = [Counter(each.values()) for each in self._seen]
         self._now = [0] * len(self._events)
 
@@ -167,11 +152,7 @@ class Recorded:
         raise TimelineError(f"clients {clients} have more minibatches than the timeline has steps, or exchanges")
 
     def check_done(self) -> None:
-        """Checks that everything has come.
-
-        Raises:
-          TimelineError: something hasn't.
-        """
+        """Checks that all messages have come, or raises TimelineError."""
         left = [[*events[now]] for events, now in zip(self._events, self._now, strict=True) if now < len(events)]
         if left:
             raise TimelineError(f"none of {left} can have come next")

@@ -1,4 +1,4 @@
-"""`KeyServer`: keeps values by key, and updates them by what workers push (`autopar.kvstore`)."""
+"""`KeyServer`: keeps values by key, and updates them by workers' pushes (`autopar.kvstore`)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,19 @@ from autopar.servers.server import on_host
 from autopar.servers.spec import Spec
 
 Key = Hashable
-#: What is pushed, the state and the old value -> the new value and state.
+#: The pushed value, the state and the old value -> the new value and state.
 Update = Callable[[Array, Any, Array], tuple[Array, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Says how a key's value is updated by what is pushed.
-
-    Attributes:
-      state: The optimizer's, at the beginning.
-      update: A compiled one.
-    """
+    """An update of a key's value by pushes: the optimizer's first state, and a compiled function."""
 
     state: Pytree
     update: Update
 
     def exported(self, value: Array) -> ExportedUpdate:
-        """Returns the update as another process can be sent it, for values, states and pushes like these."""
+        """Returns the update in a form to send to another process, for values, states and pushes like these."""
         leaves, tree = jax.tree.flatten(self.state)
 
         def update(pushed: Array, old: Array, *state: Array) -> list[Array]:
@@ -46,13 +41,13 @@ class Rule:
         return ExportedUpdate(jax_compat.exported(update, [value, value, *map(jnp.asarray, leaves)]))
 
     def portable(self, update: ExportedUpdate) -> Rule:
-        """Returns the rule as another process can be sent it."""
+        """Returns the rule in a form to send to another process."""
         return Rule([on_host(jnp.asarray(x)) for x in jax.tree.leaves(self.state)], update)
 
 
 @dataclass(frozen=True)
 class ExportedUpdate:
-    """An update that has travelled; the state is a list of leaves. `program`: a `jax.export.Exported`."""
+    """A sent update; the state is a list of leaves. `program`: a `jax.export.Exported`."""
 
     program: Any
 
@@ -84,12 +79,7 @@ class PullKey:
 
 @dataclass(frozen=True, slots=True)
 class KeepKeys(OfProcess):
-    """Has a server keep some keys from now on. Answered.
-
-    Attributes:
-      worker: The process that sends it.
-      rules: How they are updated; without one a key's value becomes what is pushed.
-    """
+    """Makes a server keep some keys from now on. Answered. A key without a rule takes the value that is pushed."""
 
     worker: int
     values: Mapping[Key, np.ndarray]
@@ -98,7 +88,7 @@ class KeepKeys(OfProcess):
 
 @dataclass(frozen=True, slots=True)
 class SetRules(OfProcess):
-    """Has a server update its keys so from now on. Answered."""
+    """Sets the rules of keys. Answered."""
 
     worker: int
     rules: Mapping[Key, Rule]
@@ -106,7 +96,7 @@ class SetRules(OfProcess):
 
 @dataclass(frozen=True, slots=True)
 class ReadKey(OfProcess):
-    """Asks for a key's value as it is now: answered by it."""
+    """Asks for a key's value now: answered by it."""
 
     worker: int
     key: Key
@@ -117,7 +107,7 @@ Message = PushKey | PullKey | KeepKeys | SetRules | ReadKey
 
 @dataclass(slots=True)
 class _Kept:
-    """A key: its value, how it is updated, pushes of a round that aren't all there, and those who wait."""
+    """A key: its value and rule, pushes of rounds that aren't complete, and waiting workers."""
 
     value: Array
     rule: Rule | None
@@ -129,19 +119,15 @@ class _Kept:
 
 
 class KeyServer:
-    """Takes one message after the other; it has no thread, and waits for nobody.
-
-    Args:
-      workers: N.
-      synchronous: Whether the pushes of all workers to a key are summed, and are one update; else each push is one.
-    """
+    """Takes one message after the other; it has no thread, and waits for nobody. If it is `synchronous`, all workers'
+    pushes to a key are summed into one update; otherwise each push is one."""
 
     def __init__(self, workers: int, *, synchronous: bool) -> None:
         self._workers, self.synchronous = workers, synchronous
         self._keys: dict[Key, _Kept] = {}
 
     def take(self, message: Message) -> list[tuple[int, Sent]]:
-        """Returns answers that are due now, each with the worker (or process) that it is for."""
+        """Returns answers that are due now, each with its worker (or process)."""
         if isinstance(message, KeepKeys):
             for key, value in message.values.items():
                 rule = message.rules.get(key)
@@ -165,7 +151,7 @@ class KeyServer:
         return [(worker, np.array(kept.value)) for worker in due]
 
     def _apply(self, kept: _Kept) -> None:
-        """Updates by what is complete: a push of each worker, or any."""
+        """Updates by complete rounds: a push of each worker, or any push."""
         while len(kept.pushed) == (self._workers if self.synchronous else 1):
             parts = [kept.pushed[w].pop(0) for w in sorted(kept.pushed)]
             kept.pushed = {w: some for w, some in kept.pushed.items() if some}
@@ -181,11 +167,7 @@ class KeyServer:
 
 @dataclass(frozen=True, slots=True)
 class KeySpec(Spec):
-    """Says what a server begins with that keeps keys.
-
-    Attributes:
-      workers, synchronous: As of `KeyServer`.
-    """
+    """Makes a `KeyServer`."""
 
     workers: int
     synchronous: bool
@@ -195,7 +177,7 @@ class KeySpec(Spec):
 
 
 def merged(values: Array | Sequence[Array]) -> np.ndarray:
-    """Returns one value: the sum of a list's, which are of one worker's devices."""
+    """Returns one value; for a list, which comes from one worker's devices, the sum."""
     if not isinstance(values, list | tuple):
         return np.array(values)
     total = np.array(values[0])

@@ -1,4 +1,4 @@
-"""`Link`: a worker's way to the servers: dedicated processes, or threads in the first ones of the workers."""
+"""`Link`: a worker's connection to servers: dedicated processes, or threads in the first workers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from autopar.servers.spec import Opening, Spec, addressed
 class Link:
     """Sends messages to servers, and takes their replies. Collective to make.
 
-    Each process of a worker speaks for it to some of the servers, and tells the others what it was answered. So a
-    worker's messages go over the wires of all its machines (MXNET-MPI, section 4).
+    Each process of a worker speaks for it to some of the servers, and tells the others the answers, so that a worker's
+    messages use the wires of all its machines (MXNET-MPI, section 4).
 
     Args:
-      servers: What each of them begins with, the same in all processes.
+      servers: What each server begins with, the same in all processes.
       clients: The workers; messages name them by number.
       farewell: A message for all servers, once nobody has the link any more; None: there is none.
-      places: Of each server the process that it is a thread of; None: they are where this job has them.
+      places: For each server the process that it is a thread of; None: as in this job.
 
     Attributes:
       servers: Their numbers.
-      own: Those that this process speaks to for all workers: it opens them, and asks what they keep.
+      own: Servers that this process speaks to for all workers: it opens them, and reads what they keep.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Link:
         self.own = self.servers[here :: processes.size]
         if not self.is_dedicated:
             self.own = [n for n in self.servers if self._places[n] == here]
-        #: Of each server the replies that are still to come.
+        #: For each server the number of replies that are still to come.
         self._open: Counter[int] = Counter()
         speakers = [[clients.speaker(w, n) for w in range(clients.count)] for n in self.servers]
         if self.is_dedicated:
@@ -65,12 +65,10 @@ class Link:
 
     @property
     def number(self) -> int:
-        """Returns this worker's number."""
         return self._clients.own
 
     @property
     def workers(self) -> int:
-        """N."""
         return self._clients.count
 
     def speaks_to(self, server: int) -> bool:
@@ -78,17 +76,17 @@ class Link:
         return self._clients.speaker(self.number, server) == self._service.rank
 
     def tell(self, server: int, message: Sent) -> None:
-        """Sends a message of the worker that isn't answered. Its arrays mustn't change any more."""
+        """Sends a message that isn't answered. Its arrays mustn't change any more."""
         if self.speaks_to(server):
             self._service.send(self._number, self._place(server), message)
 
     def request(self, server: int, message: Sent) -> None:
-        """Sends a message of the worker that is answered."""
+        """Sends a message that is answered."""
         if self.speaks_to(server):
             self._request(server, message)
 
     def drain(self) -> None:
-        """Forgets replies to a step that was cut short: whoever asks now wants another one."""
+        """Forgets replies to a step that was cut short, as the next request has another answer."""
         for server in self.servers:
             while self._open[server]:
                 self._next(server)
@@ -110,20 +108,19 @@ class Link:
         return next(reply for reply in said if reply is not None)
 
     def read(self, server: int, leaf: int) -> Sent:
-        """Asks a server for a leaf as it is now; this process alone does."""
+        """Asks a server for a leaf as it is now, for this process alone."""
         self.drain()
         return self.command(server, Read(self._service.rank, (leaf,))).leaves[leaf]
 
     def settled(
         self, own: Leaf = None, resumed: Any = None, leaves: tuple[int, ...] | None = None
     ) -> tuple[list[Kept], Sent]:
-        """Asks for what each server keeps once all workers' messages are done, and what the first worker says.
-        Collective.
+        """Returns what each server keeps after all workers' messages, and the `own` of the first worker. Collective.
 
         Args:
-          own: What this worker says.
-          resumed: A message that each worker tells servers then; None: it tells them nothing.
-          leaves: As of `Read`.
+          own: This worker's value.
+          resumed: A message of each worker to servers afterwards; None: there is none.
+          leaves: As in `Read`.
         """
         self.finish()
         here, processes = self._service.rank, everyone()
@@ -139,7 +136,7 @@ class Link:
     def finish(self) -> None:
         """Waits until all workers' messages are done. Collective."""
         self.drain()
-        for n in filter(self.speaks_to, self.servers):  # whose answer says that all messages before it are done
+        for n in filter(self.speaks_to, self.servers):  # the answer says that all earlier messages are done
             self._request(n, Read(self._service.rank, ()))
             self._next(n)
         with PROGRESS.during("waiting for the others' steps", "waits"):
@@ -151,11 +148,7 @@ class Link:
         return self._next(server)
 
     def _open_own(self, servers: Sequence[Spec], speakers: Sequence[Sequence[int]]) -> None:
-        """Has dedicated servers begin.
-
-        Raises:
-          StepError: what they are to run can't be sent to them.
-        """
+        """Opens dedicated servers; raises StepError if their programs can't be sent to them."""
         wide = jax_compat.uses_x64()
         for n in self.own:
             try:

@@ -12,12 +12,8 @@ from autopar.jax_types import Array
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pull:
-    """A worker begins a step: answered by `Pulled`, once that may be.
-
-    Attributes:
-      worker, step: Which one's, and its number, from 0.
-      ids: Of the rows that the worker needs.
-    """
+    """Begins a worker's step (numbered from 0): answered by `Pulled`, once it may begin. `ids`: of the rows that it
+    needs."""
 
     worker: int
     step: int
@@ -26,7 +22,7 @@ class Pull:
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Holds what a worker's minibatch gave, for a server to apply. Not answered."""
+    """The gradient of a worker's minibatch, for a server to apply. Not answered."""
 
     worker: int
     step: int
@@ -35,12 +31,8 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A worker's weights, which are to be pulled to a centre: answered by `Pulled`, how far.
-
-    Attributes:
-      worker, step: Whose, and which exchange of its, from 0.
-      values: As the server keeps them.
-    """
+    """A worker's weights, to be pulled to a centre: answered by `Pulled`, with the moves. `step`: counts its exchanges
+    from 0."""
 
     worker: int
     step: int
@@ -49,12 +41,8 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """A passive client's weights as its step made them: answered by `Pulled`, with what they are now.
-
-    Attributes:
-      worker, step: Whose, and which one of its, from 0.
-      values: As whoever answers for it keeps them.
-    """
+    """A passive client's weights as its step (numbered from 0) made them: answered by `Pulled`, with what they are
+    now."""
 
     worker: int
     step: int
@@ -70,25 +58,21 @@ class Leave:
 
 @dataclass(frozen=True, slots=True)
 class Return:
-    """Says that all workers are waited for again, where all have left. Not answered."""
+    """All workers are waited for again, after all have left. Not answered."""
 
     worker: int
 
 
 class OfProcess:
-    """A message of a process for itself: its `worker` is the number of the process, which is answered."""
+    """A message of a process for itself: `worker` is the number of the process, which is answered."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Read(OfProcess):
-    """Asks for what a server keeps: answered by `Kept`.
-
-    Attributes:
-      worker: The process that asks.
-      leaves: By number of the step's input; None: all, clocks and events too.
-    """
+    """Asks for what a server keeps: answered by `Kept`. `leaves`: numbers of the step's inputs; None: all, with clocks
+    and events."""
 
     worker: int
     leaves: tuple[int, ...] | None = None
@@ -96,7 +80,7 @@ class Read(OfProcess):
 
 @dataclass(frozen=True, slots=True)
 class Pulled:
-    """Values as all pushes up to a version made them, or how far an exchange at that version pulls weights."""
+    """Values after all pushes up to a version, or an exchange's moves of weights at that version."""
 
     version: int
     values: Sequence[Array]
@@ -104,12 +88,7 @@ class Pulled:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Holds what a server keeps, and what it has done.
-
-    Attributes:
-      leaves, clocks: By number of the step's input.
-      events: Its `Timeline` events, int64[n, 3].
-    """
+    """A server's leaves and clocks by number of the step's input, and its `Timeline` events, int64[n, 3]."""
 
     leaves: dict[int, Array]
     clocks: dict[int, Array]

@@ -1,4 +1,4 @@
-"""`MinibatchServer` gives minibatches of a source to whoever is free, and tells workers of each other's signals."""
+"""`MinibatchServer`: gives minibatches of a source to free workers, and passes on signals between them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from autopar.servers.spec import Spec
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A worker is free: answered by `NextMinibatch`.
-
-    Attributes:
-      worker: Which one.
-      signals: Those that it has received meanwhile.
-    """
+    """A worker is free: answered by `NextMinibatch`. `signals`: those that it has received meanwhile."""
 
     worker: int
     signals: tuple[int, ...] = ()
@@ -25,7 +20,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Asks for the number of the next minibatch; or sets it, in epochs without end. Answered by it."""
+    """Asks for the number of the next minibatch over all epochs, or sets it. Answered by it."""
 
     worker: int
     number: int | None = None
@@ -33,7 +28,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class NextMinibatch:
-    """A minibatch's number over all epochs; None: there is no more, or there are signals to be answered before."""
+    """A minibatch's number over all epochs; None: there is no more, or signals must be answered before."""
 
     number: int | None
     signals: Sequence[int]
@@ -41,11 +36,7 @@ class NextMinibatch:
 
 @dataclass(frozen=True, slots=True)
 class MinibatchServerSpec(Spec):
-    """Says what a server begins with that gives minibatches to workers.
-
-    Attributes:
-      count, workers: The arguments of `MinibatchServer`.
-    """
+    """Makes a `MinibatchServer`."""
 
     count: int | None
     workers: int
@@ -55,22 +46,18 @@ class MinibatchServerSpec(Spec):
 
 
 class MinibatchServer:
-    """Takes one message after the other. Each minibatch is one worker's.
-
-    Args:
-      count: How many minibatches there are, of all epochs; None: no end.
-      workers: N.
-    """
+    """Takes one message after the other. Each minibatch goes to one worker. `count`: minibatches of all epochs; None:
+    no end."""
 
     def __init__(self, count: int | None, workers: int) -> None:
         self._count, self._workers, self._next = count, range(workers), 0
-        #: Signals, and the workers that haven't been told yet; and workers that have been told that there is no more.
+        #: Signals -> workers that haven't been told yet; and workers that know that there is no more.
         self._untold: dict[int, set[int]] = {}
         self._done: set[int] = set()
 
     def take(self, message: Take | Position) -> list[tuple[int, NextMinibatch | int]]:
-        """Returns the answer, with the worker that it is for. A signal is told to all who still ask, each before its
-        next minibatch."""
+        """Returns the answer with its worker. All workers that still ask are told of a signal, each before its next
+        minibatch."""
         worker = message.worker
         if isinstance(message, Position):
             if message.number is not None:

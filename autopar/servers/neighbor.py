@@ -1,4 +1,4 @@
-"""`Neighbor`: a passive client's weights in a ring; its neighbours average theirs with them (`autopar.sync.ADPSGD`)."""
+"""`Neighbor`: a passive client's weights in a ring, with which neighbours average theirs (`autopar.sync.ADPSGD`)."""
 
 from __future__ import annotations
 
@@ -17,21 +17,14 @@ from autopar.servers.spec import Spec
 
 
 class Earlier:
-    """Keeps rows as they were before they were changed first.
-
-    Args:
-      like: [rows, ...], of whose rows it keeps some.
-
-    Attributes:
-      places: Their numbers, int64[n], ascending.
-    """
+    """Keeps rows as they were before their first change. `places`: their numbers, int64[n], ascending."""
 
     def __init__(self, like: np.ndarray) -> None:
         self.places = np.zeros(0, np.int64)
         self._values = like[:0]
 
     def keep(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Keeps some rows, those that aren't there already. `places`: ascending, each once."""
+        """Keeps rows that aren't kept yet. `places`: ascending, distinct."""
         is_new = ~np.isin(places, self.places, assume_unique=True)
         places = np.concatenate([self.places, places[is_new]])
         order = np.argsort(places)
@@ -39,7 +32,7 @@ class Earlier:
         self._values = np.concatenate([self._values, values[is_new]])[order]
 
     def of(self, places: np.ndarray, now: np.ndarray) -> np.ndarray:
-        """Returns some rows as they were. `now`: as they are."""
+        """Returns rows as they were before their first change. `now`: the rows as they are."""
         values = now.copy()
         known = np.isin(places, self.places, assume_unique=True)
         values[known] = self._values[np.searchsorted(self.places, places[known])]
@@ -47,18 +40,15 @@ class Earlier:
 
 
 class SharedRows:
-    """A passive client's table, and for each neighbour what has become of it since their last exchange.
+    """A passive client's table `rows`, and for each neighbour the rows that changed since their last exchange.
 
-    Behind an exchange both ends have the same rows, but for rounding; what neither has changed since moves by nothing,
-    and isn't sent. A row that an exchange has moved is changed for the other neighbour: so it goes round until all have
-    it to the bit.
+    After an exchange both ends have the same rows, up to rounding. Rows that neither has changed since don't move, and
+    aren't sent. A row that an exchange has moved counts as changed for the other neighbour: so it goes round until all
+    have it to the bit.
 
     Args:
       rows: [rows, ...], floats; copied.
       neighbors: Numbers of the active clients that exchange; all begin with the same rows.
-
-    Attributes:
-      rows: As they are now.
     """
 
     def __init__(self, rows: np.ndarray, neighbors: Sequence[int]) -> None:
@@ -67,12 +57,13 @@ class SharedRows:
         self._begun = Earlier(self.rows)
 
     def exchange(self, neighbor: int, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Moves this table's rows to the mean of both; returns which, and by how much the neighbour's are to move down.
+        """Moves this table's rows to the mean of both; returns their numbers, and the moves to subtract from the
+        neighbour's.
 
         Args:
-          neighbor: Who asks.
-          places: The rows that it has changed since their last exchange, ascending, each once.
-          values: [n, ...]: these.
+          neighbor: The active client that asks.
+          places: Rows that it has changed since their last exchange, ascending, distinct.
+          values: [n, ...]: these rows.
         """
         earlier = self._since[neighbor]
         union = np.union1d(places, earlier.places)
@@ -93,11 +84,12 @@ class SharedRows:
         return union, moves
 
     def step(self, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Adds what the client's own step has changed; returns the rows that aren't as the step made them, and these.
+        """Adds the changes of the client's own step; returns the numbers and values of rows that differ from the
+        step's.
 
         Args:
-          places: The rows that the step looked up, ascending, each once.
-          values: [n, ...]: these, as it made them.
+          places: Rows that the step looked up, ascending, distinct.
+          values: [n, ...]: these rows, as it made them.
         """
         begun, now = self._begun, self.rows[places]
         moved = np.isin(places, begun.places, assume_unique=True)
@@ -112,15 +104,15 @@ class SharedRows:
 
 
 class Neighbor(Center):
-    """Keeps a passive client's weights, so that they can be averaged with an active one's at any time: both become the
-    mean of one pair. What the client's own steps change is added in one transaction.
+    """Keeps a passive client's weights, so that an active one can average with them at any time: both become the mean
+    of one pair. Changes by the client's own steps are added in one transaction.
 
-    Messages have the values of all other leaves first, and then of each table the rows' numbers, and the rows.
+    Messages have the values of all other leaves first, and then the rows' numbers and the rows of each table.
 
     Args:
-      leaves: Its weights, by any number; they are copied.
+      leaves: Its weights, by any number; copied.
       workers: C.
-      tables: Those of them that are exchanged by rows -> the axis of these.
+      tables: Leaves that are exchanged by rows -> row axis.
       neighbors: The active clients that exchange.
     """
 
@@ -136,7 +128,7 @@ class Neighbor(Center):
         self._tables = {
             k: SharedRows(np.moveaxis(np.asarray(leaves[k]), axis, 0), neighbors) for k, axis in self._axes.items()
         }
-        self._begun = self._leaves  # with which its step under way began
+        self._begun = self._leaves  # the weights at the beginning of its step under way
 
     @property
     def leaves(self) -> dict[int, Array]:
@@ -172,17 +164,13 @@ class Neighbor(Center):
 
 @jax.jit
 def _added(now: Sequence[Array], stepped: Sequence[Array], begun: Sequence[Array]) -> list[Array]:
-    """Returns the weights behind a step, during which they were averaged with others."""
+    """Returns the weights after a step during which they were averaged with others."""
     return [x + (new - old) for x, new, old in zip(now, stepped, begun, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class NeighborSpec(Spec):
-    """Says what a passive client's neighbours are answered with.
-
-    Attributes:
-      leaves, workers, tables, neighbors: As of `Neighbor`.
-    """
+    """Makes a `Neighbor`."""
 
     leaves: Mapping[int, Array]
     workers: int
@@ -193,5 +181,4 @@ class NeighborSpec(Spec):
         return self.made(Neighbor).take
 
     def made(self, kind: type[Neighbor]) -> Neighbor:
-        """Returns what answers them."""
         return kind(self.leaves, self.workers, self.tables, self.neighbors)

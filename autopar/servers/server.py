@@ -1,4 +1,4 @@
-"""`Server`: keeps leaves of the state, and updates them by each push as it comes."""
+"""`Server`: keeps leaves of the state, and applies each push as it comes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Server:
     """Takes one message after the other. It has no thread and waits for nobody: a pull that comes too early is kept.
 
     Args:
-      leaves: What it keeps, by number of the step's input. It updates them in place.
-      clocks: What it counts by itself.
+      leaves: Its leaves by number of the step's input, updated in place.
+      clocks: Leaves that it counts by itself.
       pull, update: Its programs.
       workers: N.
       staleness: s: a worker begins its step c once all pushes of steps up to c-1-s are applied; None: at any time.
@@ -44,10 +44,10 @@ class Server:
         self._waiting: list[Pull] = []
 
     def take(self, message: Pull | Push | Leave | Return | Read) -> list[tuple[int, Reply]]:
-        """Returns answers that are due now, each with the worker that it is for.
+        """Returns answers that are due now, each with its worker.
 
         Raises:
-          AutoparError: a push that isn't the next one of its worker.
+          AutoparError: a push isn't the next one of its worker.
           StateError: an earlier update failed.
         """
         worker = message.worker
@@ -61,7 +61,7 @@ class Server:
         due: list[Pull] = []
         if isinstance(message, Leave):
             self._log.leave(worker)
-            due = [pull for pull in self._waiting if pull.worker == worker]  # of a step that was cut short
+            due = [pull for pull in self._waiting if pull.worker == worker]  # its step was cut short
         elif isinstance(message, Return):
             if self._log.standing.nobody:  # all come back together
                 for other in range(self._workers):
@@ -99,14 +99,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class StateSpec(Spec):
-    """Says what a server begins with that keeps a part of a state.
-
-    Attributes:
-      programs: What workers and servers run.
-      number: Which server it is.
-      leaves: The step's flat arguments; of these the state. It is copied.
-      workers, staleness: As of `Server`.
-    """
+    """Makes server `number` of a state, which it copies from `leaves`, the step's flat arguments."""
 
     programs: ServedPrograms
     number: int
@@ -144,20 +137,14 @@ class _PortableState(Spec):
 def served(
     programs: ServedPrograms, number: int, leaves: Sequence[Array], workers: int, staleness: int | None
 ) -> Server:
-    """Returns a server that keeps copies of its part of the state. `leaves`: the step's flat arguments;
-    others as of `Job`."""
+    """Returns a server with copies of its part of the state in `leaves`, the step's flat arguments."""
     part = programs.step.servers[number]
     kept = {k: copied(programs.step.kept(k, leaves)) for k in part.leaves}
     return Server(kept, {k: copied(leaves[k]) for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 
 def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Array]:
-    """Returns the state by number: what servers keep, and count; the rest is a worker's.
-
-    Args:
-      clocks: Of the first worker.
-      kept: By all servers.
-    """
+    """Returns the state by number: the servers' leaves and clocks, and the first worker's `clocks`."""
     state = dict(clocks)
     for each in kept:
         state |= {**each.leaves, **each.clocks}
@@ -165,10 +152,10 @@ def state_of(clocks: Mapping[int, Array], kept: Sequence[Kept]) -> dict[int, Arr
 
 
 def on_host(leaf: Array) -> Array:
-    """Returns a copy that later updates leave alone, and that can be sent."""
+    """Returns a copy that can be sent, and that later updates leave alone."""
     return copied(leaf) if jax_compat.is_key(leaf.dtype) else np.array(leaf)
 
 
 def sendable(value: Array) -> Array:
-    """Returns an array of NumPy without a copy, where that is possible; a random key as it is, which can be pickled."""
+    """Returns a NumPy array, without a copy if possible; a random key as it is, which can be pickled."""
     return value if jax_compat.is_key(value.dtype) else np.asarray(value)

@@ -20,7 +20,7 @@ from autopar.servers.messages import Kept, Leave, Pull, Push, Return
 from autopar.servers.server import StateSpec, on_host, sendable, state_of
 from autopar.servers.timeline import Timeline
 
-#: Those of this process, whose workers others may wait for. Unavoidably global: it leaves by itself, at its exit.
+#: Sessions of this process, for whose workers others may wait. Global, as the process leaves them at its exit.
 _sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
@@ -40,14 +40,14 @@ class Session:
     """Does this process's part of training: it is a worker, and perhaps a server of a state. Collective to make.
 
     Args:
-      programs: What workers and servers run.
-      leaves: The step's flat arguments; of these the state, the same on all processes. It is copied.
+      programs: The workers' and servers' programs.
+      leaves: The step's flat arguments, with the state, the same on all processes; copied.
       staleness: The bound; None: there is none.
-      mode: What steps that go on with the state have in common with the first one.
+      mode: What steps have in common that may go on with the state.
       clients: The workers.
 
     Attributes:
-      steps: How many this worker has done.
+      steps: Steps that this worker has done.
       clocks: Its own leaves, by number of the step's input.
     """
 
@@ -69,16 +69,12 @@ class Session:
 
     @property
     def served(self) -> Mapping[int, Sequence[int]]:
-        """Returns leaf -> the servers that keep it."""
+        """Leaf -> the servers that keep it."""
         return {k: [n for n, _ in places] for k, places in self._step.homes.items()}
 
     def step(self, programs: ServedPrograms, leaves: Sequence[Array]) -> dict[int, Array]:
-        """Does a step; returns its results that are no state, by number of the output.
-
-        Args:
-          programs: Those at these shapes.
-          leaves: The step's flat arguments, of which those of the state aren't read.
-        """
+        """Does a step; returns its results that are no state, by number of the output. The state in `leaves` isn't
+        read."""
         given, link = [self.clocks.get(k, x) for k, x in enumerate(leaves)], self.link
         link.drain()
         self._is_away = False
@@ -117,12 +113,12 @@ class Session:
             self.link.tell(n, Leave(self.link.number))
 
     def settled(self) -> dict[int, Array]:
-        """Returns the state by number of the step's input, once all workers have done their steps. Collective."""
+        """Returns the state by number of the step's input, after all workers' steps. Collective."""
         kept, clocks = self._kept()
         return self._step.whole_leaves(state_of(clocks, kept))
 
     def timeline(self) -> Timeline:
-        """Returns what all servers did. Collective."""
+        """Returns all servers' events. Collective."""
         return Timeline(self.link.workers, self._staleness, [kept.events for kept in self._kept()[0]])
 
     def _kept(self) -> tuple[list[Kept], dict[int, Array]]:

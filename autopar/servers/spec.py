@@ -1,4 +1,4 @@
-"""`Spec`: says what a server begins with, and makes it in a worker's process, or in one that it has for itself."""
+"""`Spec`: makes a server, in a worker's process or in a process of its own."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from autopar.servers.messages import OfProcess
 
 
 class Spec(abc.ABC):
-    """Says what a server begins with."""
+    """The recipe of a server."""
 
     @abc.abstractmethod
     def handler(self) -> Handler:
-        """Makes what takes the server's messages, in this process; replies are for workers, by their number."""
+        """Makes the handler of the server's messages, in this process; replies go to workers by number."""
 
     def portable(self) -> Spec:
-        """Returns a spec with which another process makes the same."""
+        """Returns a spec that another process can make the same server of."""
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Tells a dedicated server what it is from now on (`autopar.mpi.service.Opening`).
+    """Makes a process a dedicated server (`autopar.mpi.service.Opening`).
 
     Attributes:
-      spec: A portable one.
-      speakers: Of each worker the process that speaks for it to this server.
+      spec: A portable spec.
+      speakers: For each worker the process that speaks for it to this server.
       wide: Whether the workers have 64-bit types.
     """
 
@@ -40,7 +40,7 @@ class Opening:
     wide: bool
 
     def handler(self) -> Handler:
-        """Makes what takes messages, as the workers would have it done in their own processes."""
+        """Makes a handler that computes as it would in the workers' own processes."""
         with jax_compat.enable_x64(self.wide):
             take = addressed(self.spec.handler(), self.speakers, wide=self.wide)
 
@@ -52,8 +52,8 @@ class Opening:
 
 
 def addressed(take: Handler, speakers: Sequence[int], *, wide: bool) -> Handler:
-    """Returns a handler whose replies are for processes: who speaks for a worker, or who asked for itself. It runs with
-    the workers' types in whichever thread. `wide`: whether these have 64 bits."""
+    """Returns a handler whose replies go to processes: a worker's speaker, or the process that asked for itself. It
+    runs with the workers' types in any thread; `wide`: 64 bits."""
 
     def handle(message: Sent) -> list[tuple[int, Sent]]:
         with jax_compat.enable_x64(wide):

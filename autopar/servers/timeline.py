@@ -1,8 +1,8 @@
-"""`Timeline`: what servers did, in which order: the event log of asynchronous training, from which it can be replayed.
+"""`Timeline`: the event log of asynchronous training, from which it can be replayed.
 
 A server's events are rows (worker, step, version): it applied that worker's push of that step, whose gradient was
-computed of the leaves as they were after `version` pushes. The k-th push that it applies makes version k+1. That is
-all there is to know: each server is a function of its pushes in their order, and each push of what was pulled.
+computed from the leaves after `version` pushes. The k-th push that it applies makes version k+1. Nothing else is
+needed: each server is a function of its pushes in order, and each push of what was pulled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.protocols import CAME, LEFT, Standing
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Holds what all servers did.
+    """The events of all servers.
 
     Attributes:
       workers: N.
@@ -40,28 +40,24 @@ class Timeline:
 
     @property
     def pushes(self) -> list[np.ndarray]:
-        """Events of each server that are pushes, in order, int64[n, 3]."""
+        """Each server's pushes in order, int64[n, 3]."""
         return [events[events[:, 1] >= 0] for events in self.events]
 
     @property
     def steps(self) -> np.ndarray:
-        """Returns how many steps each worker has done, int64[N]."""
+        """The number of steps that each worker has done, int64[N]."""
         own = self.pushes if self.ring else self.pushes[:1]
         pushes = np.concatenate([np.zeros((0, 3), np.int64), *own])
         return np.bincount(pushes[:, 0], minlength=self.workers)
 
     @property
     def staleness(self) -> np.ndarray:
-        """Returns of each push how many others a server applied since the pull of its weights, int64[n]."""
+        """For each push the number of others that a server applied since the pull of its weights, int64[n]."""
         late = [np.arange(len(pushes)) - pushes[:, 2] for pushes in self.pushes]
         return np.concatenate([np.zeros(0, np.int64), *late])
 
     def _check(self) -> None:
-        """Checks that it can have happened so.
-
-        Raises:
-          TimelineError: it can't.
-        """
+        """Checks that it can have happened so, or raises TimelineError."""
         if not self.events:
             raise TimelineError("a timeline has the events of one server at least")
         for n, events in enumerate(self.events):
@@ -74,7 +70,7 @@ class Timeline:
                     f"the events of server {n} aren't int64[n, 3], but {np.asarray(events).dtype}{np.shape(events)}"
                 )
             standing = Standing(self.workers, self.bound)
-            limits = [standing.limit]  # of each version the most that a pull of it could see
+            limits = [standing.limit]  # for each version the last step that could begin with it
             for worker, step, given in events.tolist():
                 push = f"server {n} applied step {step} of worker {worker}"
                 if not 0 <= worker < self.workers:
