@@ -31,8 +31,6 @@ from autopar.ways.table import way_for, way_of
 
 
 class _Given(TypedDict, total=False):
-    """The options of `parallelize`."""
-
     mesh: Any
     data_axis: str | None
     tensor_axis: str | None
@@ -215,12 +213,12 @@ def parallelize(
 
 
 def _known(devices: Devices) -> Machine:
-    """Returns what can be asked of the devices for a step that is decided: nothing is measured."""
+    """Returns a machine for a plan that is decided: only its memory can be asked for."""
     return Machine(memory=functools.partial(memory_of, devices))
 
 
 def _measured(devices: Devices) -> Machine:
-    """Returns what can be asked of the devices."""
+    """Returns a machine that measures its devices when asked."""
     rates = functools.partial(rates_of, devices, functools.partial(planned_by, devices))
     stages = None
     if devices.tensor > 1 and not devices.processes.several:  # over which products are divided
@@ -234,7 +232,7 @@ def _decided(
     sparse: Sparse | None,
     pipeline: Pipeline | None,
 ) -> tuple[Plan | None, Strategy, Sparse, Pipeline | None]:
-    """Returns the plan that was given, and the options that follow from it; else the user's, or their defaults."""
+    """Returns the given plan and the options that follow from it, or else the user's options and defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
         return None, strategy, "exact" if sparse is None else sparse, pipeline

@@ -1,4 +1,4 @@
-"""`calibrate`: measures ahead what plans are made by, in a script or by `python -m autopar calibrate`."""
+"""`calibrate`: measures ahead the figures that plans are made by, in a script or by `python -m autopar calibrate`."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ SECONDS = 60.0
 
 
 def calibrate(mesh: Mesh | None = None, *, seconds: float = SECONDS, again: bool = False) -> Cluster:
-    """Measures what plans need to know of the devices here, and of the ranks of an MPI job. Collective.
+    """Measures the devices here, and the ranks of an MPI job, for plans. Collective.
 
-    What exchanges, updates and whole steps take is measured for the choice of methods and for predictions. Each
-    collective gets its latency and bandwidth, on each level of links, by least squares over several sizes; how well
-    they explain what was measured is in the links' `source`. All is kept in the user's cache, where later plans and
-    `Cluster.detect` find it. Nothing else should run on the machines meanwhile.
+    It times exchanges, updates and whole steps, for the choice of methods and for predictions. Each collective gets a
+    latency and a bandwidth on each level of links, by least squares over several sizes; the links' `source` says how
+    well they fit. Everything is kept in the user's cache, where later plans and `Cluster.detect` find it. Nothing else
+    should run on the machines meanwhile.
 
     Args:
-      mesh: The devices; all if left out.
-      seconds: What it may take, about. What there is no time for is assumed, and measured by the next call.
-      again: Whether to measure what is known from earlier calls as well.
+      mesh: The devices; by default all.
+      seconds: The time that it may take, about. What there is no time for is assumed, and measured by the next call.
+      again: Whether to measure figures of earlier calls again.
 
     Returns:
-      The cluster, with `measured`. Levels with one participant can't be measured; their links are assumed, and say
-      so.
+      The cluster, with `measured`. Levels with one participant can't be measured: their links are assumed, and say so.
 
     Raises:
       ArgumentsError: the machines have different numbers of devices.
@@ -84,11 +83,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _mesh_of(count: int | None) -> Mesh | None:
-    """Returns a mesh of the first so many devices of each process; None: all. CPU devices are made as asked for.
-
-    Raises:
-      ArgumentsError: a process has fewer.
-    """
+    """Returns a mesh of the first `count` devices of each process (CPU devices are made as necessary), or raises
+    ArgumentsError; None: all."""
     if count is None:
         return None
     with contextlib.suppress(RuntimeError):  # devices are there already, as many as JAX_NUM_CPU_DEVICES says
@@ -101,7 +97,7 @@ def _mesh_of(count: int | None) -> Mesh | None:
 
 
 def _lines(rates: Rates) -> Iterator[str]:
-    """Yields lines of a table: the times of exchanges and of parts of steps."""
+    """Yields a table's lines on exchanges and parts of steps."""
     for collective in ("all_to_all", "all_gather", "all_reduce"):
         points = getattr(rates, collective).points
         yield _row(collective, *(f"{format_bytes(size)} {_ms(s)}" for size, s in points))

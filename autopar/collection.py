@@ -1,4 +1,4 @@
-"""Memory while a program is made: Python's collector of cyclic garbage, and what XLA's compiler leaves behind."""
+"""Python's garbage collector, while programs are made."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def paused_collection(*, lasting: bool = False) -> Iterator[None]:
-    """Stops garbage collection within a block, for passes keep what they allocate.
+    """Stops garbage collection within a block: passes keep what they allocate, and each collection would walk all of
+    JAX's and the user's objects, a third of the time of planning thousands of equations.
 
-    Each collection would walk all of JAX's and the user's objects: a third of the time of planning thousands of
-    equations.
-
-    Args:
-      lasting: What is made stays, as modules do: full collections alone look at it, from the first one on.
+    `lasting`: the block's objects stay, as modules do, and only full collections look at them.
     """
     if not gc.isenabled():
         yield

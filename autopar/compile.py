@@ -1,4 +1,4 @@
-"""Runs the passes of a way to run a step, and verifies the program after every pass that changes it.
+"""Runs the passes of a way to run a step, and verifies the program after each.
 
 Each pass leaves a record (pass, program after it, note), which is the debug dump, the text of golden tests and what
 `explain` prints.
@@ -121,11 +121,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
 
 
 def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:
-    """Chooses a plan, or checks an earlier one.
-
-    Raises:
-      PlanError: an earlier plan doesn't fit the program.
-    """
+    """Chooses a plan, or checks an earlier one; raises PlanError if that doesn't fit the program."""
     start, program, options = time.perf_counter(), analysed.program, way.options
     earlier = options.plan
     if earlier is not None:

@@ -36,7 +36,7 @@ class DonatedStateError(AutoparError, RuntimeError):
 
 
 def donated(what: str) -> DonatedStateError:
-    """Returns the error for whoever reads a state that was given to a step."""
+    """Returns the error for reading a state that was given to a step."""
     return DonatedStateError(
         f"{what} was given to a step, which updates its state in place: go on with the state that the step returned, "
         "or keep old states with parallelize(step, donate=False)"
@@ -56,7 +56,8 @@ class StepError(AutoparError):
 
 
 class TimelineError(AutoparError):
-    """A timeline says of servers what cannot be: a push twice, of weights that are not there yet, beyond the bound."""
+    """A timeline of servers is impossible: a push comes twice, is of weights that aren't there yet, or exceeds the
+    bound."""
 
 
 class VerificationError(AutoparError):
@@ -96,7 +97,7 @@ class StateWarning(UserWarning):
 
 
 def note_lost_rows(error: BaseException) -> None:
-    """Adds a note to an error that was raised while deferred rows were brought up to date, in place."""
+    """Adds a note to an error raised while deferred rows were brought up to date in place."""
     error.add_note(
         "autopar: deferred rows were being brought up to date in place: some are lost, and the state with them. Go on "
         "from a checkpoint (autopar.restore)"
@@ -126,7 +127,7 @@ _LIBRARIES = tuple(os.path.realpath(path) + os.sep for path in (Path(__file__).p
 
 @functools.cache
 def is_library(file: str) -> bool:
-    """Returns whether a file isn't the user's own code: an installed package, the standard library, autopar."""
+    """Says whether a file is no code of the user's: an installed package, the standard library, autopar."""
     real = os.path.realpath(file)
     parts = real.replace("\\", "/")
     return (
@@ -138,7 +139,7 @@ def is_library(file: str) -> bool:
 
 
 def users_line(frame: FrameType) -> str:
-    """Returns file:line of the user's own code that led to a frame; the frame's where there is none."""
+    """Returns file:line of the user's code that led to a frame, or else of the frame."""
     found: FrameType | None = frame
     while found is not None and is_library(found.f_code.co_filename):
         found = found.f_back
@@ -147,7 +148,7 @@ def users_line(frame: FrameType) -> str:
 
 
 def warn(message: str, kind: type[Warning]) -> None:
-    """Warns at the line of the user's that led here."""
+    """Warns at the user's line that led here."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Meshes with Explicit axes, as `jax.make_mesh` makes them: running on their arrays, and within `jax.set_mesh`."""
+"""Meshes with Explicit axes, as `jax.make_mesh` makes them: their arrays, and code within `jax.set_mesh`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _T = TypeVar("_T")
 def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
     """Runs a function outside of the user's `jax.set_mesh`, if that mesh has Explicit axes.
 
-    There JAX refuses lookups of which it can't tell where they are to be. Arrays that the function returns are on the
-    user's mesh: within it JAX takes no others.
+    There JAX refuses lookups whose sharding it can't tell. Returned arrays are on the user's mesh, as JAX takes no
+    others within it.
     """
 
     @functools.wraps(call)
@@ -46,12 +46,12 @@ def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _on_mesh(leaf: Leaf, mesh: Any) -> Leaf:
-    """Returns an array as one of a mesh over the same devices, without a copy, where that mesh can say where it is."""
+    """Returns an array on a mesh over the same devices, without a copy, if that mesh can express its place."""
     old = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(old, NamedSharding):
         return leaf
     spec = PartitionSpec() if old.is_fully_replicated else old.spec
-    if len(old.mesh.axis_names) == 1:  # over all devices, as are all axes of another mesh
+    if len(old.mesh.axis_names) == 1:  # it is over all devices, as are all axes of the other mesh together
         spec = PartitionSpec(*(None if entry is None else mesh.axis_names for entry in spec))
     elif spec and old.mesh.axis_names != mesh.axis_names:
         return leaf
@@ -60,14 +60,14 @@ def _on_mesh(leaf: Leaf, mesh: Any) -> Leaf:
 
 
 def is_explicit(leaf: Leaf) -> bool:
-    """Returns whether a leaf is an array on a mesh with Explicit axes."""
+    """Says whether a leaf is an array on a mesh with Explicit axes."""
     sharding = leaf.sharding if type(leaf) is jax_compat.ConcreteArray else None
     return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types
 
 
 def on_auto_mesh(leaf: Leaf) -> Leaf:
-    """Returns an array of a mesh with Explicit axes as one of the same mesh with Auto axes; anything else, and an array
-    that is deleted, as it is."""
+    """Returns an array of a mesh with Explicit axes on the same mesh with Auto axes; anything else, and a deleted
+    array, as it is."""
     if not is_explicit(leaf) or leaf.is_deleted():
         return leaf
     old = leaf.sharding

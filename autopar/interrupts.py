@@ -1,25 +1,25 @@
-"""Interrupts (Ctrl-C, and other signals that have a Python handler) and the state that a step updates in place.
+"""Interrupts (Ctrl-C, and other signals that have a Python handler), and the state that a step updates in place.
 
-From the dispatch of a step on the old state is gone, and until the caller has assigned what the step returns nobody
-has the new one: a KeyboardInterrupt raised in between loses the training. So a call that is `uninterrupted` holds
-signals back. They are answered when the next such call begins, or a moment after the call, whichever comes first. A
-second one goes through at once, whatever is lost: the call may be waiting for a process that is gone.
+Once a step is dispatched the old state is gone, and until the caller has assigned the step's results nobody has the new
+one: a KeyboardInterrupt in between loses the training. An `uninterrupted` call therefore holds signals back. They are
+answered when the next such call begins, or a moment after the call, whichever comes first. A second one goes through at
+once, whatever is lost: the call may be waiting for a process that is gone.
 
 A loop over batches has more to lose: the source moves on with each batch, the state with each step, and a checkpoint
-needs both to be at the same batch. So a `Loop` holds signals back while its body runs, whatever the body does, and
-answers them before it asks for the next batch. Of loops that are open at the same time the first one does.
+needs both at the same batch. A `Loop` holds signals back while its body runs, and answers them before it asks for the
+next batch. Of several open loops the first one does.
 
-How: from the first such call on, the signals' handlers are called by one of ours, which stays, because the last moment
-(the call has returned, and its caller hasn't stored the results yet) is after all code of ours. Python answers signals
-between two instructions, and there is one such place between the call's return and the assignment. So a signal that is
-first seen outside of a call is answered at the next place, not at this one: a thread sends it once more, a millisecond
-later. In a call, or in the frame that is just leaving it, that thread goes on trying. (Without that thread 12 of 3,605
+How: from the first such call on, the signals' handlers are wrapped by ours, which stay, because the last moment (the
+call has returned, and its caller hasn't stored the results yet) comes after all of our code. Python answers signals
+between two instructions, and there is one such place between the call's return and the assignment. A signal that is
+first seen outside of a call is therefore answered at the next place: a thread sends it once more, a millisecond later.
+In a call, or in the frame that is just leaving it, that thread goes on trying. (Without that thread 12 of 3,605
 interruptions from another process lost the state of a small step; with it none of 8,083 did.)
 
-Invariants: only the main thread, where Python answers signals, ever holds or answers one; a signal that is held is
-answered once; a user's handler is never replaced, but called by ours, and one that is set later is taken up by the
-next call. Signals without a Python handler (SIGTERM, as a rule) are left alone, and so are those of an asyncio loop,
-which hears of them otherwise, once each time that they are sent.
+Invariants: only the main thread, where Python answers signals, ever holds or answers one; a held signal is answered
+once; a user's handler is never replaced, but called by ours, and one that is set later is wrapped by the next call.
+Signals without a Python handler (SIGTERM, as a rule) are left alone, and so are those of an asyncio loop, which is told
+of each signal by other means.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from autopar.errors import users_line
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-#: What is held back, where it has a Python handler.
+#: Signals that are held back if they have a Python handler.
 _NAMES = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 SIGNALS = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
 
-#: Seconds until a signal that is held back is sent once more, at first and at most.
+#: Seconds until a held signal is sent again, at first and at most.
 PAUSE_S, LONGEST_PAUSE_S = 1e-3, 0.5
 
-#: Seconds after which a signal is another one, and not the same from a terminal and from a launcher, too.
+#: Seconds after which a signal counts as a second one; earlier it may be the same, from a launcher and a terminal.
 SECOND_S = 0.2
 
-#: Seconds by which a signal may come later to this rank than to another one, which has told of it.
+#: Seconds by which a signal may come later to this rank than to another one that has told of it.
 LATE_S = 1.0
 
-#: Seconds until it is said that a signal waits for the end of a loop's body.
+#: Seconds until the user is told that a signal waits for the end of a loop's body.
 SAY_S = 1.0
 _WAITS = "waits until the loop at {} asks for its next batch. A second one goes through at once"
 _CUT = "cuts the loop at {} short: its position may be one batch ahead of the state"
 
 
 class Handler:
-    """Holds a signal back, or calls the handler that was there before."""
+    """Holds a signal back, or calls the handler before."""
 
     def __init__(self, interrupts: Interrupts, previous: Callable[[int, FrameType | None], Any]) -> None:
         self._interrupts = interrupts
@@ -79,7 +79,7 @@ class Handler:
 
 @dataclass(frozen=True)
 class Note:
-    """A handler that only writes a signal down, for who asks for it where a step has ended: it is never held back."""
+    """A handler that only notes a signal, for a caller that asks after a step: it is never held back."""
 
     write: Callable[[int, FrameType | None], None]
 
@@ -89,14 +89,14 @@ class Note:
 
 
 class Interrupts:
-    """The signals of this process. One a process, as its handlers are.
+    """The signals of this process. There is one, as handlers are the process's.
 
     Attributes:
-      received_s: `time.monotonic()` when Python last got round to a signal; it may have been held back.
-      depth: How many calls are under way, one within the other, that aren't to be interrupted.
-      open_at: The depth at which signals are answered: 0, and where such a call lets them through.
+      received_s: `time.monotonic()` when Python last handled a signal, if only to hold it back.
+      depth: Number of nested calls under way that aren't to be interrupted.
+      open_at: The depth at which signals are answered: 0, or that of a call that lets them through.
       main: The main thread.
-      bodies: Of the loops that are open, the first one first. Signals wait for the end of its body.
+      bodies: Bodies of open loops. Signals wait for the end of the first one.
     """
 
     def __init__(self) -> None:
@@ -104,31 +104,31 @@ class Interrupts:
         self.depth = 0
         self.open_at = 0
         self.bodies: list[Body] = []
-        #: Since when, by `time.monotonic()`.
+        #: Held signals -> `time.monotonic()` since when.
         self._held: dict[int, float] = {}
-        #: Of those held: sent once more, and not seen since.
+        #: Held signals that were sent again, and not seen since.
         self._sent: set[int] = set()
-        #: Of those held: last seen outside of a call.
+        #: Held signals that were last seen outside of a call.
         self._outside: set[int] = set()
-        #: When another rank has told of one that this rank didn't have yet, by `time.monotonic()`.
+        #: Signals that another rank told of first -> `time.monotonic()`.
         self._told: dict[int, float] = {}
         self._answering = False
-        #: The handlers when a call last began: as long as these are set, and nothing is held, there is nothing to do.
+        #: Handlers when a call last began: while they are the same, and nothing is held, there is nothing to do.
         self._prepared: list[Any] = []
         self.main = threading.main_thread().ident
 
     def forget(self) -> None:
-        """Begins anew in a forked child, which has no loop under way, and whose main thread is the one that forked."""
+        """Begins anew in a forked child, which has no loop under way, and another main thread."""
         self.bodies.clear()
         self.main = threading.main_thread().ident
 
     @property
     def holding(self) -> bool:
-        """Tells whether signals wait: for the end of a call, or of a loop's body."""
+        """Says whether signals wait for the end of a call or of a loop's body."""
         return self.depth != self.open_at or bool(self.bodies)
 
     def begin(self) -> None:
-        """Begins a call that isn't to be interrupted: answers whatever is held, then holds all."""
+        """Begins a call that isn't to be interrupted: answers held signals, then holds all."""
         if self.depth == 0:
             self.open_at = 0
             if self._held or [*map(_signal.getsignal, SIGNALS)] != self._prepared:
@@ -144,7 +144,7 @@ class Interrupts:
         self._outside.clear()
 
     def end_body(self, body: Body, tell: Tell) -> None:
-        """Ends the body of a loop (or begins its first one): answers what is held, on all ranks alike."""
+        """Ends the body of a loop (or begins its first one): answers held signals, on all ranks alike."""
         if body not in self.bodies:
             self.bodies.append(body)
         for number in SIGNALS:
@@ -162,19 +162,19 @@ class Interrupts:
             self.bodies.remove(body)
 
     def answer_held(self) -> None:
-        """Answers what is held, here, but in a loop's body."""
+        """Answers held signals here, unless a loop's body runs."""
         if not self.bodies:
             self.answer_all(tuple(self._held))
 
     def answer_all(self, numbers: Iterable[int]) -> None:
-        """Answers some signals, here."""
+        """Answers some signals here."""
         for number in numbers:
             handler = _signal.getsignal(number)
             if isinstance(handler, Handler):
                 self.answer(number, sys._getframe(1), handler.previous)
 
     def holds(self, number: int, frame: FrameType | None) -> bool:
-        """Tells whether a signal that arrives is to wait, or is none."""
+        """Says whether an arriving signal is to wait, or has been answered already."""
         self.received_s = now_s = time.monotonic()
         was_sent, was_held = number in self._sent, number in self._held
         self._sent.discard(number)
@@ -189,7 +189,7 @@ class Interrupts:
             is_second = not was_sent and now_s - self._held.get(number, now_s) >= SECOND_S
             if not (is_second and self.holding):
                 return self._hold(number)
-            for body in self.bodies[:1]:  # told by a thread: the interrupted code may be writing
+            for body in self.bodies[:1]:  # a thread writes, as the interrupted code may be writing
                 _thread.start_new_thread(sys.stderr.write, (body.told(number, _CUT),))
             return False
         if number in self._outside:
@@ -198,7 +198,6 @@ class Interrupts:
         return self._hold(number)
 
     def answer(self, number: int, frame: FrameType | None, previous: Callable[[int, FrameType | None], Any]) -> None:
-        """Calls a signal's handler."""
         self._held.pop(number, None)
         self._outside.discard(number)
         self._answering = True
@@ -230,7 +229,7 @@ class Interrupts:
         return True
 
     def _send(self, number: int, since_s: float) -> None:
-        """Sends a signal that is held since then, in a thread, until it is answered."""
+        """Sends a held signal again, in a thread, until it is answered."""
         pause_s, said = PAUSE_S, False
         while self._held.get(number) == since_s:
             time.sleep(pause_s)
@@ -260,7 +259,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wraps a function that signals don't cut short, nor keep from handing its result to its caller.
+    """Wraps a function so that signals neither cut it short nor keep its result from its caller.
 
     They are held back until the caller has assigned the result. A second one cuts it short.
     """
@@ -278,16 +277,14 @@ def uninterrupted(call: Callable[_P, _T]) -> Callable[_P, _T]:
     return functools.wraps(call)(uncut)
 
 
-#: The code of frames that are about to hand a result to their caller: one code object, of all such functions.
+#: The code of frames that are about to return a result: one code object for all such functions.
 _LEAVING: set[Any] = set()
 
 
 @contextmanager
 def interruptible(when: bool = True) -> Iterator[None]:
-    """Lets a part of an `uninterrupted` call be cut short: planning, compiling; nothing of the state is gone yet.
-
-    `when`: whether that is so: not where other processes wait for this one.
-    """
+    """Lets a part of an `uninterrupted` call be cut short: planning and compiling, where the state isn't gone yet.
+    `when`: no other process waits for this one."""
     if not when or threading.get_ident() != threading.main_thread().ident:
         yield
         return
@@ -302,23 +299,23 @@ def interruptible(when: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """The body of a loop that is open. `place`: file:line of the user's code that asked for its first batch."""
+    """The body of an open loop. `place`: file:line of the user's code that asked for its first batch."""
 
     place: str
 
     def told(self, number: int, text: str) -> str:
-        """Returns the line that is printed about a signal."""
+        """Returns the line to print about a signal."""
         return f"autopar: {signal.Signals(number).name} {text.format(self.place)}\n"
 
 
-#: What any rank holds, of what this one does; collective.
+#: This rank's held signals -> all ranks'. Collective.
 Tell = Callable[[tuple[int, ...]], Sequence[int]]
 
 
 class Loop(Iterator[_T]):
     """A loop over batches whose body signals don't cut short: they are answered before the next batch is asked for.
 
-    It ends where its batches do, or where nobody has it any more (`break`, an exception).
+    It ends where its batches do, or when nobody has it any more (`break`, an exception).
     """
 
     def __init__(self, batches: Iterator[_T], tell: Tell = tuple) -> None:

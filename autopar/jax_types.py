@@ -23,10 +23,10 @@ AnyType: TypeAlias = Any
 AnyJaxpr: TypeAlias = Any
 #: The structure of a tree: `jax.tree_util.PyTreeDef`, which type checkers take for a variable.
 PyTreeDef: TypeAlias = Any
-#: What an array is indexed by: an integer, a slice, an array, or a tuple of such.
+#: An index of arrays: an integer, a slice, an array, or a tuple of such.
 Index: TypeAlias = Any
 #: A communicator or request of mpi4py, which need not be installed.
 Comm: TypeAlias = Any
 Request: TypeAlias = Any
-#: What workers, servers and processes send each other: plain data, and arrays of NumPy.
+#: A message of workers, servers and processes: plain data, and arrays of NumPy.
 Sent: TypeAlias = Any

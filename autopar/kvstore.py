@@ -1,7 +1,7 @@
-"""A distributed key-value store: what `autopar.sync` is made of, to write a way of training by hand.
+"""A distributed key-value store, of which `autopar.sync` is made: for writing a way of training by hand.
 
-After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks, or dedicated processes
-(`launch --servers`). Calls of one rank take effect in their order.
+After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks, or dedicated processes (`launch
+--servers`). Calls of one rank take effect in their order.
 
 Example:
   >>> import numpy as np, optax
@@ -61,9 +61,9 @@ def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | No
 
     Args:
       kind: "sync", "async", "sync-mpi" or "async-mpi".
-      clients: With "-mpi" how many workers there are, of as many adjacent ranks each; None: one of all ranks. Without
-        it every rank is a worker.
-      servers: How many ranks keep keys, the first ones; None: all. Of dedicated servers, where the job has some.
+      clients: With "-mpi" the number of workers, each of as many adjacent ranks; None: one of all ranks. Without "-mpi"
+        every rank is a worker.
+      servers: Number of ranks that keep keys, the first ones (of dedicated servers, if the job has some); None: all.
 
     Raises:
       ArgumentsError: there is no such kind, the clients don't divide the ranks, or there are fewer servers.
@@ -83,16 +83,15 @@ class KVStore:
     """Values by key, on servers. Made by `create`.
 
     Attributes:
-      rank, workers: This rank's worker, and how many there are.
+      rank, workers: This rank's worker, and the number of workers.
     """
 
     def __init__(self, kind: Kind, clients: Clients, servers: int) -> None:
-        """Connects the ranks. Collective."""
         self._clients, self.rank, self.workers = clients, clients.own, clients.count
         self._rank = everyone().rank
         self._is_synchronous = kind.startswith("sync")
         self._link = Link([KeySpec(clients.count, self._is_synchronous)] * servers, clients)
-        #: What makes the state of a value, and updates both.
+        #: The functions that make a value's state, and update both.
         self._optimizer: tuple[Callable[[Array], Any], Update] | None = None
         self._homes: dict[Key, int] = {}
         self._types: dict[Key, tuple[tuple[int, ...], Leaf]] = {}
@@ -102,10 +101,10 @@ class KVStore:
             self._members.rings_from = reductions_here().rings_from
 
     def init(self, keys: Sequence[Key], values: Sequence[Array]) -> None:
-        """Keeps some keys, with the first rank's values; balanced over the servers by bytes. Collective.
+        """Stores the first rank's values under new keys, balanced over servers by bytes. Collective.
 
         Raises:
-          ArgumentsError: a key is known already, or as many keys and values weren't given.
+          ArgumentsError: a key is known already, or the numbers of keys and values differ.
         """
         if len(keys) != len(values):
             raise ArgumentsError(f"kvstore.init: {len(keys)} keys and {len(values)} values")
@@ -125,11 +124,11 @@ class KVStore:
         group.gather(b"", "keys are there")
 
     def set_optimizer(self, optimizer: Any, rescale: float = 1.0) -> None:
-        """Updates values by what is pushed, from now on, with new states. Collective.
+        """Updates values by pushes from now on, with new optimizer states. Collective.
 
         Args:
           optimizer: An Optax transformation, or `elastic(alpha)`.
-          rescale: What is pushed is multiplied by it, as by 1/mini_batch_size where gradients are sums.
+          rescale: Factor of pushes, such as 1/mini_batch_size if gradients are sums.
 
         Raises:
           ArgumentsError: it is no transformation.
@@ -147,14 +146,14 @@ class KVStore:
         group.together(ArgumentsError, self._set_rules, "the optimizer is there")
 
     def _set_rules(self) -> None:
-        """Tells servers how their keys are updated, those that this process speaks to for all."""
+        """Sends rules to the servers that this process speaks to for all."""
         for n in self._link.own:
             keys = [key for key, home in self._homes.items() if home == n]
             values = {key: self._link.command(n, ReadKey(self._rank, key)) for key in keys}
             self._link.command(n, SetRules(self._rank, self._rules(values)))
 
     def _rules(self, values: Mapping[Key, np.ndarray]) -> dict[Key, Rule]:
-        """Says how some keys are updated; nothing of them without an optimizer."""
+        """Returns the rules of some keys; none without an optimizer."""
         if self._optimizer is None:
             return {}
         initial, update = self._optimizer
@@ -171,12 +170,12 @@ class KVStore:
 
         Args:
           keys: A key, or a list of them.
-          values: A value, an array or a list of one worker's arrays (one of each device, to be summed); for a list of
-            keys a list of such.
+          values: A value: an array, or a list of one worker's arrays to be summed (one a device). For a list of keys a
+            list of values.
 
         Raises:
           ArgumentsError: a key that isn't known; "async" without an optimizer; dedicated servers have an optimizer, and
-            a value is of another shape or dtype than its key's.
+            a value has another shape or dtype than its key's.
         """
         if not self._is_synchronous and self._optimizer is None:
             raise ArgumentsError(
@@ -193,10 +192,8 @@ class KVStore:
             self._link.tell(home, PushKey(self.rank, key, self._reduced(pushed)))
 
     def pull(self, keys: K | Sequence[K]) -> Leaf:
-        """Returns values of a key, or of a list of them, as NumPy arrays.
-
-        By "sync" once all workers' pushes of the same round are in them, by "async" as they are. With "-mpi" collective
-        within the worker.
+        """Returns values of a key, or of a list of them, as NumPy arrays: with "sync" once all workers' pushes of the
+        same round are in them, with "async" as they are. With "-mpi" collective within the worker.
 
         Raises:
           ArgumentsError: a key that isn't known.
@@ -205,11 +202,8 @@ class KVStore:
         return pulled if isinstance(keys, list) else pulled[0]
 
     def pushpull(self, keys: K | Sequence[K], values: Leaf) -> Leaf:
-        """Pushes and pulls in one.
-
-        With one worker of all ranks ("sync-mpi") and without an optimizer it is an AllReduce, in which no server takes
-        part.
-        """
+        """Pushes and pulls in one call. With one worker of all ranks ("sync-mpi") and no optimizer it is an AllReduce
+        without servers."""
         if self.workers == 1 and self._clients.members is not None and self._optimizer is None:
             summed = [self._reduced(merged(value)) for _, value in _pairs(keys, values)]
             return summed if isinstance(keys, list) else summed[0]

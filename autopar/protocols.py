@@ -1,6 +1,6 @@
 """Protocols of `autopar.sync`, without IO: what a client asks of servers in a step, and what servers count.
 
-A client's step is a generator of what it does next. Who drives it knows what that takes: MPI (`servers.exchanges`), a
+A client's step is a generator of what it wants next. Its driver knows what that takes: MPI (`servers.exchanges`), a
 recorded timeline (`servers.job`), or a clock (`cost.client_times`).
 """
 
@@ -16,7 +16,7 @@ import numpy as np
 from autopar.errors import AutoparError
 from autopar.ir.ring import Ring
 
-#: In place of a step's number in a server's events: nobody waits for the worker any more; and, others do again.
+#: Instead of a step's number in a server's events: nobody waits for the worker any more; others do again.
 LEFT, CAME = -1, -2
 
 
@@ -28,7 +28,7 @@ class Send:
       kind: "pull" asks for weights, "push" brings a gradient; "exchange" brings the weights that a step begins with,
         "step" those that it made.
       number: Counts the client's messages of this kind at a server, from 0.
-      server: Which one; None: all.
+      server: The server; None: all.
     """
 
     kind: Literal["pull", "push", "exchange", "step"]
@@ -38,7 +38,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Computes a step, or the gradient of one; what was sent travels beside it."""
+    """Computes a step, or its gradient, while sent messages travel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ Want = Send | Compute | Receive
 
 
 def pulling_step(step: int) -> Iterator[Want]:
-    """Yields a step of asynchronous SGD (MXNET-MPI, section 2). `step`: its number, from 0."""
+    """Yields a step (numbered from 0) of asynchronous SGD (MXNET-MPI, section 2)."""
     yield Send("pull", step)
     yield Receive()
     yield Compute()
@@ -58,14 +58,8 @@ def pulling_step(step: int) -> Iterator[Want]:
 
 
 def elastic_step(interval: int, step: int, exchanges: int) -> Iterator[Want]:
-    """Yields a step of elastic averaging: now and then weights and a centre move towards each other (MXNET-MPI, section
-    5).
-
-    Args:
-      interval: Steps from one exchange to the next.
-      step: Its number, from 0.
-      exchanges: How many the client has begun.
-    """
+    """Yields a step (numbered from 0) of elastic averaging (MXNET-MPI, section 5): every `interval` steps weights and a
+    centre move towards each other. `exchanges`: those that the client has begun."""
     is_due = step > 0 and step % interval == 0
     if is_due:
         yield Send("exchange", exchanges)
@@ -75,14 +69,9 @@ def elastic_step(interval: int, step: int, exchanges: int) -> Iterator[Want]:
 
 
 def ring_step(ring: Ring, client: int, step: int, turn: int) -> Iterator[Want]:
-    """Yields a step of averaging with neighbours. Passive clients are the servers: an active one asks them in turn, and
-    each has what its own step changed added to what its neighbours made of its weights meanwhile.
-
-    Args:
-      ring, client: Which one.
-      step: Its number, from 0.
-      turn: Exchanges that the client has begun: as many as steps, and those that were cut short.
-    """
+    """Yields a step (numbered from 0) of averaging with neighbours. Passive clients are the servers: an active one asks
+    them in turn, and a passive one's step is added to what neighbours made of its weights meanwhile. `turn`: exchanges
+    that the client has begun, including those that were cut short."""
     if ring.is_active(client):
         yield Send("exchange", ring.number(turn), ring.server(ring.neighbor(client, turn)))
         yield Compute()
@@ -93,10 +82,10 @@ def ring_step(ring: Ring, client: int, step: int, turn: int) -> Iterator[Want]:
 
 
 class Standing:
-    """Holds how far workers are, and who waits for whom: the staleness bound.
+    """Each worker's progress, and who waits for whom by the staleness bound.
 
-    Workers are compared by the steps that they have done since they came. Whoever comes back begins with as many as the
-    slowest of those who are there; if nobody is, all begin anew.
+    Workers are compared by the steps since they came. A worker that comes back begins with as many as the slowest one
+    that is there; if nobody is, all begin anew.
 
     Attributes:
       applied: Steps of each worker.
@@ -111,11 +100,9 @@ class Standing:
 
     @property
     def nobody(self) -> bool:
-        """Says whether all are gone."""
         return len(self._gone) == len(self.applied)
 
     def is_gone(self, worker: int) -> bool:
-        """Says whether nobody waits for a worker."""
         return worker in self._gone
 
     def leave(self, worker: int) -> None:
@@ -133,12 +120,10 @@ class Standing:
         self._set_limit()
 
     def push(self, worker: int) -> None:
-        """Counts a step."""
         self.applied[worker] += 1
         self._set_limit()
 
     def since(self, worker: int, step: int) -> int:
-        """Returns a worker's step, counted since it came."""
         return step - self._base[worker]
 
     def may_begin(self, worker: int, step: int) -> bool:
@@ -155,12 +140,8 @@ class Standing:
 
 
 class Log:
-    """Numbers what changes a server's values, and records which version each change was made of.
-
-    Attributes:
-      standing: How far workers are.
-      version: Changes so far.
-    """
+    """Numbers changes of a server's values, and records the version that each was made of. `version`: changes so
+    far."""
 
     def __init__(self, workers: int, bound: int | None = None) -> None:
         self.standing, self.version = Standing(workers, bound), 0
@@ -168,19 +149,15 @@ class Log:
 
     @property
     def events(self) -> np.ndarray:
-        """Returns what was done so far, as `Timeline` has it, int64[n, 3]."""
+        """The events so far, as in `Timeline`, int64[n, 3]."""
         return np.array(self._events, np.int64).reshape(-1, 3)
 
     def see(self, worker: int) -> None:
-        """Says that a worker's next change is made of what there is now."""
+        """Records that a worker's next change is made of the present version."""
         self._seen[worker] = self.version
 
     def check_next(self, worker: int, number: int, what: str) -> None:
-        """Checks that no change of a worker was lost, or came twice.
-
-        Raises:
-          AutoparError: one was.
-        """
+        """Checks that no change of a worker was lost, or came twice, or raises AutoparError."""
         if (wanted := self.standing.applied[worker]) != number:
             raise AutoparError(f"worker {worker} {what} {number} where {wanted} is next. This is a bug of autopar")
 

@@ -1,4 +1,4 @@
-"""`top_k`: the best items of all for each query, without the scores of all items at once."""
+"""`top_k`: the best items for each query, without all scores at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autopar.jax_types import Array, Leaf
 def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple[Array, Array]:
     """Finds the k items with the largest inner products with each query, in descending order.
 
-    It returns what `jax.lax.top_k(queries @ items.T, k)` returns, the item with the smaller number first where two are
-    equal, and goes through the items block by block: memory for scores is [..., block], and not [..., V].
+    It returns the same as `jax.lax.top_k(queries @ items.T, k)` (among equal items the smaller number comes first), but
+    goes through the items block by block: memory for scores is [..., block], not [..., V].
 
     Args:
       queries: [..., D].
       items: [V, D]: a table, or an array of features.
-      k: How many.
+      k: Number of items.
       block: Items that are scored at a time.
 
     Returns:

@@ -1,4 +1,5 @@
-"""Learning rates for batches that grow with the number of devices. They are made of Optax, which is imported on use."""
+"""Learning rates for batches that grow with the number of devices. Optax, which they are made of, is imported on
+use."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Ways of training by replicas, which change the function by design: `parallelize(step, sync=...)`.
+"""Ways of training with clients, which change the function by design: `parallelize(step, sync=...)`.
 
-Each client trains weights of its own on minibatches of its own; what is between them says the way. Clients are
-processes, or groups of them, which then train one replica together, as by data parallelism. docs/replicas.md.
+Each client trains on minibatches of its own, as a rule with weights of its own; the way says what they exchange.
+Clients are processes, or groups of them, which then train one replica by data parallelism. docs/replicas.md.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from autopar.jax_types import Pytree
 
 
 class Replicated(abc.ABC):
-    """A way by which each client has weights of its own, which it exchanges with others."""
+    """A way by which each client has weights of its own, and exchanges them with others."""
 
     clients: int | None
-    #: As of `Average`: all weights are exchanged at once, and waited for.
+    #: As for `Average`: all weights are exchanged at once, and waited for.
     outer: Pytree = None
     fragments: int = 1
     delay: int = 0
-    #: With whom: all other clients at once, a neighbour in a ring at once, servers that keep a centre, or neighbours in
-    #: a ring whenever that suits.
+    #: Partners of an exchange: all other clients at once, a neighbour in a ring at once, servers that keep a centre, or
+    #: neighbours in a ring at any time.
     partners: Literal["all", "pairs", "center", "neighbors"] = "all"
-    #: As of `Hybrid`.
+    #: As for `Hybrid`.
     learning_rate: float | None = None
     curvature: float | Literal["measure"] | None = None
 
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """Returns what it is called."""
+        """The way's name in texts."""
 
     @property
     def call(self) -> str:
-        """Returns how a user writes it."""
+        """The way as a user writes it."""
         return f"{type(self).__name__}()"
 
     @property
     def is_asynchronous(self) -> bool:
-        """Says whether no client waits for another one."""
+        """Says whether no client waits for another."""
         return self.partners in ("center", "neighbors")
 
     @property
@@ -52,12 +52,12 @@ class Replicated(abc.ABC):
 
     @property
     def period(self) -> int:
-        """Returns the steps from one exchange to the next."""
+        """Steps from one exchange to the next."""
         return 1
 
     @property
     def slope(self) -> float | None:
-        """eta h, where both are given."""
+        """The product eta h, if both are given."""
         if self.learning_rate is None or not isinstance(self.curvature, int | float):
             return None
         return self.learning_rate * self.curvature
@@ -75,14 +75,14 @@ class Replicated(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Bounded(Replicated):
-    """A way that is known to be stable up to some rate only.
+    """A way that is known to be stable up to some learning rate.
 
     Attributes:
-      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
-      learning_rate: eta, if training is to be known to be stable: a step's, as of SGD.
+      clients: Number of clients; None: every process is one. Each has the same number of adjacent processes.
+      learning_rate: eta, a step's as of SGD, to check that training is stable.
       curvature: h, the largest eigenvalue of the loss's Hessian, for the same. "measure": eta h is measured before the
-        first step, on its state and minibatch, by power iteration on the step itself (64 Jacobian-vector products of it
-        at most, on one device).
+        first step, on its state and minibatch, by power iteration on the step itself (at most 64 of its Jacobian-vector
+        products, on one device).
     """
 
     clients: int | None = None
@@ -106,19 +106,20 @@ class Average(Replicated):
     """Each client takes some steps by itself; then its weights become the mean of all clients'.
 
     With `every=1` that is SYNC of Zhang et al., "Distributed deep learning strategies for automatic speech recognition"
-    (section 3.2), and, where the update is linear in gradients (SGD, momentum), data parallelism; with more steps local
-    SGD (Stich, 2019). With `outer=` it is DiLoCo (Douillard et al., 2023,
-    algorithm 1): the mean of what clients changed is a gradient, by which an optimizer moves the weights that all had
-    before. Optimizer slots, statistics, counts and random keys stay each client's own.
+    (section 3.2), and, if the update is linear in gradients (SGD, momentum), data parallelism; with more steps it is
+    local SGD (Stich, 2019). With `outer=` it is DiLoCo (Douillard et al., 2023, algorithm 1): the clients' mean change
+    is a gradient, by which an optimizer moves the weights that all had before. Optimizer slots, statistics, counts and
+    random keys stay each client's own.
 
     Attributes:
       every: k, steps from one mean to the next.
       outer: An Optax transformation, such as `optax.sgd(0.7, momentum=0.9, nesterov=True)`; None: the mean itself.
-      fragments: p, parts of the weights, of about as many bytes each, which are averaged in turn, k/p steps apart
-        (Streaming DiLoCo, Douillard et al., 2025): a p-th of the bytes at a time.
-      delay: d, steps after which a mean is merged. Until then it is on its way beside the compute; what a client
-        changes meanwhile is added to it.
-      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
+      fragments: p, parts of the weights of about equal bytes, which are averaged in turn, k/p steps apart (Streaming
+        DiLoCo, Douillard et al., 2025): a p-th of the bytes at a time.
+      delay: d, steps after which a mean is merged. Until then it travels beside the compute; what a client changes
+        meanwhile is added to it.
+      clients: Number of clients (default: one per process). Processes are split evenly: each client has the same number
+        of adjacent ones.
 
     Raises:
       ArgumentsError: a number that makes no sense, or an `outer` that is no transformation.
@@ -170,22 +171,22 @@ class Average(Replicated):
 
 @dataclass(frozen=True)
 class Async:
-    """Servers keep the state; each worker pulls weights, computes a gradient of its own minibatch, and pushes it, and a
-    server updates what it keeps by each push as it comes (ASGD; MXNET-MPI, section 2).
+    """Servers keep the state. Each worker pulls weights, computes a gradient of its own minibatch, and pushes it; a
+    server applies each push as it comes (ASGD; MXNET-MPI, section 2).
 
-    So a gradient is applied to weights that have moved since it was computed: how often, its staleness, is recorded,
-    and `autopar.replay_timeline` computes the same of the record. Everything of the update that gradients alone decide,
-    as the norm of a clip, is computed by the worker. The state of the optimizer is the servers', counts among it: a
-    schedule goes by the pushes of all workers.
+    So a gradient is applied to weights that have moved since it was computed. How many pushes came in between, its
+    staleness, is recorded, and `autopar.replay_timeline` computes the same from the record. The worker computes
+    everything in the update that depends on gradients alone, such as the norm of a clip. The optimizer's state is the
+    servers', including counts: a schedule goes by the pushes of all workers.
 
     Attributes:
       staleness: s: a worker begins its step c once all workers' pushes of steps up to c-1-s are applied (stale
-        synchronous parallel, Ho et al., 2013). 0: no gradient is stale, and all of a step are averaged before they are
-        applied once: data parallelism. None: no bound.
-      warmup: Steps that are trained by data parallelism before.
-      clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
-        another, which compute its gradient together ("mpi-ASGD").
-      servers: How many keep the state, the first ones of the processes, or of dedicated servers where the job has some
+        synchronous parallel, Ho et al., 2013). 0: no gradient is stale, and all of a step are averaged and applied
+        once: data parallelism. None: no bound.
+      warmup: Number of first steps that are trained by data parallelism.
+      clients: Number of workers (default: one per process). Processes are split evenly; those of a worker are adjacent,
+        and compute its gradient together ("mpi-ASGD").
+      servers: Number of processes that keep the state, the first ones, or of dedicated servers if the job has some
         (`launch --servers`); None: all.
     """
 
@@ -210,31 +211,31 @@ class Async:
 
     @property
     def name(self) -> str:
-        """Returns what it is called."""
+        """The way's name in texts."""
         return "asynchronous SGD" if self.staleness is None else f"staleness at most {self.staleness}"
 
 
 @dataclass(frozen=True)
 class Elastic(_Bounded):
-    """Each worker trains weights of its own, and now and then an exchange pulls them and a centre towards each other
+    """Each worker trains weights of its own; now and then an exchange pulls them and a centre towards each other
     (EASGD, Zhang et al., 2015; MXNET-MPI, section 5).
 
-    Servers keep the centre c. Behind every `interval` steps, and in the next one, e = alpha (x - c) of one pair of a
-    worker's weights x and the centre: c becomes c + e, and x what the step makes of it less e (equations 2 and 3 of
-    MXNET-MPI; its figure 8 moves x by a centre that has moved already). The exchange runs beside the step. Everything
-    else that a step keeps stays each worker's own.
+    Servers keep the centre c. After every `interval` steps, beside the next step, e = alpha (x - c) is computed from
+    one pair of a worker's weights x and the centre: c becomes c + e, and the step's result is reduced by e (equations 2
+    and 3 of MXNET-MPI; its figure 8 moves x by a centre that has moved already). Everything else that a step keeps
+    stays each worker's own.
 
     Attributes:
-      alpha: How far, above 0 and below 1.
+      alpha: The strength of the pull, above 0 and below 1.
       interval: Steps from one exchange of a worker to its next.
-      clients: How many workers there are; None: every process is one. A worker has as many adjacent processes as
-        another, which train one replica together ("mpi-ESGD").
-      servers: How many keep the centre, the first ones of the processes, or of dedicated servers where the job has some
+      clients: Number of workers (default: one per process). Processes are split evenly; those of a worker are adjacent,
+        and train one replica together ("mpi-ESGD").
+      servers: Number of processes that keep the centre, the first ones, or of dedicated servers if the job has some
         (`launch --servers`); None: all.
-      learning_rate, curvature: eta and h, if training is to be known to be stable, h being the largest eigenvalue of
-        the loss's Hessian. Where alpha is above (4 - 2 eta h) / (4 - eta h), up to which each step with an exchange
-        contracts (Zhang et al., section 4.1, for workers in turn), a warning says so. `curvature="measure"`: eta h is
-        measured before the first step, by power iteration on the step itself.
+      learning_rate, curvature: eta and h, the largest eigenvalue of the loss's Hessian, to check that training is
+        stable. Each step with an exchange contracts up to alpha = (4 - 2 eta h) / (4 - eta h) (Zhang et al., section
+        4.1, for workers in turn); above that a warning says so. `curvature="measure"`: eta h is measured before the
+        first step, by power iteration on the step itself.
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -286,14 +287,15 @@ class Hybrid(_Bounded):
     """The mean of all clients' weights is taken beside the gradient (HYBRID; Zhang et al., "Distributed deep learning
     strategies for automatic speech recognition", section 3.2).
 
-    Behind a step a client has the mean of what all had before it, and what its own step has changed:
-    x_i' = mean_j x_j - eta g_i(x_i) with SGD. So a mean takes no time of its own where computing takes longer, and each
-    gradient is of weights that are off those which it is applied to by as much as clients are apart. With SGD on a
-    quadratic of curvature h that shrinks by eta h a step: eta h must be below 1, where SYNC has 2.
+    After a step a client has the mean of the weights before it, plus the change by its own step: with SGD x_i' = mean_j
+    x_j - eta g_i(x_i). So a mean takes no time of its own if computing takes longer; but gradients are computed at
+    weights that differ from the mean by the distance between clients. With SGD on a quadratic of curvature h this
+    distance shrinks by eta h a step: eta h must be below 1, where SYNC allows 2.
 
     Attributes:
-      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
-      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`).
+      clients: Number of clients (default: one per process). Processes are split evenly: each client has the same number
+        of adjacent ones.
+      learning_rate, curvature: eta and h, to check that training is stable (as for `Elastic`).
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -308,7 +310,7 @@ class Hybrid(_Bounded):
 
 @dataclass(frozen=True)
 class DPSGD(_Bounded):
-    """Behind each step a client's weights become the mean of its own and a neighbour's, left and right in turn, in a
+    """After each step a client's weights become the mean of its own and a neighbour's, left and right in turn, in a
     ring (decentralised parallel SGD; Zhang et al., "Distributed deep learning strategies for automatic speech
     recognition", equation 4; Lian et al., 2017).
 
@@ -316,8 +318,9 @@ class DPSGD(_Bounded):
     other all weights once, where a mean over all costs up to twice that.
 
     Attributes:
-      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
-      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`): eta h below 2.
+      clients: Number of clients (default: one per process). Processes are split evenly: each client has the same number
+        of adjacent ones.
+      learning_rate, curvature: eta and h, to check that training is stable (as for `Elastic`): eta h below 2.
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -332,19 +335,20 @@ class DPSGD(_Bounded):
 
 @dataclass(frozen=True)
 class ADPSGD(_Bounded):
-    """A client's weights are averaged with a neighbour's beside each step, and nobody waits for another one's step
+    """A client's weights are averaged with a neighbour's beside each step, and nobody waits for another's step
     (asynchronous decentralised parallel SGD; Lian et al., 2018; Zhang et al., "Distributed deep learning strategies for
     automatic speech recognition", section 3.2).
 
     In an even ring every second client is active: beside each step it asks its left and its right neighbour in turn,
     with the weights x_i that the step begins with. The passive neighbour answers at once, from a thread: both become
-    the mean m of this one pair of weights. What a client's step changes meanwhile is added: x_i' = m - eta g_i(x_i)
-    with SGD. So the sum of all weights moves by gradients alone; on a quadratic of curvature h eta h must be below 1. A
-    passive client's leaves have what neighbours averaged with it behind its next step, `average(state)` has it at once.
+    the mean m of this one pair of weights. The change by a client's step meanwhile is added: with SGD x_i' = m - eta
+    g_i(x_i). So gradients alone move the sum of all weights; on a quadratic of curvature h eta h must be below 1. A
+    passive client's leaves show its neighbours' averages after its next step, `average(state)` at once.
 
     Attributes:
-      clients: How many there are; None: every process is one. A client has as many adjacent processes as another.
-      learning_rate, curvature: eta and h, if training is to be known to be stable (as of `Elastic`).
+      clients: Number of clients (default: one per process). Processes are split evenly: each client has the same number
+        of adjacent ones.
+      learning_rate, curvature: eta and h, to check that training is stable (as for `Elastic`).
 
     Raises:
       ArgumentsError: a number that makes no sense.
@@ -363,12 +367,9 @@ Sync = Replicated | Async
 
 
 def stable_slope(delay: int) -> float:
-    """Returns the eta h up to which gradients that are some steps late make a quadratic of one parameter converge:
-    2 sin(pi / (4D + 2)), the root of z^(D+1) - z^D + eta h that leaves the unit circle first.
-
-    Args:
-      delay: D, in steps. 0: 2, as of SGD; 1: 1.
-    """
+    """Returns the eta h up to which SGD with gradients that are D = `delay` steps late converges on a quadratic of one
+    parameter: 2 sin(pi / (4D + 2)), where a root of z^(D+1) - z^D + eta h first leaves the unit circle. 0: 2, as of
+    SGD; 1: 1."""
     return 2 * math.sin(math.pi / (4 * delay + 2))
 
 
@@ -378,20 +379,16 @@ def stable_alpha(learning_rate: float, curvature: float, clients: int = 1, *, sy
     Args:
       learning_rate, curvature: eta, h.
       clients: p.
-      synchronous: Whether all clients exchange at once: (4 - 2 eta h) / (2 + 2p - p eta h). Else one after the other:
-        (4 - 2 eta h) / (4 - eta h), up to which no exchange expands; with several clients more may do. 0 or less: no
-        alpha is stable.
+      synchronous: Whether all clients exchange at once: (4 - 2 eta h) / (2 + 2p - p eta h). Else they do in turn: (4 -
+        2 eta h) / (4 - eta h), up to which no exchange expands; several clients may allow more. 0 or less: no alpha is
+        stable.
     """
     slope = learning_rate * curvature
     return (4 - 2 * slope) / (2 + 2 * clients - clients * slope if synchronous else 4 - slope)
 
 
 def check_clients(count: object, noun: str = "clients") -> None:
-    """Checks a number of clients, or of something else.
-
-    Raises:
-      ArgumentsError: it is none.
-    """
+    """Checks a number of clients, or of something else, or raises ArgumentsError."""
     if count is not None:
         _check_whole(f"{noun}=%r", count, 1, ", or leave it out", of=f" of {noun}")
 

@@ -14,12 +14,12 @@ from autopar.launch.slowness import SLOWNESS
 def slow(rank: int, factor: float, *, least_s: float = 0.0) -> Iterator[None]:
     """Makes one rank's steps with `sync=` seem slower than they are: a straggler, emulated by sleeping.
 
-    What a client or worker computes by itself takes longer; exchanges and servers don't.
+    A client's or worker's own computation takes longer; exchanges and servers don't.
 
     Args:
-      rank: Which one; the others stay as they are.
-      factor: How many times as long it takes.
-      least_s: What a step takes on all ranks at least, in seconds, and `factor` times so on this one: mostly slept, so
+      rank: The rank to slow down.
+      factor: Factor of its computation's time.
+      least_s: Least seconds of a step on all ranks, and `factor` times as many on this one. They are mostly slept, so
         that ranks which share cores differ by `factor` alone.
 
     Raises:
