@@ -20,7 +20,7 @@ from autopar.analysis.interpreter import Interpreter, union
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 
-#: How many words a key has: threefry's two; rbg's four.
+#: Possible numbers of words of a key: threefry's two, rbg's four.
 _WORDS = (2, 4)
 #: Operation that makes a key -> number of its operands that hold words.
 _SINKS = {"random_wrap": 1, "rng_bit_generator": 1, "threefry2x32": 2}

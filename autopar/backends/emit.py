@@ -247,8 +247,7 @@ class _Emitter:
         return deferred.catch_up_tables(operands[:n], operands[n : n + tables], entries)
 
     def _flush(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
-        """Returns its operands: the log's owner flushes by a separate program
-        (`tables.deferred.DeviceUpdateLog.make_room`).
+        """Returns its operands: the log flushes by a separate program (`backends.update_log.UpdateLog.make_room`).
 
         A flush comes once in many steps, and would be half of what XLA compiles.
         """
@@ -318,7 +317,7 @@ _ON_DEVICES: Mapping[str, Callable[[Any, Mapping[str, Any], Array], Array]] = {
     "ap.store": lambda devices, p, rows: own_rows(rows, **p, devices=devices),
     "ap.whole": lambda devices, p, stored: own_whole(stored, **p, devices=devices),
 }
-#: What a microbatch does with a value that all have.
+#: Operations of a microbatch on a value that all share.
 _OF_MICROBATCH: Mapping[str, Callable[[Microbatch, Mapping[str, Any], Array], Array]] = {
     "ap.microbatch_shard": lambda microbatch, p, value: microbatch.share(value, p["axis"]),
     "ap.microbatch_once": lambda microbatch, p, value: microbatch.once(value),
@@ -348,7 +347,6 @@ _CONTROL_FLOW: Mapping[str, Callable[[_Emitter, Equation, list[Array]], Sequence
 
 
 def _named(equation: Equation) -> contextlib.AbstractContextManager[Any]:
-    """Names autopar's own operations for profiles, "autopar.fetch"."""
     if not equation.op.startswith(PREFIX):
         return contextlib.nullcontext()
     return jax.named_scope(f"autopar.{plain_name(equation.op)}")

@@ -178,7 +178,7 @@ class DeviceLogPrograms(LogPrograms):
         operand_axes, returned = deferred.spread(spread)
         #: Inputs of the planned step, the leaves of its tables.
         self.leaves = [leaf for table in tables for leaf in table.leaves]
-        self.layouts = layouts  #: How each table's rows are stored; None if each device has all of them.
+        self.layouts = layouts  #: The layout of each table's rows; None if each device has all of them.
         self.shardings = tuple(map(devices.sharding, operand_axes[k:]))  #: Shardings of stamps and steps.
         self.everywhere = devices.sharding(None)  #: The replicated sharding, of numbers of rows, say.
         #: For each table the number of rows that `catch_up` takes without a program of their own.

@@ -20,7 +20,7 @@ _SAME = 1 + 1e-9
 class Layer:
     """The part of a step between two possible cuts."""
 
-    seconds: float  #: Of a microbatch's forward and backward.
+    seconds: float  #: Seconds of a microbatch's forward and backward.
     sent: float = 0.0  #: Bytes of a microbatch that cross the border ahead of it, both ways.
     state: float = 0.0  #: Bytes of weights with their slots.
     gradient: float = 0.0  #: Bytes of the weights' gradients.
@@ -33,7 +33,7 @@ class Partition:
 
     ends: tuple[int, ...]  #: Each stage's end, the first layer of the next one.
     replicas: tuple[int, ...]  #: Devices of each stage.
-    seconds: float  #: Of the slowest stage or send, for each microbatch.
+    seconds: float  #: Seconds of the slowest stage or send, for each microbatch.
 
 
 @dataclass(frozen=True, slots=True)

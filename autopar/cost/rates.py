@@ -85,7 +85,7 @@ class Rates:
     all_reduce: Curve
     route: Curve  #: Seconds by number of ids, to make them unique and to find each among the unique ones.
     walk: Curve  #: Seconds by bytes read and written by an elementwise pass.
-    #: Of rows; a scatter adds.
+    #: Seconds by rows and bytes of a row; a scatter adds.
     gather: RowRate
     scatter: RowRate
     #: Method -> seconds by which its step exceeds the quickest method's, however little there is to do.
@@ -160,7 +160,7 @@ NO_TIME = Rates(FREE, FREE, FREE, FREE, FREE, RowRate(0.0, 0.0), RowRate(0.0, 0.
 class HostRates:
     """Rates of a step with tables on hosts, of all ranks at work at once."""
 
-    host: Rates  #: Of a rank's share of its host, and of MPI between ranks.
+    host: Rates  #: Rates of a rank's share of its host, and of MPI between ranks.
     copy: Curve  #: Seconds by bytes between a rank's device and its host's memory, one way.
 
     @property

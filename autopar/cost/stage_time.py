@@ -31,7 +31,7 @@ class StageTimes:
     #: Seconds of the sends of each stage to the next one, and to the one before.
     ahead: Sequence[float] = ()
     back: Sequence[float] = ()
-    #: What each stage holds of a microbatch from F to B or W, in any unit; 1 each by default.
+    #: Activations of a microbatch that each stage holds from F to B or W, in any unit; 1 each by default.
     activations: Sequence[float] = ()
 
     def of(self, task: Task, splits_backward: bool) -> float:

@@ -33,7 +33,7 @@ class Link:
     latency_s: float
     #: Bytes a second, each way at once: of a device's link, or of a machine's network interfaces together.
     bytes_s: float
-    source: str = ""  #: Where the figures come from.
+    source: str = ""  #: Origin of the figures.
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf or not self.bytes_s > 0:
@@ -44,7 +44,7 @@ class Link:
         return messages * self.latency_s + size / self.bytes_s
 
 
-#: What connects devices with their host where nothing else is said.
+#: The default link between devices and their host.
 PCIE = Link(10e-6, 12e9, "PCIe 3.0 x16: 15.75 GB/s less protocol; latency: assumed")
 
 
@@ -56,7 +56,7 @@ class Device:
     memory_bytes: float
     flops_s: float  #: Floating-point operations a second in matrix products of the dtype that models train in.
     memory_bytes_s: float  #: Bytes a second from and to its memory, together.
-    source: str = ""  #: Where the figures come from.
+    source: str = ""  #: Origin of the figures.
 
     def __post_init__(self) -> None:
         if not all(x > 0 for x in (self.memory_bytes, self.flops_s, self.memory_bytes_s)):

@@ -35,8 +35,8 @@ class ScaleOnly:
     #: Changed leaves (numbers among those that the untouched update changes) that must be, and stay, zero.
     zero: tuple[int, ...]
     scaled: tuple[int, ...]  #: All other changed leaves, which each step multiplies by a number.
-    dtypes: tuple[Dtype, ...]  #: Those of `scaled`.
-    near_one: tuple[bool, ...]  #: Whether a leaf's factor is written less one, so that 1 - 1e-9 isn't rounded to 1.
+    dtypes: tuple[Dtype, ...]  #: Dtypes of `scaled`.
+    near_one: tuple[bool, ...]  #: A leaf's factor is written less one, so that 1 - 1e-9 isn't rounded to 1.
     not_negative: tuple[int, ...] = ()  #: Leaves in which no element may be negative.
 
 
@@ -52,7 +52,7 @@ class Fading:
     zero: tuple[int, ...]  #: As `ScaleOnly.zero`.
     pairs: tuple[tuple[int, int], ...]  #: (A scaled leaf, a leaf of `zero` that moves it).
     floors: tuple[int, ...]  #: Leaves whose elements must not fall below a floor for its reach to be used.
-    dtypes: tuple[Dtype, ...]  #: Those of `zero`.
+    dtypes: tuple[Dtype, ...]  #: Dtypes of `zero`.
 
     def moving(self, leaf: int) -> int:
         """Counts the leaves that move a scaled one."""

@@ -25,7 +25,7 @@ class Options:
     hosts: bool = False
     #: Devices of each rank then, at most.
     rank_devices: int = 1
-    #: Where results by example are, across processes.
+    #: Placement of results by example across processes.
     results: Results | None = None
     #: Tables that don't fit the devices may be put on the hosts.
     may_leave: bool = True

@@ -40,12 +40,12 @@ class TablePlan:
     axis: int  #: The row axis.
     slots: tuple[str, ...]  #: Paths of the leaves whose rows go with the table's, other tables of the family included.
     ids: int  #: Ids that a step looks up, over all devices, duplicates included.
-    method: str  #: How the table's gradient travels.
+    method: str  #: The way in which its gradient travels.
     where: Where
     lifted: bool  #: Only the touched rows are updated.
     reason: str = ""
-    remedy: str = ""  #: How the user can change the decision that `reason` explains.
-    line: str = ""  #: Where the table is looked up.
+    remedy: str = ""  #: A change by the user that would change the decision.
+    line: str = ""  #: A line that looks it up.
     refused: bool = False  #: It can't be lifted at all.
     #: With "ps", the rows that a device asks another one for at most. `tight`: this was measured.
     capacity: int | None = None

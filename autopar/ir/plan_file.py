@@ -18,7 +18,7 @@ from autopar.jax_types import Pytree
 FORMAT, VERSION = "autopar plan", 1
 #: Fields of older plans, which are ignored.
 _GONE = frozenset({"emit"})
-#: What to do about a file that can't be used.
+#: The remedy for a file that can't be used.
 AGAIN = "Make it again: autopar.plan(step, state, batch).save(...)"
 #: Matches a list or object of scalars, or of one-line lists, which is written on one line if it fits.
 _FLAT = re.compile(r"(?P<open>[\[{])\n\s+(?P<inside>(?:[^\[\]{}]|\[[^\[\]{}\n]*\])*?)\n\s+(?P<close>[\]}])")

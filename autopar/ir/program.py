@@ -297,7 +297,7 @@ class Program:
     name: str = "step"
     #: (state input, row axis) of those that are looked up by rows (`classify`).
     tables: tuple[tuple[int, int], ...] = ()
-    #: The same of state inputs that have as many rows as a table (`classify`).
+    #: (state input, row axis) of those that have as many rows as a table (`classify`).
     candidates: tuple[tuple[int, int], ...] = ()
     #: State input -> why its lookups aren't followed, or that rows are only written into it (`classify`).
     unfollowed: Mapping[int, Refusal] = field(default_factory=dict)

@@ -18,7 +18,7 @@ class Bounds:
     #: Rows that all devices together ask for, if these travel by themselves ("ps", "allgather").
     requested: int | None = None
     capacity: int | None = None  #: With "ps", the most rows that one device asks another one for.
-    layout: RowLayout | None = None  #: How the rows are spread, if they are.
+    layout: RowLayout | None = None  #: The distribution of the rows over devices, if they are sharded.
     tight: bool = False  #: `capacity` was measured; a batch that exceeds it is run by the fallback.
     #: In the example, the most rows that a device asks one owner for over the average, if measured.
     imbalance: float | None = None

@@ -167,8 +167,8 @@ class RowFacts:
     """The findings of `analyze_rows`."""
 
     values: Mapping[Var, Value]  #: Variable -> its place in row space; others are dense.
-    #: How an equation in row space is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense read
-    #: of a whole leaf).
+    #: Equation in row space -> how it is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense
+    #: read of a whole leaf).
     roles: Mapping[Equation, str]
     spaces: tuple[RowSpace, ...]
     parents: tuple[int, ...]  #: Family -> the family that it was united with (union-find).

@@ -10,30 +10,19 @@ from autopar.ir.program_plan import ProgramPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedTable:
-    """An input that stands for the same leaf of several tables' families: for the tables, or for one of their slots.
+    """An input that stands for the same leaf of several tables' families: for the tables, or for one of their slots."""
 
-    Attributes:
-      inputs: Those leaves, inputs of the program before, in the order in which their rows lie.
-    """
-
-    inputs: tuple[int, ...]
+    inputs: tuple[int, ...]  #: Those leaves, inputs of the program before, in the order in which their rows lie.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StackedProgram:
-    """A program whose tables are stacked.
+    """A program whose tables are stacked."""
 
-    Attributes:
-      program: The program, analysed.
-      plan: The plan, as this program follows it.
-      inputs: The number of each input in the program before; of a stack the leaves.
-      outputs: The numbers of each output in the program before; several of a stack.
-    """
-
-    program: Program
-    plan: ProgramPlan
-    inputs: tuple[int | StackedTable, ...]
-    outputs: tuple[tuple[int, ...], ...]
+    program: Program  #: The program, analysed.
+    plan: ProgramPlan  #: The plan, as this program follows it.
+    inputs: tuple[int | StackedTable, ...]  #: The number of each input in the program before; of a stack the leaves.
+    outputs: tuple[tuple[int, ...], ...]  #: The numbers of each output in the program before; several of a stack.
 
     def input_of(self, number: int) -> int:
         """Returns the input that an input of the program before is, or is a part of."""

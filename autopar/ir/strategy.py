@@ -25,7 +25,7 @@ STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
 #: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
-#: Where a table's rows are.
+#: The place of a table's rows.
 Where = Choice["devices", "hosts"]
 #: A method, or a method and where.
 Method = str | tuple[str, Where]

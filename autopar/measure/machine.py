@@ -22,7 +22,7 @@ class Machine:
     collective."""
 
     rates: Callable[[], Rates] | None = None  #: Rates of exchanges and updates.
-    step_rates: Callable[[], Rates] | None = None  #: The same with those of whole steps.
+    step_rates: Callable[[], Rates] | None = None  #: `rates` with those of whole steps.
     #: Bytes of memory of each device; returns None if there is no limit.
     memory: Callable[[], int | None] | None = None
     stages: Callable[[], StageRates] | None = None  #: Rates of the programs of a pipeline's stages.

@@ -189,7 +189,7 @@ class StageCutter:
 
     program: Program
     parts: Parts
-    labels: Mapping[Equation, Label]  #: Of the gradient program's equations.
+    labels: Mapping[Equation, Label]  #: Labels of the gradient program's equations.
     homes: Mapping[Var, int]  #: The stage of each leaf of the state.
     weights: tuple[Var, ...]  #: In order.
     pipeline: Pipeline

@@ -1,1 +1,1 @@
-"""Parts of `choose`: what it decides by."""
+"""Parts of `choose`."""

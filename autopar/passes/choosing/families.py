@@ -369,9 +369,9 @@ def _line(space: RowSpace) -> str:
 class RowBytes:
     """Bytes of a row, counting each value that travels by itself."""
 
-    looked_up: int  #: Of the values that lookups read.
-    gradients: int  #: Of the sums of gradients that are sent.
-    reduced: tuple[int, ...]  #: Of each gradient that is reduced over the devices.
+    looked_up: int  #: Bytes of the values that lookups read.
+    gradients: int  #: Bytes of the sums of gradients that are sent.
+    reduced: tuple[int, ...]  #: Bytes of each gradient that is reduced over the devices.
 
 
 def row_bytes(program: Program, space: RowSpace, ids: RowIds, *, on_cpus: bool) -> RowBytes:

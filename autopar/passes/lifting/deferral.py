@@ -276,7 +276,7 @@ class StepUpdateLog:
     """One family's update log."""
 
     family: int
-    layout: RowLayout | None  #: How stamps are stored, with their rows; None if every device has all.
+    layout: RowLayout | None  #: Layout of the stamps, as of their rows; None if every device has all.
     caught: dict[int, Var]
     waiting: Equation
     stamps: Var

@@ -169,7 +169,7 @@ def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division
 def _add_value(
     loads: list[StageLoad], var: Var, made: Label, readers: set[Label], places: Places, division: Division
 ) -> None:
-    """Counts what is sent of a value, and what is kept of it from a forward to a backward."""
+    """Counts the bytes of a value that are sent, and that a forward keeps for a backward."""
     size = _bytes(var)
     stages = {r.stage for r in readers}
     for stage in stages:

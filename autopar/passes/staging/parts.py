@@ -65,7 +65,7 @@ def used_weights(program: Program, parts: Parts) -> list[Var]:
 
 
 def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
-    """Returns the stage of leaves, and of what is made of them ahead of the microbatches: that of the deepest leaf."""
+    """Returns the stage of leaves, and of functions of them before the microbatches: that of the deepest leaf."""
     stages = dict(homes)
     for equation in parts.before:
         deepest = max((stages.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
