@@ -1,8 +1,8 @@
-"""Who takes part in a step with tables on hosts, and how values get to compiled programs and back.
+"""The ranks and devices of a step with tables on hosts, and how values reach compiled programs and come back.
 
-Each device runs programs of its own on its own examples. Either a rank's devices run them by themselves, and what is
-reduced travels between programs, by MPI; or those of all ranks run them together, and reduce within, by XLA. Rows that
-a rank fetched all of its devices have. The owner's programs are always its own.
+Each device runs programs on its own examples. Either each rank's devices run them alone, and MPI reduces between
+programs; or all ranks' devices run them together, and XLA reduces within. All devices of a rank have the rows that it
+fetched. The owner's programs are always one rank's.
 """
 
 from __future__ import annotations
@@ -41,24 +41,18 @@ class Ranks:
     """One rank's part.
 
     Attributes:
-      exchange: Between ranks.
-      device_view, owner_view: How programs of either side see the devices.
-      mesh: Of the device programs: the rank's own devices, or all ranks'.
-      is_joint: Whether the device programs are of several ranks.
-      is_single: Whether they are of one device.
-      host: The device of the owner's programs, where that isn't the default one.
-      own_devices: Those of this rank that run device programs.
+      device_view, owner_view: The devices as programs of either side see them.
+      mesh: The mesh of the device programs: the rank's own devices, or all ranks'.
+      is_joint, is_single: Whether the device programs are of several ranks, or of one device.
+      host: The device of the owner's programs; None: the default one.
+      own_devices: This rank's devices that run device programs.
       buffers: Memory that the step after next uses again.
       step: The number of the step, for messages.
     """
 
     def __init__(self, exchange: Exchange, *, joint: bool, devices: int | None = None) -> None:
-        """
-        Args:
-          exchange: Between ranks.
-          joint: Whether device programs are of all ranks.
-          devices: How many of each rank run them; all by default.
-        """
+        """Takes a rank's exchange; `joint`: device programs are of all ranks; `devices`: how many of each rank run them
+        (None: all)."""
         self.exchange = exchange
         self.is_joint = joint and exchange.size > 1
         self.own_devices = jax.local_devices()[:devices]
@@ -109,8 +103,7 @@ class Ranks:
         given: Sequence[Place] = (),
         returned: Sequence[Place] = (),
     ) -> Callable[..., Sequence[Array]]:
-        """Compiles a program of one side; `given`, `returned`: where the operands and results of one of the devices
-        are."""
+        """Compiles a program of one side; `given`, `returned`: places of a device's operands and results."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
 
@@ -134,7 +127,6 @@ class Ranks:
         return program if self.host is None else on_host
 
     def sharding(self, place: Place) -> NamedSharding:
-        """Returns the sharding of something at a place on the devices."""
         if place is None:
             return NamedSharding(self.mesh, P())
         return NamedSharding(self.mesh, P(*[None] * max(place, 0), ("ranks", "local")))
@@ -156,7 +148,7 @@ class Ranks:
         return self.array_of([value[None] if place == EACH else value] * len(self.own_devices), place)
 
     def array_of(self, parts: Sequence[Leaf], place: Place) -> jax.Array:
-        """Makes an array of what each of the own devices has."""
+        """Makes an array of the own devices' parts."""
         if self.is_single:
             return parts[0]
         shape = parts[0].shape
@@ -171,7 +163,7 @@ class Ranks:
         return self._on_each(value, None)
 
     def from_device(self, value: Leaf, place: Place) -> Leaf:
-        """Returns a device program's value, of which all of a rank's devices have the same, as others take it."""
+        """Returns a device program's value, which all of a rank's devices share, for other programs and exchanges."""
         if self.is_single or not isinstance(value, jax.Array):
             return value
         jax.block_until_ready(value)  # on all devices: none reads any more what the program was given
@@ -180,7 +172,6 @@ class Ranks:
         return value[0] if place == EACH else value
 
     def for_owner(self, value: Leaf) -> Leaf:
-        """Returns a whole value as an owner's program takes it."""
         return np.asarray(value) if isinstance(value, jax.Array) and self.host is not None else value
 
     def own(self, value: Leaf) -> Leaf:
@@ -190,7 +181,7 @@ class Ranks:
         return value
 
     def own_ids(self, ids: Leaf) -> np.ndarray:
-        """Returns the flat ids of this rank: all that its devices have."""
+        """Returns this rank's flat ids, from all of its devices."""
         if isinstance(ids, jax.Array) and not self.is_single:
             return np.concatenate([np.asarray(s.data).ravel() for s in ids.addressable_shards])
         return np.asarray(ids)
@@ -198,8 +189,7 @@ class Ranks:
     def reduce(self, values: Sequence[Leaf], op: str, *, beside: bool = False) -> Callable[[], Sequence[Leaf]]:
         """Reduces values over the ranks; returns a function that waits for the results.
 
-        `beside`: by a thread of its own, which waits for the programs that make them; until it is done the rank
-        exchanges nothing else.
+        `beside`: a thread does it, after the programs that make them; until it is done the rank exchanges nothing else.
         """
         if self.exchange.size == 1:
             alone = values if self.host is None else [np.asarray(v) for v in values]
@@ -210,13 +200,13 @@ class Ranks:
         reducing = self._thread.submit(lambda: self.exchange.reduce([np.asarray(v) for v in values], op, beside=True))
 
         def result() -> Sequence[np.ndarray]:
-            jax.block_until_ready(values)  # until then this rank isn't one that waits for others
+            jax.block_until_ready(values)  # until then this rank computes, and isn't marked as waiting
             return self._exchanged("reducing", reducing.result)
 
         return result
 
     def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
-        """Returns the largest of all ranks' needs, where their programs must have one shape."""
+        """Returns the largest of all ranks' needs if their programs must have one shape."""
         if not self.is_joint:
             return needs
         (largest,) = self.exchange.reduce([np.array(needs, np.int64)], "max")

@@ -1,10 +1,9 @@
-"""Shape buckets: the numbers of rows that programs are compiled for, and which program a step runs.
+"""Shape buckets: the row counts that programs are compiled for, and the choice of a step's program.
 
-A program is compiled for so many rows that this rank asks for, and so many that it is asked for. Batches differ: what
-doesn't fit gets a larger bucket (`ir.sizes.bucket_size`). What is computed once for each distinct row is computed for
-all rows that a program is compiled for. So smaller programs are made as well, once most steps have needed far fewer
-rows, and each step runs the smallest one that it fits. All of it follows from the batches alone: a run that is repeated
-compiles the same programs at the same steps.
+A program is compiled for so many rows that this rank asks for, and so many that it is asked for. Batches that don't fit
+get a larger bucket (`ir.sizes.bucket_size`). Values computed once per distinct row are computed for all rows of the
+bucket: once most steps have needed far fewer rows, smaller programs are made as well, and each step runs the smallest
+one that it fits. All of it follows from the batches alone: a repeated run compiles the same programs at the same steps.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ _GAIN = 1 / 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShapeBucket:
-    """The numbers of rows that one program is compiled for."""
+    """The row counts that one program is compiled for."""
 
     rows: Rows
 
     @property
     def requested(self) -> int:
-        """Rows of all families that this rank may ask for: what a program's work grows with."""
+        """Rows of all families that this rank may ask for, with which a program's work grows."""
         return _requested(self.rows)
 
     def fits(self, needs: Rows) -> bool:
-        """Returns whether a step that needs so much can run in it. `needs` may be of some families only."""
+        """Says whether a step with these needs, perhaps of some families only, can run in it."""
         return all(n <= self.rows[k][0] and m <= self.rows[k][1] for k, (n, m) in needs.items())
 
 
@@ -45,12 +44,8 @@ class ShapeBuckets:
     """The buckets of a step."""
 
     def __init__(self, first: Rows, limits: Rows) -> None:
-        """
-        Args:
-          first: The smallest bucket. Families that have their limit in it have it in all buckets: what
-            a step needs of them isn't known before it is under way.
-          limits: What never needs to be exceeded.
-        """
+        """Begins with the smallest bucket, `first`. Families that have their limit in it have it in all buckets: a
+        step's needs of them aren't known before it is under way. `limits` never need to be exceeded."""
         self._limits = limits
         self._varied = [family for family in first if first[family] != limits[family]]
         #: By the rows that may be asked for; the last one is the largest in each.
@@ -61,11 +56,10 @@ class ShapeBuckets:
 
     @property
     def least(self) -> ShapeBucket:
-        """The smallest bucket."""
         return self._buckets[0]
 
     def best(self, needs: Rows) -> ShapeBucket | None:
-        """Returns the smallest bucket that fits; None if there is none."""
+        """Returns the smallest bucket that fits, if any."""
         return next((bucket for bucket in self._buckets if bucket.fits(needs)), None)
 
     def grow(self, needs: Rows) -> ShapeBucket:
@@ -81,7 +75,7 @@ class ShapeBuckets:
         return self._buckets[-1]
 
     def ran(self, needs: Rows) -> ShapeBucket | None:
-        """Counts a step that needed so much. Returns a smaller bucket, where there is one from now on."""
+        """Counts a step with these needs; returns a smaller bucket if one was made for it."""
         if self._looks == _LOOKS:
             return None
         self._watched.append(needs)
@@ -93,12 +87,12 @@ class ShapeBuckets:
         return bucket
 
     def drop(self, bucket: ShapeBucket) -> None:
-        """Drops a smaller bucket, which saves nothing; there will be no other one."""
+        """Drops a smaller bucket, which saves nothing; no other one will be made."""
         self._buckets.remove(bucket)
         self._looks = _LOOKS
 
     def _smaller(self) -> ShapeBucket | None:
-        """Makes a bucket that would have fitted many of the watched steps, where that saves enough."""
+        """Makes a bucket for many of the watched steps, if that saves enough."""
         steps = sorted(self._watched, key=_requested)
         before = sum(self._taken(needs) for needs in steps)
         candidates: list[tuple[int, ShapeBucket]] = []
@@ -118,7 +112,8 @@ class ShapeBuckets:
         return bucket.requested
 
     def _around(self, steps: Sequence[Rows]) -> ShapeBucket:
-        """Returns a bucket for all these steps, with as many owners' rows as any has: few programs depend on those."""
+        """Returns a bucket for all these steps, with as many owners' rows as the largest has: few programs depend on
+        those."""
         rows = dict(self._buckets[-1].rows)
         for family in self._varied:
             n, most = rows[family]

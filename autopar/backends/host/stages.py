@@ -37,7 +37,7 @@ from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
 
 
 class OtherBucket(Exception):
-    """A step belongs into another bucket, by what it needs."""
+    """A step needs another bucket."""
 
     def __init__(self, needs: Rows) -> None:
         super().__init__(str(needs))
@@ -62,17 +62,17 @@ class HostRoute:
 
 @dataclass(eq=False)
 class RunningStep:
-    """Holds what one run of the stages knows.
+    """One run of the stages.
 
-    All but `values` outlives a run that is begun again in another bucket: other ranks need not begin again, so that
-    what was exchanged isn't exchanged twice.
+    All but `values` outlives a run that begins again in another bucket: other ranks need not begin again, so exchanges
+    aren't repeated.
 
     Attributes:
-      routes: By family, what was asked of whom, and the places.
-      needs: By family, rows of this owner and rows that this rank asks for.
+      routes: By family the requests, and the places.
+      needs: By family rows of this owner, and rows that this rank asks for.
       reduced: By level, bucket and operation.
-      beside: Reductions that go on beside programs, and where their results go.
-      lagging: Tables of which rows are brought up to date when they are pulled.
+      beside: Reductions under way beside programs, and where their results go.
+      lagging: Tables whose rows are brought up to date when they are pulled.
       has_written: Whether a table has changed.
     """
 
@@ -164,7 +164,7 @@ class StagedProgram:
         return act
 
     def _placed(self, program: Program, items: Sequence[ProgramStage | ExchangeStage]) -> dict[Atom, Place]:
-        """Says where device programs have inputs, outputs and what they make."""
+        """Returns the places of device programs' inputs, outputs and values."""
         made = (v for i in items if isinstance(i, ProgramStage) and i.side == "device" for v in i.block.outputs)
         places: dict[Atom, Place] = dict.fromkeys(made, EACH)
         inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)
@@ -324,7 +324,7 @@ class StagedProgram:
     def _densify(
         self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute, *first: Leaf
     ) -> Sequence[Leaf]:
-        """Writes a leaf that is constant off the rows whatever the step does, in place of the leaf that it replaces."""
+        """Writes a leaf that is always constant off the rows, in place of the leaf that it replaces."""
         leaf = step.values[self._states[equation.outputs[0]]]
         step.has_written = True
         leaf.spread_last(np.asarray(rows))
@@ -358,7 +358,7 @@ class StagedProgram:
 
 
 def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
-    """Lists the ids that a route is made of, each with whether devices look up those of their own examples."""
+    """Yields a route's ids, each with whether devices look up those of their own examples."""
     batched = route.params["batched"] or [False] * len(route.inputs)
     return zip(route.inputs, batched, strict=True)
 
@@ -374,7 +374,7 @@ def _shown(value: Leaf) -> Leaf:
 
 
 def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
-    """Returns the sorted places of the distinct rows among flat ids; `extent` is no row."""
+    """Returns the sorted places of distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
     flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
     return distinct_rows(layout.place(flat))
@@ -428,13 +428,13 @@ class OtherRows:
         self._run = ranks.compile(rows if is_sweep else reduced, "owner", [], [])
 
     def sweep(self, operands: Sequence[Leaf]) -> None:
-        """Updates all rows of the rank's shard, in place. Operands: leaves, and values of the step."""
+        """Updates all rows of the rank's shard in place. Operands: leaves, and values of the step."""
         for start, end, taken in self._blocks(operands, self._layout.shard_rows):
             for leaf, value in zip(operands, self._run(*taken), strict=False):
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 
     def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Leaf]) -> np.ndarray:
-        """Joins a reduction of the touched rows (numbers in the share) with that of all others."""
+        """Joins a reduction of the touched rows (numbers in the shard) with that of all others."""
         rank = self._ranks.exchange.rank
         for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
             which = np.arange(start, start + self._size) < end
@@ -459,10 +459,8 @@ class OtherRows:
 
 
 def returned_by_programs(program: Program) -> tuple[list[ProgramStage | ExchangeStage], tuple[Atom, ...]]:
-    """Returns the stages and outputs where a later program returns what was reduced for the caller (a loss, metrics).
-
-    What a program returns is JAX's already; making an array of NumPy's takes JAX longer than all of some stages.
-    """
+    """Returns stages and outputs in which a later program returns reduced results of the caller (a loss, metrics): a
+    program's results are JAX arrays already, and making these from NumPy takes longer than some stages."""
     items: list[ProgramStage | ExchangeStage] = list(known(program.stages).items)
     outputs = list(program.block.outputs)
     last = max(
@@ -488,10 +486,10 @@ def returned_by_programs(program: Program) -> tuple[list[ProgramStage | Exchange
 
 
 def awaited_fetches(items: Sequence[ProgramStage | ExchangeStage]) -> frozenset[Equation]:
-    """Fetches whose rows are read by programs only that the same step waits for: their memory can be used again.
+    """Returns fetches whose rows are read only by programs that the same step waits for: their memory can be reused.
 
-    A program reads what it is given until it is done, and JAX may take NumPy's memory as it is. A step waits for the
-    program whose sums it delivers; an evaluation waits for none.
+    A program reads its operands until it is done, and JAX may use NumPy's memory directly. A step waits for the program
+    whose sums it delivers; an evaluation waits for none.
     """
     waits = {item.level for item in items if isinstance(item, ExchangeStage) and item.op == "ap.deliver"}
     late = {
@@ -551,7 +549,6 @@ def _pairs(operands: Sequence[Leaf]) -> list[tuple[Leaf, Leaf]]:
 
 
 def _padded(rows: np.ndarray, size: int) -> np.ndarray:
-    """Pads rows, first axis first, with zeros."""
     if len(rows) == size:
         return rows
     padded = np.zeros((size, *rows.shape[1:]), rows.dtype)
@@ -564,7 +561,7 @@ def _stored(table: HostRows, start: int, end: int, size: int) -> np.ndarray:
 
 
 def _touched(rows: np.ndarray, route: Leaf, axis: int, start: int, end: int, size: int) -> np.ndarray:
-    """Returns a block of which the step touches some rows; all others are as the padding row is."""
+    """Returns a block with some touched rows; all others are like the padding row."""
     touched = rows_first(rows, axis)
     block = np.empty((size, *touched.shape[1:]), touched.dtype)
     block[...] = touched[-1]
@@ -574,7 +571,7 @@ def _touched(rows: np.ndarray, route: Leaf, axis: int, start: int, end: int, siz
 
 
 def _by_rows(value: np.ndarray, axis: int, factor: int, extent: int) -> np.ndarray:
-    """Returns an array as [V, factor, ...]: `factor` elements of an axis belong to each row."""
+    """Returns an array as [V, factor, ...]: each row has `factor` elements of an axis."""
     first = rows_first(value, axis)
     return first.reshape(extent, factor, *first.shape[1:])
 

@@ -20,11 +20,11 @@ from autopar.jax_types import Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouteView:
-    """Holds what a compiled program is given of a route.
+    """A compiled program's view of a route.
 
     Attributes:
       rows: int32[U], the owner's rows in its shard; the shard's size for padding.
-      spare: int32[1], a row of the share that the step doesn't touch.
+      spare: int32[1], a row of the shard that the step doesn't touch.
       requested: int32[F], sorted places of the rows that this rank asked for; one past the last for padding.
     """
 
@@ -61,12 +61,8 @@ class RankView(OwnPart):
 
 @dataclass(frozen=True)
 class RankDevice(Mapped):
-    """One of all ranks' devices, in a program that each of a mesh runs: all of them, or those of its own rank.
-
-    Attributes:
-      rank: The own one, if the mesh has its devices only; None: it has all.
-      ranks: How many there are.
-    """
+    """One of all ranks' devices, in a program that each device of a mesh runs. `rank`: the own one, if the mesh has its
+    devices only; None: it has all ranks'."""
 
     rank: int | None = None
     ranks: int = 1
@@ -98,7 +94,7 @@ class RankDevice(Mapped):
         return reduce_across(op, value, self.examples)
 
     def reduce_rank(self, value: Array, op: str) -> Array:
-        """Reduces a value over the devices of the own rank."""
+        """Reduces a value over the own rank's devices."""
         return reduce_across(op, value, "local")
 
     def once_a_rank(self, value: Array) -> Array:
@@ -107,7 +103,7 @@ class RankDevice(Mapped):
 
 
 class RankRows(ShardedRows):
-    """The rows of one rank of `ranks`; what a single rank exchanges with itself it has."""
+    """The rows of one rank of `ranks`."""
 
     def fetch(self, params: Params, rows: Array, route: Route) -> Array:
         assert self._devices.count == 1, "rows are fetched between programs"
@@ -120,14 +116,14 @@ class RankRows(ShardedRows):
 
 
 def _resized(rows: Array, count: int, axis: int) -> Array:
-    """Returns the first rows, or zeros after them: either size may be the larger one, and real rows fit both."""
+    """Returns the first rows, or pads with zeros: either size may be the larger one, and real rows fit both."""
     widths = [(0, 0, 0)] * rows.ndim
     widths[axis] = (0, count - rows.shape[axis], 0)
     return jax.lax.pad(rows, jnp.zeros((), rows.dtype), widths)
 
 
 def host_backends(bound: ProgramPlan, view: OwnPart) -> Mapping[int, RowBackend]:
-    """Maps families to their operations within a program; one device's own program needs none for tables on devices."""
+    """Returns families' operations within a program; one device's own program needs none for tables on devices."""
     ranks, by_family = view.by_ranks, dict[int, RowBackend]()
     for family in bound.families:
         if family.on_hosts and family.layout is not None:
@@ -138,7 +134,6 @@ def host_backends(bound: ProgramPlan, view: OwnPart) -> Mapping[int, RowBackend]
 
 
 def padded(values: np.ndarray, size: int, fill: int) -> np.ndarray:
-    """Pads values to int32[size]."""
     filled = np.full((size,), fill, np.int32)
     filled[: values.size] = values
     return filled
