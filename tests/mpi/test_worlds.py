@@ -51,6 +51,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_once_per_row",
             "check_stacked_tables",
             "check_bytes_of_stacked_tables",
+            "check_many_tables",
             "check_shape_buckets",
             "check_whole_reads",
             "check_what_cannot_be",

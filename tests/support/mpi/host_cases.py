@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +26,7 @@ from autopar.passes import once_per_row
 from autopar.planning.verify import compare_runs
 from autopar.tables.host import HostTable
 from tests.support import entry_steps as by_rows
-from tests.support import host_reads, stacked_tables
+from tests.support import host_reads, many_tables, stacked_tables
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
@@ -434,3 +435,9 @@ def check_bytes_of_stacked_tables() -> None:
         sent = {name: n - before[name] for name, n in here.sent_bytes.items()}
         assert (sent["rows"], sent["gradients"]) == (rows, gradients), (sent, rows, gradients)
     assert stacked_tables.stacks(planned) == [5]
+
+
+def check_many_tables() -> None:
+    """2, 8 and 26 of them, of mixed widths, dtypes and optimizers."""
+    for count, name in zip(many_tables.COUNTS, many_tables.OPTIMIZERS, strict=True):
+        many_tables.check(count, name, functools.partial(autopar.parallelize, strategy=HOSTS))

@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import autopar
+from tests.support import many_tables
 from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, batch, stacks, start, step_of
 
 HOSTS = ("ps", "hosts")
@@ -150,3 +151,12 @@ def test_other_steps_take_some_of_the_tables(tmp_path: Path) -> None:
             mine = autopar.restore(tmp_path / "state", like=mine).state
     assert stacks(step) == [5]
     assert_same(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("count", "name", "stacked"), [(2, "AdamW", []), (8, "clipped Adagrad", [4]), (26, "mixed", [4, 5, 5, 8])]
+)
+def test_many_tables(count: int, name: str, stacked: list[int]) -> None:
+    """Tables of one width, dtype and optimizer are one."""
+    planned = many_tables.check(count, name, functools.partial(autopar.parallelize, strategy=HOSTS))
+    assert sorted(stacks(planned)) == stacked

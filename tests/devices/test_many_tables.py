@@ -1,0 +1,18 @@
+"""Many tables on several devices: mixed widths, dtypes and optimizers."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+import autopar
+from tests.support.many_tables import COUNTS, OPTIMIZERS, check
+from tests.support.meshes import mesh_of
+from tests.support.pairs import diagonal
+
+
+@pytest.mark.parametrize(("count", "name"), diagonal(COUNTS, tuple(OPTIMIZERS)))
+@pytest.mark.parametrize("strategy", ["ps", "auto"])
+def test_trained_as_by_jax(count: int, name: str, strategy: str) -> None:
+    check(count, name, functools.partial(autopar.parallelize, mesh=mesh_of(4), strategy=strategy))
