@@ -16,7 +16,7 @@ import numpy as np
 
 from benchmarks.ranks import RANK, SIZE, bind, serve
 
-RATE, FIRST_ACCUMULATOR, EPS = 0.02, 0.1, 1e-10
+RATE, FIRST_ACCUMULATOR, EPS = 0.01, 0.1, 1e-10
 
 
 class Task(NamedTuple):
