@@ -20,19 +20,20 @@ RATE, FIRST_ACCUMULATOR, EPS = 0.01, 0.1, 1e-10
 
 
 class Task(NamedTuple):
-    """A model and its batches: rows of each table, their width, the shapes of dense parameters, and how many examples a
-    rank has, with so many ids of each table."""
+    """A model and its batches: rows of each table, their width, the shapes of dense parameters, how many examples a
+    rank has, with so many ids of each table, and the exponent of these ids' Zipf distribution."""
 
     rows: tuple[int, ...]
     width: int
     dense: Mapping[str, tuple[int, ...]]
     examples: int
     ids: int = 1
+    zipf: float = 1.2
 
     def batch(self, k: int, ranks: int) -> dict[str, np.ndarray]:
         """Makes the k-th batch of all ranks; frequent ids are all over a table."""
         random, count = np.random.default_rng(k), self.examples * ranks
-        ids = [random.zipf(1.2, (count, self.ids)) * 7919 % rows for rows in self.rows]
+        ids = [random.zipf(self.zipf, (count, self.ids)) * 7919 % rows for rows in self.rows]
         numbers = random.standard_normal((count, 13), np.float32)
         labels = (numbers.sum(1) > 0).astype(np.float32)
         return {"ids": np.concatenate(ids, 1).astype(np.int32), "numbers": numbers, "labels": labels}
@@ -71,7 +72,7 @@ def _dlrm(rows: Sequence[float], width: int, examples: int, hidden: tuple[int, i
 
 TASKS = {
     "DLRM": _dlrm(np.geomspace(1e3, 1e6, 26).round().tolist(), 64, 512),
-    "one table": Task((800_000,), 256, {"w1": (256, 512), "w2": (512, 256)}, 32, 20),
+    "one table": Task((800_000,), 256, {"w1": (256, 512), "w2": (512, 256)}, 32, 20, 1.3),
     "tiny": _dlrm((40, 60, 90), 8, 16, (16, 8)),
 }
 

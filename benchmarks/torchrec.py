@@ -4,8 +4,8 @@ Each side's ranks are processes of their own (`benchmarks.ranks`), bound to core
 values and see the same batches; they take turns in one run, and their losses must be equal. TorchRec (gloo, CPU) runs
 by each of its shardings and by its planner's choice, and the best of them counts.
 
-TorchRec's wheels require others than those for CPUs, so that it is installed in steps, into this environment or (with
-its interpreter in TORCH_PYTHON) into one of its own, for which Python 3.11 to 3.13 have wheels:
+TorchRec's wheel requires fbgemm-gpu, which is for GPUs, so that it is installed by itself, here or into an environment
+of its own, whose interpreter is then named in TORCH_PYTHON (run on Python 3.11, beside 3.13 for JAX):
 
     pip install 'autopar[bench-torchrec]'
     pip install --no-deps torchrec==1.9.2 fbgemm-gpu-cpu==1.8.0
