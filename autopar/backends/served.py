@@ -146,7 +146,7 @@ class ExportedPrograms:
 def _server_functions(
     step: ServedStep, part: ServerPart, program: Program
 ) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
-    places = [step.leaf_of(k) for k in (*part.leaves, *part.clocks)]
+    places = [*map(step.leaf_of, part.leaves), *part.clocks]
     types = [program.block.outputs[program.new_states[k]].type for k in places]
     return _own(part.pull), _typed(emit(part.update), types)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NewType
 
 import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.program import Block
 from autopar.jax_types import Array, Leaf
+
+ServerIndex = NewType("ServerIndex", int)
+#: The number under which a server keeps a leaf (its input's number) or a piece of a leaf (a number beyond those).
+KeptIndex = NewType("KeptIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,7 @@ class Piece:
 class ServerPart:
     """The leaves that one server keeps, and its programs."""
 
-    leaves: tuple[int, ...]  #: Numbers of the step's inputs that it keeps, and numbers of pieces.
+    leaves: tuple[KeptIndex, ...]  #: What it keeps.
     clocks: tuple[int, ...]  #: Leaves that it counts by itself, as every server does that reads them.
     pull: Block  #: The program of a pull, from leaves and ids to what a worker is given.
     ids: tuple[int, ...]  #: Numbers of its ids among those that a worker sends.
@@ -76,31 +81,31 @@ class ServedStep:
     whole: frozenset[int]  #: Leaves that a worker pulls whole.
     servers: tuple[ServerPart, ...]  #: Each server's part; there may be fewer than were asked for.
     #: Leaves that several servers keep, by numbers beyond those of the inputs.
-    pieces: Mapping[int, Piece] = field(default_factory=dict)
+    pieces: Mapping[KeptIndex, Piece] = field(default_factory=dict)
     #: The worker's program on each of its devices, if several can divide its minibatch.
     local_worker: LocalWorker | None = None
 
     @functools.cached_property
-    def homes(self) -> Mapping[int, Sequence[tuple[int, int]]]:
+    def homes(self) -> Mapping[int, Sequence[tuple[ServerIndex, KeptIndex]]]:
         """The servers that keep each leaf, with its number there."""
-        found: dict[int, list[tuple[int, int]]] = {}
+        found: dict[int, list[tuple[ServerIndex, KeptIndex]]] = {}
         for n, part in enumerate(self.servers):
             for k in part.leaves:
-                found.setdefault(self.leaf_of(k), []).append((n, k))
+                found.setdefault(self.leaf_of(k), []).append((ServerIndex(n), k))
         return {leaf: sorted(places, key=lambda place: place[1]) for leaf, places in found.items()}
 
-    def leaf_of(self, number: int) -> int:
+    def leaf_of(self, number: KeptIndex) -> int:
         """Returns the leaf of a number, which may be a piece's."""
         return self.pieces[number].leaf if number in self.pieces else number
 
-    def kept(self, number: int, leaves: Sequence[Leaf]) -> Leaf:
+    def kept(self, number: KeptIndex, leaves: Sequence[Leaf]) -> Leaf:
         """Returns the array that a server keeps by a number, from the step's flat arguments."""
         return self.pieces[number].of(leaves[self.pieces[number].leaf]) if number in self.pieces else leaves[number]
 
     def whole_leaves(self, kept: Mapping[int, Leaf]) -> dict[int, Leaf]:
         """Returns leaves by input number, with pieces put together."""
         cut: dict[int, list[Array]] = {}
-        for number in sorted(kept.keys() & self.pieces.keys()):
+        for number in sorted(self.pieces.keys() & kept.keys()):
             cut.setdefault(self.pieces[number].leaf, []).append(kept[number])
         axes = {piece.leaf: piece.axis for piece in self.pieces.values()}
         joined = {leaf: _concatenated(parts, axes[leaf]) for leaf, parts in cut.items()}

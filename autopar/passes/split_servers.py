@@ -22,7 +22,7 @@ from autopar.errors import StrategyError
 from autopar.ir.balance import balanced_pieces
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.served import Piece, ServedStep, ServerPart
+from autopar.ir.served import KeptIndex, Piece, ServedStep, ServerPart
 from autopar.ir.slicing import free_values, nearest_line, needed_equations
 from autopar.ir.sync_plan import ServedPlan, ServerPlan
 from autopar.passes.cut_leaves import CutLeaves, cut_leaves, joined
@@ -67,7 +67,7 @@ class _Cutter:
         self._served = [k for k in self._new if k not in self._clocks]
         #: Number -> what servers keep: leaves of the state, and pieces of such, with numbers after theirs.
         self._kept: dict[int, Var] = {k: self._inputs[k] for k in self._served}
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[KeptIndex, Piece] = {}
         #: Updates and lookups of pieces; workers' equations that join pulled pieces, and slice pushed values.
         self._of_pieces: list[Equation] = []
         self._lookups: list[Equation] = []
@@ -172,7 +172,7 @@ class _Cutter:
 
     def _shares(
         self, of_update: Sequence[Equation], pushed: Sequence[Var], whole: Collection[int], pulls: Sequence[Equation]
-    ) -> list[list[int]]:
+    ) -> list[list[KeptIndex]]:
         """Returns the numbers of what each server keeps, if anything; leaves that the update ties together have one
         server.
 
@@ -205,7 +205,7 @@ class _Cutter:
             return _bytes(self._kept[k] for k in group)
 
         shares = balanced_pieces(self._tied(of_update), self._count, size, cut)
-        return [sorted(k for group in share for k in group) for share in shares]
+        return [sorted(KeptIndex(k) for group in share for k in group) for share in shares]
 
     def _lookups_of(self, leaf: int, pulls: Sequence[Equation]) -> list[Equation]:
         return [e for e in pulls if e.inputs[0] is self._kept[leaf]]
@@ -218,12 +218,12 @@ class _Cutter:
             self._lookups.append(dataclasses.replace(lookup, inputs=inputs, outputs=(parts[-1],)))
         self._joins += joined(parts, axis, rows, lookup)
 
-    def _numbers(self, group: tuple[int, ...], found: CutLeaves) -> list[tuple[int, ...]]:
+    def _numbers(self, group: tuple[int, ...], found: CutLeaves) -> list[tuple[KeptIndex, ...]]:
         """Returns new numbers of leaves in pieces, for each piece those of its leaves."""
         numbers = []
         for piece in found.pieces:
             first = len(self._inputs) + len(self._pieces)
-            numbers.append(tuple(range(first, first + len(group))))
+            numbers.append(tuple(map(KeptIndex, range(first, first + len(group)))))
             for k, number, state, value in zip(group, numbers[-1], piece.states, piece.new, strict=True):
                 self._pieces[number] = Piece(k, found.axis, piece.start, piece.stop)
                 self._kept[number], self._new[number] = state, value
@@ -252,7 +252,7 @@ class _Cutter:
         clocks = {self._inputs[k] for k in self._clocks}
         return all(a in clocks for a in free_values(needed_equations(of_update, new), new))
 
-    def _part(self, leaves: Sequence[int], cut: _Cut, counted: Sequence[int]) -> ServerPart:
+    def _part(self, leaves: Sequence[KeptIndex], cut: _Cut, counted: Sequence[int]) -> ServerPart:
         """Makes a server's programs.
 
         Args:

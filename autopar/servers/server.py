@@ -139,7 +139,7 @@ def served(
 ) -> Server:
     """Returns a server with copies of its part of the state in `leaves`, the step's flat arguments."""
     part = programs.step.servers[number]
-    kept = {k: copied(programs.step.kept(k, leaves)) for k in part.leaves}
+    kept: dict[int, Array] = {k: copied(programs.step.kept(k, leaves)) for k in part.leaves}
     return Server(kept, {k: copied(leaves[k]) for k in part.clocks}, *programs.servers[number], workers, staleness)
 
 

@@ -101,7 +101,7 @@ class Session:
         """Returns a leaf of the state as it is now."""
         if leaf in self.clocks:
             return self.clocks[leaf]
-        kept = {number: self.link.read(n, number) for n, number in self._step.homes[leaf]}
+        kept: dict[int, Array] = {number: self.link.read(n, number) for n, number in self._step.homes[leaf]}
         return self._step.whole_leaves(kept)[leaf]
 
     def leave(self) -> None:
