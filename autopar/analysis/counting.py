@@ -1,11 +1,12 @@
 """Finds values that count along an axis: iotas in any shape, also after JAX's test for negative indices.
 
-Each component of index vectors is known by itself: `h[jnp.arange(n), i]` has one that counts.
+Each component of index vectors is known by itself: `h[jnp.arange(n), i]` has one that counts. `Constants`
+computes indices that follow from constants alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.batch_rules import place_axes
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.primitives import IDENTITIES, SHAPED
-from autopar.ir.program import Atom, Block, Equation, Literal
+from autopar.analysis.primitives import IDENTITIES, PRIMITIVES, SHAPED
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
+from autopar.jax_types import Params
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +123,74 @@ def _shaped(equation: Equation, value: Counted) -> Counted:
     last = len(old) - 1
     kept = value if to.get(last) == len(new) - 1 else replace(value, columns=())
     return replace(kept.moved(to), is_false=value.is_false)
+
+
+# --- constants ---
+
+
+def _broadcast(x: np.ndarray, params: Params) -> np.ndarray:
+    shape = [1] * len(params["shape"])
+    for size, at in zip(x.shape, params["broadcast_dimensions"], strict=True):
+        shape[at] = size
+    return np.broadcast_to(x.reshape(shape), params["shape"])
+
+
+#: Of one operand, and parameters.
+_SHAPES: Mapping[str, Callable[[np.ndarray, Params], np.ndarray]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, params: x.reshape(params["new_sizes"]),
+    "squeeze": lambda x, params: np.squeeze(x, tuple(params["dimensions"])),
+    "transpose": lambda x, params: np.transpose(x, params["permutation"]),
+}
+#: NumPy rounds quotients of integers in another way.
+_FOLDED = {op: p.fold for op, p in PRIMITIVES.items() if p.fold is not None and op not in ("div", "rem", "pow")}
+_KNOWN = {*_SHAPES, *_FOLDED, *IDENTITIES, "concatenate", "convert_element_type", "select_n"}
+
+
+class Constants:
+    """Computes integers that follow from constants alone, of so many elements at most, through so many equations."""
+
+    def __init__(self, block: Block, size: int = 1 << 22, depth: int = 24) -> None:
+        self._made = {v: e for e in block.walk() for v in e.outputs}
+        self._size, self._depth = size, depth
+        self._found: dict[Atom, np.ndarray | None] = {}
+
+    def value(self, atom: Atom, depth: int = 0) -> np.ndarray | None:
+        """Returns what a value is; None if that isn't known."""
+        if atom not in self._found:
+            self._found[atom] = self._computed(atom, depth)
+        return self._found[atom]
+
+    def _computed(self, atom: Atom, depth: int) -> np.ndarray | None:
+        is_key = not isinstance(atom.type, ArrayType) or jax_compat.is_key(atom.dtype)
+        if is_key or np.dtype(atom.dtype).kind not in "biu" or atom.type.size > self._size or depth > self._depth:
+            return None
+        if isinstance(atom, Literal):
+            return np.asarray(atom.value)
+        equation = self._made.get(atom)
+        if equation is None or equation.bodies or len(equation.outputs) > 1:
+            return None
+        op, params, shape = equation.op, equation.params, atom.shape
+        if op == "iota":
+            return _broadcast(np.arange(shape[params["dimension"]], dtype=atom.dtype), _along(shape, params))
+        if op not in _KNOWN:
+            return None
+        operands = []
+        for operand in equation.inputs:
+            value = self.value(operand, depth + 1)
+            if value is None:
+                return None
+            operands.append(value)
+        if op in _SHAPES:
+            return _SHAPES[op](operands[0], params)
+        if op == "concatenate":
+            return np.concatenate(operands, params["dimension"])
+        if op == "select_n":
+            return np.choose(operands[0].astype(int), operands[1:])
+        with np.errstate(all="ignore"):
+            folded = _FOLDED[op](*operands) if op in _FOLDED else operands[0]
+        return np.broadcast_to(folded, shape).astype(atom.dtype)
+
+
+def _along(shape: Sequence[int], params: Params) -> Params:
+    return {"shape": shape, "broadcast_dimensions": (params["dimension"],)}

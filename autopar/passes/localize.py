@@ -11,6 +11,7 @@ aggregation).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -334,7 +335,35 @@ class Localizer(Forms):
             self.shared.inside = self.shared.inside or NotLocal(f"a {equation.op} over examples", equation.source)
             self.copy(self.wholly(equation, range(len(equation.inputs))))
 
+    def _mapped(self, equation: Equation) -> Spread | None:
+        """Returns what a device has of the sequences of a loop over examples that do without each other, but for sums;
+        None of other loops."""
+        along, states = self.shared.of_examples(0, equation.params["length"]), list(map(self.state, equation.inputs))
+        spread = [k for k, s in enumerate(states) if isinstance(s, Spread)]
+        is_over_examples = all(k >= equation.border.fixed and states[k] == along for k in spread)
+        if not spread or not is_over_examples or equation.effects or self.shared.over or _is_walked(equation):
+            return None
+        if along.examples:  # what is padded is in no sum, and might go on for ever
+            is_map = not equation.border.carries and all(e.op != "while" for e in equation.bodies[0].walk())
+        else:
+            is_map = _only_sums(equation)
+        return along if is_map else None
+
+    def _map(self, equation: Equation, along: Spread) -> None:
+        """Writes a loop over a device's own examples; what it adds up are partial sums."""
+        border, length = equation.border, equation.params["length"]
+        sequences = len(equation.inputs) - border.fixed
+        states = (*[None] * border.consts, *[PARTIAL] * border.carries, *[along] * sequences)
+        inputs = tuple(self.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=True))
+        made: list[State] = [PARTIAL if k < border.carries else along for k in range(len(equation.outputs))]
+        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, made, strict=True))
+        params = {**equation.params, "length": along.size(length, self.shared.parts(along))}
+        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
+
     def _scan(self, equation: Equation) -> None:
+        if along := self._mapped(equation):
+            self._map(equation, along)
+            return
         consts, carry = equation.border.consts, equation.border.carries
         (body,) = equation.bodies
         states, constants = [self.state(a) for a in equation.inputs], [self.read(a) for a in equation.inputs[:consts]]
@@ -633,6 +662,22 @@ class Localizer(Forms):
 
 def _grows(equation: Equation) -> bool:
     return equation.outputs[0].type.size > equation.inputs[0].type.size
+
+
+def _only_sums(loop: Equation) -> bool:
+    """Returns whether a loop's turns read nothing of each other: they add to its carries, and do nothing else with
+    them."""
+    (body,), border = loop.bodies, loop.border
+    carries = body.inputs[border.consts : border.fixed]
+    made = {v: e for e in body.equations for v in e.outputs}
+    uses = collections.Counter(a for e in body.equations for a in e.inputs) + collections.Counter(body.outputs)
+    return all(
+        out in made
+        and made[out].op in ("add", "add_any")
+        and carry in made[out].inputs
+        and uses[carry] == uses[out] == 1
+        for carry, out in zip(carries, body.outputs, strict=False)
+    )
 
 
 def _is_walked(equation: Equation) -> bool:

@@ -57,6 +57,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_what_cannot_be",
             "check_loops_that_cannot_be",
             "check_ids_of_other_examples",
+            "check_interactions",
             "check_a_branch_between_two_steps",
             "check_a_sum_over_examples_times_rows",
         ),

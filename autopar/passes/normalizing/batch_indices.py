@@ -5,6 +5,11 @@
 `analysis.counting` knows which index counts along an axis; it is never out of range, so the other indices are clipped,
 filled or dropped as before. Top-k mixtures of experts, the last token of a sentence and `put_along_axis` are written
 so; batched, they run in microbatches and on single devices.
+
+So do those whose indices are constants that keep to each example's own part of an array:
+
+  h.ravel()[jnp.arange(n)[:, None] * k + columns]                    ->  h.reshape(n, k)[:, columns]
+  jax.ops.segment_sum(h.reshape(n * k, d), jnp.repeat(arange(n), k))  ->  a scatter of [n, k, d]
 """
 
 from __future__ import annotations
@@ -13,10 +18,12 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.counting import Counting
-from autopar.ir.program import Equation, Program
+from autopar.analysis.counting import Constants, Counting
+from autopar.ir.program import Block, Equation, Program
 from autopar.ir.writer import expand
 from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
@@ -37,19 +44,73 @@ _SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatt
 
 def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
     """Returns the program with such gathers and scatters batched, and their number."""
-    return _Batch(counting).run(program)
+    given = zip(program.block.inputs, program.inputs, strict=True)
+    sizes = {v.shape[0] for v, i in given if i.role == "batch" and v.shape and v.shape[0] > 1}
+    return _Batch(program.block, counting, sorted(sizes, reverse=True)).run(program)
 
 
 class _Batch(Rewriter):
-    def __init__(self, counting: Counting) -> None:
+    """Batches accesses. `sizes`: how many examples there may be."""
+
+    def __init__(self, block: Block, counting: Counting, sizes: Sequence[int]) -> None:
         super().__init__()
-        self._counting = counting
+        self._counting, self._constants, self._sizes = counting, Constants(block), sizes
+        self._inputs = frozenset(block.inputs)
 
     def rule(self, equation: Equation) -> list[Equation]:
-        is_access = equation.op == "gather" or equation.op.startswith("scatter")
-        pairs = _counting_pairs(equation, self._counting) if is_access else {}
-        self.count += bool(pairs)
+        if equation.op != "gather" and not equation.op.startswith("scatter"):
+            return [equation]
+        pairs = _counting_pairs(equation, self._counting)
+        part = None if pairs else self._own_part(equation)
+        self.count += bool(pairs) or part is not None
+        if part is not None:
+            return _in_parts(equation, part)
         return _without(equation, pairs) if pairs else [equation]
+
+    def _own_part(self, equation: Equation) -> _OwnPart | None:
+        """Returns a dimension of an array of examples, each with a part of it, in which each reads its own one."""
+        numbers, names = equation.params["dimension_numbers"], _names(equation)
+        operand, indices = equation.inputs[:2]
+        if operand in self._inputs:  # rows of a table, if anything
+            return None
+        taken, axes = getattr(numbers, names.paired), range(len(indices.shape) - 1)
+        for column, dim in enumerate(getattr(numbers, names.mapped)):
+            for count, axis in ((n, a) for n in self._sizes for a in axes if a not in taken):
+                (size, rest), (each, more) = divmod(operand.shape[dim], count), divmod(indices.shape[axis], count)
+                if rest or more or not size or not each or dim not in getattr(numbers, names.gone):
+                    continue
+                known = self._constants.value(indices)
+                if known is None:
+                    return None
+                part = _OwnPart(dim, column, axis, count, size, each)
+                if part.holds(known[..., column]):
+                    return part
+        return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _OwnPart:
+    """Examples' parts of a dimension of an operand.
+
+    Attributes:
+      dim: The dimension.
+      column: The place of its index in index vectors.
+      axis: The axis of the indices that has `each` for each of `count` examples, in order.
+      size: The elements of an example's part.
+    """
+
+    dim: int
+    column: int
+    axis: int
+    count: int
+    size: int
+    each: int
+
+    def holds(self, index: np.ndarray) -> bool:
+        """Returns whether each example's indices are within its own part."""
+        examples = np.arange(self.count * self.each) // self.each
+        expected = examples.reshape([-1 if d == self.axis else 1 for d in range(index.ndim)])
+        return bool(np.all(index // self.size == expected))
 
 
 def _names(equation: Equation) -> _Names:
@@ -101,3 +162,49 @@ def _columns(indices: Leaf, kept: Sequence[int]) -> Leaf:
     if len(columns) > 1:
         return jax.lax.concatenate(columns, last)
     return columns[0] if columns else jax.lax.slice_in_dim(indices, 0, 0, axis=last)
+
+
+def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
+    """Returns the equation with an axis of the operand, and one of the indices, for the examples."""
+    numbers, names = equation.params["dimension_numbers"], _names(equation)
+    dim, axis, count = part.dim, part.axis, part.count
+    is_gather = equation.op == "gather"
+    window = numbers.offset_dims if is_gather else numbers.update_window_dims
+    values = equation.outputs[0] if is_gather else equation.inputs[2]
+    place = [d for d in range(len(values.shape)) if d not in window][axis]  # of the indices' axis
+    mapped = getattr(numbers, names.mapped)
+    kept = [k for k in range(len(mapped)) if k != part.column]
+
+    def of_operand(d: int) -> int:
+        return d + (d > dim)
+
+    pairs = zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)
+    batched = {of_operand(d): at + (at > axis) for d, at in pairs} | {dim: axis}
+    window = tuple(d + (d > place) for d in window)
+    changed = {
+        "offset_dims" if is_gather else "update_window_dims": window,
+        names.gone: tuple(sorted([dim + 1, *(of_operand(d) for d in getattr(numbers, names.gone) if d != dim)])),
+        names.mapped: (*(of_operand(mapped[k]) for k in kept), dim + 1),
+        "operand_batching_dims": tuple(sorted(batched)),
+        names.paired: tuple(batched[d] for d in sorted(batched)),
+    }
+    params = {**equation.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
+    if is_gather:
+        sizes = equation.params["slice_sizes"]
+        params["slice_sizes"] = (*sizes[:dim], 1, 1, *sizes[dim + 1 :])
+
+    def access(operand: Leaf, indices: Leaf, *updates: Leaf) -> Leaf:
+        operand = _split(operand, dim, count, part.size)
+        indices = _split(indices, axis, count, part.each)
+        example = jax.lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], 1), axis)
+        own = _columns(indices, [part.column]) - example * jnp.asarray(part.size, indices.dtype)
+        indices = jax.lax.concatenate([_columns(indices, kept), own], indices.ndim - 1) if kept else own
+        updates = tuple(_split(x, place, count, part.each) for x in updates)
+        (result,) = jax_compat.bind(equation.primitive, (operand, indices, *updates), params)
+        return result.reshape(equation.outputs[0].shape)
+
+    return expand(access, equation, equation.inputs, equation.outputs[0])
+
+
+def _split(x: Leaf, axis: int, *sizes: int) -> Leaf:
+    return x.reshape((*x.shape[:axis], *sizes, *x.shape[axis + 1 :]))

@@ -30,6 +30,7 @@ from tests.support import host_reads, many_tables, stacked_tables
 from tests.support.mpi.lookup_cases import check_a_branch_between_two_steps as check_a_branch_between_two_steps  # one
 from tests.support.mpi.lookup_cases import check_a_sum_over_examples_times_rows as check_a_sum_over_examples_times_rows
 from tests.support.mpi.lookup_cases import check_ids_of_other_examples as check_ids_of_other_examples  # one, too
+from tests.support.mpi.lookup_cases import check_interactions as check_interactions
 from tests.support.mpi.lookup_cases import check_models_in_which_examples_meet as check_models_in_which_examples_meet
 from tests.support.mpi.lookup_cases import check_whole_reads as check_whole_reads  # one, too
 from tests.support.mpi.refused_cases import check_loops_that_cannot_be as check_loops_that_cannot_be  # one of the cases

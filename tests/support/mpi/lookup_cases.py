@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends import across
-from tests.support import host_reads
+from tests.support import host_reads, interactions
 from tests.support.host_models import HOSTED, LOSSES, batch_of, start, step_of
 from tests.support.host_reads import HOSTS
 
@@ -42,6 +42,20 @@ def _agrees(step: Any, wrap: Any, steps: int, first: int = 0) -> Any:
 
 def _loss(params: Any, rows: jax.Array, batch: Any) -> jax.Array:
     return jnp.mean(((rows + params["b"]) @ params["w"] - batch["y"]) ** 2)
+
+
+def check_interactions() -> None:
+    """Whatever way they are written in, no rank needs another one's examples between its programs."""
+    for form in interactions.REWRITTEN:
+        mine = theirs = interactions.make_params()
+        planned = autopar.parallelize(interactions.step_of([form]), strategy={"t*": HOSTS}, donate=False)
+        plain = jax.jit(interactions.step_of([form]))
+        for k in range(2):
+            batch = interactions.make_batch(8, k)
+            (mine, told), (theirs, wanted) = planned(mine, batch), plain(theirs, batch)
+        for a, b in zip(jax.tree.leaves((mine, told)), jax.tree.leaves((theirs, wanted)), strict=True):
+            np.testing.assert_allclose(np.asarray(a), b, rtol=1e-4, atol=1e-6)
+        assert planned.plan is not None and planned.plan.reduction_backend == "mpi"
 
 
 def check_ids_of_other_examples() -> None:

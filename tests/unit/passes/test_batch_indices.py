@@ -12,7 +12,7 @@ import pytest
 
 from autopar.analysis.counting import Counting
 from autopar.backends.emit import emit
-from autopar.ir.program import Block, Program
+from autopar.ir.program import Block, Input, Program
 from autopar.ir.trace import block_of
 from autopar.passes.normalizing.batch_indices import batch_indices
 
@@ -45,6 +45,36 @@ BATCHED: dict[str, Callable[[Any, Any], Any]] = {
     "gradient": lambda h, i: jax.grad(lambda h: jnp.sum(jnp.sin(h[ROWS[:, None], i])))(h),
     "of a transposed": lambda h, i: h.swapaxes(0, 1)[i[:, 0], ROWS],
 }
+K = M * D
+COLUMNS = np.array([5, 0, 11, 5])
+#: Constants that keep to each example's own part, of `h` or of `h` and `i` laid out otherwise.
+OWN_PARTS: dict[str, Callable[[Any, Any], Any]] = {
+    "columns of all": lambda h, i: h.ravel()[ROWS[:, None] * K + COLUMNS],
+    "rows of all": lambda h, i: h.reshape(-1, D)[ROWS * M + 2],
+    "taken": lambda h, i: jnp.take(h, ROWS[:, None] * K + COLUMNS, mode="clip"),
+    "counted from the end": lambda h, i: h.ravel()[ROWS[:, None] * K + COLUMNS - N * K],
+    "repeated": lambda h, i: jnp.sin(h[:, 0])[jnp.repeat(ROWS, 3)],
+    "several of each": lambda h, i: h.reshape(-1, D)[np.repeat(np.arange(N), 3) * M + np.tile([3, 0, 1], N)],
+    "segments": lambda h, i: jax.ops.segment_sum(h.reshape(-1, D), jnp.repeat(ROWS, M), N),
+    "sorted segments": lambda h, i: jax.ops.segment_sum(
+        h.reshape(-1, D), np.repeat(np.arange(N), M), N, indices_are_sorted=True
+    ),
+    "the largest of segments": lambda h, i: jax.ops.segment_max(h.reshape(-1, D), jnp.repeat(ROWS, M), N),
+    "two for each": lambda h, i: jnp.zeros((2 * N, D)).at[np.arange(N * M) // 2].add(h.reshape(-1, D)),
+    "set": lambda h, i: (h + 1).ravel().at[ROWS[:, None] * K + COLUMNS[:3]].set(i[:, :1] * jnp.ones(3)),
+    "beside other indices": lambda h, i: (h + 1).reshape(-1, D)[
+        ROWS[:, None] * M + np.array([1, 3]), ROWS[:, None] * 0
+    ],
+    "gradient of columns": lambda h, i: jax.grad(lambda h: jnp.sin(h.ravel()[ROWS[:, None] * K + COLUMNS]).sum())(h),
+    "along another axis": lambda h, i: jnp.stack([h.ravel(), -h.ravel()])[:, ROWS[:, None] * K + COLUMNS],
+}
+NOT_OWN_PARTS: dict[str, Callable[[Any, Any], Any]] = {
+    "of the next": lambda h, i: jnp.sin(h).ravel()[ROWS[:, None] * K + COLUMNS + 1],
+    "of one before": lambda h, i: jnp.sin(h).reshape(-1, D)[ROWS[::-1] * M],
+    "in another order": lambda h, i: jax.ops.segment_sum(h.reshape(-1, D), np.tile(np.arange(N), M), N),
+    "of the batch": lambda h, i: jnp.sin(h).ravel()[ROWS[:, None] * K + i],
+    "of an input": lambda h, i: h[jnp.repeat(ROWS, 3)],
+}
 NOT_BATCHED: dict[str, Callable[[Any, Any], Any]] = {
     "fewer": lambda h, i: h[ROWS[1:], i[1:, 0]],
     "from one": lambda h, i: h[(ROWS + 1) % N, i[:, 0]],
@@ -57,20 +87,21 @@ NOT_BATCHED: dict[str, Callable[[Any, Any], Any]] = {
 
 def _made(fun: Callable[[Any, Any], Any]) -> tuple[Block, Block, int]:
     block = block_of(jax.make_jaxpr(fun)(H, IDS))
-    program, count = batch_indices(Program(block, (), ()), Counting(block))
+    inputs = (Input("h", "batch"), Input("i", "batch"))
+    program, count = batch_indices(Program(block, inputs, ()), Counting(block))
     return block, program.block, count
 
 
-@pytest.mark.parametrize("name", BATCHED)
+@pytest.mark.parametrize("name", [*BATCHED, *OWN_PARTS])
 def test_batched(name: str) -> None:
-    block, new, count = _made(BATCHED[name])
+    block, new, count = _made((BATCHED | OWN_PARTS)[name])
     accesses = [e for e in new.walk() if e.op == "gather" or e.op.startswith("scatter")]
     assert count == len(accesses) and all(e.params["dimension_numbers"].operand_batching_dims for e in accesses)
     for a, b in zip(emit(block)(H, IDS), emit(new)(H, IDS), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", NOT_BATCHED)
+@pytest.mark.parametrize("name", [*NOT_BATCHED, *NOT_OWN_PARTS])
 def test_what_does_not_count(name: str) -> None:
-    block, new, count = _made(NOT_BATCHED[name])
+    block, new, count = _made((NOT_BATCHED | NOT_OWN_PARTS)[name])
     assert count == 0 and new is block
