@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
 from autopar.ir.figures import Term, wire_bytes
 from autopar.ir.sizes import Sizes
-from autopar.ir.strategy import HOSTED
+from autopar.ir.strategy import HOSTED, Where
 
 ID_BYTES = 4
 #: The term of deferred rows, and how many memory passes bringing one up to date takes. Measured on 2 cores, 4 devices,
@@ -28,9 +28,20 @@ REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 ID_TERMS = ("send ids", "gather ids")
 
 
-def sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """Maps methods to the bytes that each device sends in a step."""
-    return {method: sum(t.sent for t in terms) for method, terms in step_terms(NO_TIME, sizes).items()}
+def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
+    """Maps methods by which a family may go to the bytes that each device, or rank, sends in a step."""
+    terms = method_terms(sizes, where)
+    methods = terms if where == "devices" else (HOSTED, "allgather", "allreduce")[:: 2 if sizes.constant else 1]
+    return {method: sum(t.sent for t in terms[method]) for method in methods}
+
+
+def method_terms(
+    sizes: Sizes, where: Where, rates: Rates = NO_TIME, hosts: HostRates = NO_HOST_TIME
+) -> Mapping[str, tuple[Term, ...]]:
+    """Maps methods to their terms in a step, of a family that is on devices, or on hosts and might be on devices."""
+    if where == "devices":
+        return step_terms(rates, sizes)
+    return {HOSTED: host_terms(sizes, hosts), **step_terms(rates, sizes.on_devices())}
 
 
 def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
@@ -56,14 +67,6 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         Term("add gradients at owners", host.scatter(s.owned, s.sent_gradient)),
         *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
     )
-
-
-def host_sent_bytes(sizes: Sizes) -> Mapping[str, int]:
-    """Maps methods to the bytes that each rank sends for a table on hosts, and would send for it on devices."""
-    others = sent_bytes(sizes)
-    hosts = sum(t.sent for t in host_terms(sizes))
-    methods = ("allreduce",) if sizes.constant else ("allgather", "allreduce")
-    return {HOSTED: hosts, **{method: others[method] for method in methods}}
 
 
 def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
-from autopar.cost import Rates, RowGrowth, Term, step_terms
-from autopar.cost.exchange import DenseLoad, host_terms, step_parts, with_bounds
+from autopar.cost import Rates, RowGrowth, Term
+from autopar.cost.exchange import DenseLoad, method_terms, step_parts, with_bounds
 from autopar.cost.rates import (
     NO_HOST_TIME,
     NO_TIME,
@@ -214,11 +214,7 @@ def _touched(
 
 
 def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    if table.sizes is None:
-        return {}
-    if table.where == "hosts":
-        return {HOSTED: host_terms(table.sizes, hosts), **step_terms(rates, table.sizes.on_devices())}
-    return step_terms(rates, table.sizes)
+    return {} if table.sizes is None else method_terms(table.sizes, table.where, rates, hosts)
 
 
 def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from autopar.cost.exchange import HOSTED, host_terms, step_terms
-from autopar.cost.rates import NO_TIME
+from autopar.cost.exchange import HOSTED, method_terms
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
@@ -80,10 +79,7 @@ def predict_method(table: TablePlan, method: str) -> Prediction | None:
         return Prediction(method, tuple(table.terms[method]))
     if table.sizes is None:
         return None
-    if method == HOSTED:
-        terms = host_terms(table.sizes)
-    else:
-        terms = step_terms(NO_TIME, table.sizes.on_devices() if table.where == "hosts" else table.sizes)[method]
+    terms = method_terms(table.sizes, "hosts" if method == HOSTED else table.where)[method]
     return Prediction(method, tuple(t for t in terms if t.sent), timed=False)
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost import sent_bytes
-from autopar.cost.exchange import host_sent_bytes, table_3
+from autopar.cost.exchange import table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError
@@ -274,7 +274,7 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
     """Returns by method the bytes that each of `devices` devices sends in a step, with `ids` ids each."""
     load, own = table_load(table, ids), _of(table)
     if table.where == "hosts":
-        return host_sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread))
+        return sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread), "hosts")
     sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
     if not own.checks:  # a capacity that no batch exceeds
         capacity = min(sizes.requested, -(-sizes.extent // devices))
@@ -342,7 +342,7 @@ def _curves(
 
 def own_bytes(table: TablePlan) -> Mapping[str, int]:
     """Returns by method the bytes that each device sends in a step of the plan."""
-    return (host_sent_bytes if table.where == "hosts" else sent_bytes)(_of(table))
+    return sent_bytes(_of(table), table.where)
 
 
 def _of(table: TablePlan) -> Sizes:

@@ -16,7 +16,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
-from autopar.cost.exchange import REPLAY, host_sent_bytes, sent_bytes, step_seconds, step_terms
+from autopar.cost.exchange import REPLAY, sent_bytes, step_seconds, step_terms
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.cost.units import format_bytes
@@ -132,7 +132,7 @@ def decide_family(
     if hosted:
         bounds = host_bounds(space, ids, choices.devices)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
-        sent = {} if sizes is None else host_sent_bytes(sizes)
+        sent = {} if sizes is None else sent_bytes(sizes, "hosts")
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
         pays = ids.count < space.extent if choices.options.rows_travel else _pays(program, space, ids, choices)

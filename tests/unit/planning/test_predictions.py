@@ -17,7 +17,7 @@ from autopar.cost.rates import FREE, Curve, bound_rates, planned_rates
 from autopar.cost.stage_time import pipeline_seconds
 from autopar.ir.figures import wire_bytes
 from autopar.measure.cluster import Cluster
-from autopar.planning.predictions import Prediction, predict
+from autopar.planning.predictions import Prediction, predict, predict_method
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 0.1 GB/s that take 1 ms a message.
 CLUSTER = Cluster("chalk", 4, 1, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e8), 1e9)
@@ -32,9 +32,9 @@ def step(state: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), loss
 
 
-def planned(**options: Any) -> autopar.Plan:
+def planned(distinct: int = 701, **options: Any) -> autopar.Plan:
     state = {"items": jax.ShapeDtypeStruct((20_000, 32), "float32"), "w": jax.ShapeDtypeStruct((32, 32), "float32")}
-    batch = np.arange(4 * 256, dtype=np.int32) % 701
+    batch = np.arange(4 * 256, dtype=np.int32) % distinct
     cluster = None if "sync" in options else CLUSTER
     return autopar.plan(autopar.parallelize(step, **options), state, batch, cluster=cluster)
 
@@ -106,6 +106,17 @@ def test_the_tree_of_a_step_on_devices() -> None:
     assert f"(at least {1e3 * table.bounds['allreduce']:.3f})" in told
     simulated = autopar.simulate(made, devices=[4]).times[0]
     assert 0 < simulated.bound_s < simulated.seconds and "at least" in str(autopar.simulate(made))
+
+
+@pytest.mark.parametrize("strategy", ["ps", "allgather", {"items": ("ps", "hosts")}])
+def test_tables_and_why_have_the_same_sizes(strategy: Any) -> None:
+    """Of a batch that has rows twice, so that a rank's messages are shorter than a device's."""
+    (table,) = planned(distinct=100, strategy=strategy).families
+    assert len(table.sent) > 2 and table.sizes is not None and table.sizes.on_devices().requested == 256
+    for method, sent in table.sent.items():
+        found = predict_method(table, method)
+        assert found is not None and found.sent == sent > 0, method
+    assert table.sent["allgather"] > 0.9 * 3 * 256 * 32 * 4
 
 
 def test_a_file_has_no_bounds(tmp_path: Any) -> None:
