@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Topology
 
 #: Instead of a step's number in a server's events: nobody waits for the worker any more; others do again.
 LEFT, CAME = -1, -2
@@ -68,16 +68,17 @@ def elastic_step(interval: int, step: int, exchanges: int) -> Iterator[Want]:
         yield Receive()
 
 
-def ring_step(ring: Ring, client: int, step: int, turn: int) -> Iterator[Want]:
+def ring_step(topology: Topology, client: int, step: int, turn: int) -> Iterator[Want]:
     """Yields a step (numbered from 0) of averaging with neighbours. Passive clients are the servers: an active one asks
     them in turn, and a passive one's step is added to what neighbours made of its weights meanwhile. `turn`: exchanges
     that the client has begun, including those that were cut short."""
-    if ring.is_active(client):
-        yield Send("exchange", ring.number(turn), ring.server(ring.neighbor(client, turn)))
+    if topology.is_active(client):
+        (neighbor,) = topology.neighbors(client, turn)
+        yield Send("exchange", topology.number(client, turn), topology.server(neighbor))
         yield Compute()
     else:
         yield Compute()
-        yield Send("step", step, ring.server(client))
+        yield Send("step", step, topology.server(client))
     yield Receive()
 
 

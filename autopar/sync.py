@@ -23,9 +23,8 @@ class Replicated(abc.ABC):
     outer: Pytree = None
     fragments: int = 1
     delay: int = 0
-    #: Partners of an exchange: all other clients at once, a neighbour in a ring at once, servers that keep a centre, or
-    #: neighbours in a ring at any time.
-    partners: Literal["all", "pairs", "center", "neighbors"] = "all"
+    #: Partners of an exchange: a name in `ir.sync_plan.TOPOLOGIES`, or "center" for servers that keep one.
+    partners: str = "all"
     #: As for `Hybrid`.
     learning_rate: float | None = None
     curvature: float | Literal["measure"] | None = None
@@ -44,11 +43,6 @@ class Replicated(abc.ABC):
     def is_asynchronous(self) -> bool:
         """Says whether no client waits for another."""
         return self.partners in ("center", "neighbors")
-
-    @property
-    def is_ring(self) -> bool:
-        """Says whether clients exchange weights with neighbours alone."""
-        return self.partners in ("pairs", "neighbors")
 
     @property
     def period(self) -> int:

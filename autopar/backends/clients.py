@@ -24,7 +24,7 @@ from autopar.backends.across import place_array
 from autopar.backends.devices import Devices
 from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Everyone, Topology
 from autopar.jax_types import Array, Json, Leaf
 from autopar.launch.group import MpiGroup, StoreGroup, part_of_ranks
 from autopar.mpi.world import SERVERS_VARIABLE, job
@@ -127,13 +127,13 @@ class Clients:
         """
         return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
 
-    def mean(self, arrays: Sequence[jax.Array], turn: int | None = None) -> list[jax.Array]:
+    def mean(self, arrays: Sequence[jax.Array], topology: Topology | None = None, turn: int = 0) -> list[jax.Array]:
         """Averages each array over the clients, in its dtype and place. Collective; waits only with several CPU
         devices.
 
-        `turn`: in a ring, averages over the two partners of that turn only.
+        `topology`, `turn`: whose mean a client takes; None: everyone's.
         """
-        return self._joined(arrays, mean_of, turn if turn is None else turn % 2)
+        return self._joined(arrays, mean_of, topology, turn % topology.period if topology else 0)
 
     def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the bits that any client has set. Collective."""
@@ -157,13 +157,17 @@ class Clients:
         return [np.stack(xs) for xs in zip(*each[:: len(each) // self.count], strict=True)]
 
     def _joined(
-        self, arrays: Sequence[jax.Array], join: Callable[[Sequence[Array]], Array], turn: int | None = None
+        self,
+        arrays: Sequence[jax.Array],
+        join: Callable[[Sequence[Array]], Array],
+        topology: Topology | None = None,
+        turn: int = 0,
     ) -> list[jax.Array]:
         if self.count == 1 or not arrays:
             return list(arrays)
         arrays = [self.placed(x) for x in arrays]
         specs = tuple(_spec(x) for x in arrays)
-        run = _program(self._mesh, specs, join, self.count, turn)
+        run = _program(self._mesh, specs, join, topology or Everyone(self.count), turn)
         whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
         if self._is_alone:
             jax.block_until_ready(whole)
@@ -271,12 +275,13 @@ def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Leaf, Leaf]]:
 
 @functools.lru_cache(maxsize=64)
 def _program(
-    mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], count: int, turn: int | None
+    mesh: Mesh, specs: tuple[P, ...], join: Callable[[Sequence[Array]], Array], topology: Topology, turn: int
 ) -> Callable[..., Sequence[Array]]:
-    """Compiles a program that joins all clients' arrays; each client computes a C-th of the elements of every dtype.
+    """Compiles a program that joins each client's arrays with its partners' of a turn.
 
-    With `turn` each client joins its own and its partner's.
+    Where all are partners each client computes a C-th of the elements of every dtype.
     """
+    count = topology.clients
     # The mesh has the last client first (`Clients._mesh`).
     places = range(count)[::-1]
 
@@ -286,9 +291,10 @@ def _program(
         received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
         return jax.lax.all_gather(join([received[places[c]] for c in range(count)]), _AXIS, tiled=True)
 
-    def joined_by_two(flat: Array, turn: int) -> Array:
-        partners = [(places[c], places[Ring(count).neighbor(c, turn)]) for c in range(count)]
-        return join([flat, jax.lax.ppermute(flat, _AXIS, partners)])
+    def joined_by_partners(flat: Array) -> Array:
+        columns = zip(*(topology.partners(c, turn) for c in range(count)), strict=True)
+        sent = [[(places[c], places[own]) for own, c in enumerate(column)] for column in columns]
+        return join([flat, *(jax.lax.ppermute(flat, _AXIS, pairs) for pairs in sent[1:])])
 
     def run(*arrays: Array) -> Sequence[Array]:
         by_dtype: dict[Any, list[int]] = {}
@@ -297,7 +303,7 @@ def _program(
         joined: list[Array] = [None] * len(arrays)
         for some in by_dtype.values():
             flat = jnp.concatenate([arrays[k].reshape(-1) for k in some])
-            whole, start = joined_by_all(flat) if turn is None else joined_by_two(flat, turn), 0
+            whole, start = (joined_by_all if isinstance(topology, Everyone) else joined_by_partners)(flat), 0
             for k in some:
                 joined[k] = whole[start : start + arrays[k].size].reshape(arrays[k].shape)
                 start += arrays[k].size

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.ir.cluster import ClusterSpec, Level
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Topology
 from autopar.protocols import Compute, Log, Send, Want, elastic_step, pulling_step, ring_step
 
 #: For slow workers at most this many times the steps are simulated, until all have done a few.
@@ -259,24 +259,24 @@ class Training(abc.ABC):
 class Pairs:
     """Clients that average with their neighbours."""
 
-    ring: Ring  #: Who averages with whom.
+    topology: Topology  #: Who averages with whom.
     cluster: ClusterSpec
     devices: int  #: Devices of a client, with adjacent numbers. Each sends the weights to its counterpart.
     sent_bytes: Callable[[int], float]  #: Step, counted from 1 -> bytes that each of them sends after it.
 
 
 def simulate_pairs(load: ClientLoad, pairs: Pairs) -> ClientRun:
-    """Simulates clients each of which averages with one neighbour after each step, left and right in turn."""
+    """Simulates clients each of which averages with its neighbours of a turn after each step."""
     return _Pairs(load, pairs).run()
 
 
 class _Pairs(Training):
-    """Clients that wait for their partner in every step."""
+    """Clients that wait for their neighbours in every step."""
 
     def __init__(self, load: ClientLoad, pairs: Pairs) -> None:
-        super().__init__(load, pairs.cluster, period=2)
+        super().__init__(load, pairs.cluster, pairs.topology.period)
         self._pairs, self._computed_at = pairs, [0.0] * load.count
-        #: (client, step) -> when the weights that arrived were sent, its own and its partner's of each device.
+        #: (client, step) -> when the weights that arrived were sent, its own and its neighbours' of each device.
         self._there: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
 
     def _begin(self, worker: int) -> None:
@@ -285,18 +285,19 @@ class _Pairs(Training):
 
     def _computed(self, worker: int) -> None:
         step, devices = self.clients[worker].minibatches + 1, self._pairs.devices
-        partner, size = self._pairs.ring.neighbor(worker, step), self._pairs.sent_bytes(step)
-        self._computed_at[worker] = sent = self._clock.now
-        arrive = functools.partial(self._arrived, partner, step, sent)
-        for k in range(devices):
-            self._wires.send(worker * devices + k, partner * devices + k, size, arrive)
+        size, self._computed_at[worker] = self._pairs.sent_bytes(step), self._clock.now
+        sent = self._clock.now
+        for other in self._pairs.topology.neighbors(worker, step):
+            arrive = functools.partial(self._arrived, other, step, sent)
+            for k in range(devices):
+                self._wires.send(worker * devices + k, other * devices + k, size, arrive)
         self._arrived(worker, step, sent)
 
     def _arrived(self, worker: int, step: int, sent: float) -> None:
-        """Ends a client's step once its own weights and its partner's have arrived."""
+        """Ends a client's step once its own weights and its neighbours' have arrived."""
         there = self._there[worker, step]
         there.append(sent)
-        if len(there) <= self._pairs.devices:
+        if len(there) <= self._pairs.devices * len(self._pairs.topology.neighbors(worker, step)):
             return
         del self._there[worker, step]
         client, computed = self.clients[worker], self._computed_at[worker]
@@ -329,8 +330,8 @@ class Served:
     bound: int | None = None  #: s, the staleness bound; None: there is none.
     #: For replicas, steps from an exchange with a centre to the next; 0: workers pull and push in each step.
     every: int = 0
-    #: The ring whose passive clients are the servers, of which an active one asks one in a step.
-    ring: Ring | None = None
+    #: The one whose passive clients are the servers, of which an active one asks one in a step.
+    topology: Topology | None = None
     #: Seconds in which a worker copies what it pulled to its device, and what it pushes from there.
     receive_s: float = 0.0
     send_s: float = 0.0
@@ -338,17 +339,17 @@ class Served:
     @property
     def pulls(self) -> bool:
         """Workers pull and push, and have no replicas."""
-        return self.ring is None and not self.every
+        return self.topology is None and not self.every
 
     @property
     def period(self) -> int:
         """Steps from an exchange of a worker to its next one of the same kind."""
-        return 2 if self.ring is not None else self.every or 1
+        return self.every or 1 if self.topology is None else self.topology.period
 
     def step(self, worker: int, number: int) -> Iterator[Want]:
         """Yields the wants of a worker's step; steps are counted from 0."""
-        if self.ring is not None:
-            return ring_step(self.ring, worker, number, number)
+        if self.topology is not None:
+            return ring_step(self.topology, worker, number, number)
         return elastic_step(self.every, number, number // self.every - 1) if self.every else pulling_step(number)
 
 

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NewType
 
-from autopar.ir.figures import wire_bytes
+from autopar.ir.topology import Everyone, Ring, Topology
+
+#: Clients that average weights: `sync.Replicated.partners` -> who with whom. "neighbors" don't wait for each other.
+TOPOLOGIES: Mapping[str, type[Topology]] = {"all": Everyone, "pairs": Ring, "neighbors": Ring}
 
 #: The number of a fragment of the weights; a type of its own, since dicts are also keyed by input numbers.
 FragmentIndex = NewType("FragmentIndex", int)
@@ -48,11 +51,17 @@ class SyncPlan:
         An upper bound where touched rows are sent, some of which steps share. To a centre or a neighbour go all
         weights.
         """
-        if self.servers:
-            return self.mean_bytes / self.every
-        if self.partners != "all":
-            return self.mean_bytes * (self.clients > 1)
-        return wire_bytes("all-reduce", self.clients, self.mean_bytes) / self.every
+        sent = self.mean_bytes if self.servers else self.topology(self.clients).sent_bytes(self.mean_bytes)
+        return sent / self.every
+
+    @property
+    def asks_neighbors(self) -> bool:
+        """Says whether clients average with neighbors without waiting for them."""
+        return self.partners == "neighbors"
+
+    def topology(self, clients: int) -> Topology:
+        """Says who averages with whom where there are so many clients, and no centre."""
+        return TOPOLOGIES[self.partners](clients)
 
     def __str__(self) -> str:
         more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(

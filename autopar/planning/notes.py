@@ -15,6 +15,7 @@ from autopar.ir.schedule import Task
 from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
+from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
@@ -166,14 +167,15 @@ def replica_notes(plan: Plan) -> Iterator[str]:
         if sync.slope is not None:
             known = f"at eta h = {sync.slope:.3g} weights may diverge above {stable_alpha(1.0, sync.slope):.3g}"
         yield f"alpha is {sync.alpha:.3g}; {known}."
-    elif sync.partners != "all":
+    elif not isinstance(topology := sync.topology(sync.clients), Everyone):
         beside = "beside each step, with the weights that it begins with," if sync.delay else "behind each step"
-        waits = "; nobody waits for another one's step" if sync.delay else "; these two wait for each other"
+        averages, waits = topology.averages
+        waits = "nobody waits for another one's step" if sync.delay else waits
         which = "either has changed since their last exchange" if sync.delay else "were ever touched"
         rows = f" Of {', '.join(sync.by_rows)} only rows are sent that {which}." * bool(sync.by_rows)
         yield (
-            f"{weights}: {beside} they and those of the left or the right neighbour, in turn, become the mean of "
-            f"both{waits}. A client sends at most {format_bytes(sync.sent_bytes)} a step, and receives as much.{rows}"
+            f"{weights}: {beside} they and {averages}; {waits}. A client sends at most "
+            f"{format_bytes(sync.sent_bytes)} a step, and receives as much.{rows}"
         )
         yield from _table_notes(plan, sync)
         yield _stability(sync)

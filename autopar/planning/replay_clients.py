@@ -21,7 +21,6 @@ from autopar.backends.clients import Clients, mean_of
 from autopar.backends.served import ServedPrograms
 from autopar.errors import ArgumentsError, TimelineError
 from autopar.ir.program import Program
-from autopar.ir.ring import Ring
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.protocols import Compute, Send
@@ -137,7 +136,7 @@ def replay_replicas(
         # All means come first: `send` below updates in place what was sent.
         means = []
         for c, each in enumerate(shared):
-            partners = runner.partners(c, each.steps, len(sent))
+            partners = runner.topology(len(sent)).partners(c, each.steps)
             means.append([_mean(parts) for parts in zip(*(sent[other] for other in partners), strict=True)])
         for c, own in enumerate(results):
             shared[c], new = exchanges[c].send(means[c])
@@ -290,10 +289,11 @@ def replay_ring(
     """Replays a timeline of a ring. Arguments, results and errors as of `replay_center`."""
     weights, count, plan = _weights(planned, start), timeline.workers, planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
-    passives, rows = Ring(count).passives, TouchedRows(planned.compiled, plan)
+    topology, rows = plan.topology(count), TouchedRows(planned.compiled, plan)
+    passives = topology.passives
     if len(passives) != len(timeline.events) or not timeline.ring:
         raise TimelineError(f"the timeline isn't of a ring of {count} clients")
-    ends = [RingEnd([*weights], rows, count, c, equal=True) for c in range(count)]
+    ends = [RingEnd([*weights], rows, topology, c, equal=True) for c in range(count)]
     neighbors = [ends[c].neighbor(weights, c).made(Neighbor) for c in passives]
     clients = _run(planned, start, calls, ends, neighbors, timeline)
     for c, neighbor in zip(passives, neighbors, strict=True):  # exchanges after its last step

@@ -30,8 +30,8 @@ from autopar.errors import ArgumentsError
 from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.ir.ring import Ring, check_even
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.topology import Everyone
 from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes
 from autopar.servers.timeline import Timeline
 
@@ -208,10 +208,10 @@ def simulate_clients(
         raise ArgumentsError(
             f"devices={wrong[0]}: a client of {plan.step} has {plan.devices} devices; give multiples of them"
         )
-    if plan.sync is not None and plan.sync.partners in ("pairs", "neighbors"):
+    if plan.sync is not None and not plan.sync.servers:
         for n in numbers:
-            remedy = f"Give devices= for an even number of clients, which have {plan.devices} each"
-            check_even(n // plan.devices, f"devices={n}, sync={plan.sync.way}", remedy)
+            remedy = f"Give devices= for {{}} of clients, which have {plan.devices} each"
+            plan.sync.topology(n // plan.devices).check(f"devices={n}, sync={plan.sync.way}", remedy)
     options.check_workers(min(numbers) // plan.devices)
     step_s, update_s = options.step_s, None
     if step_s is None:
@@ -245,21 +245,22 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
     """Simulates the clients on all devices of a cluster, or on as many as there are clients for."""
     devices, sync, served = load.count * plan.devices, plan.sync, _served(plan, cluster, load, options.servers)
     if served is not None:
-        is_ring = served.ring is not None
+        is_ring = served.topology is not None
         asked = 1 if is_ring else len(served.servers)
         load = _followed(load, options, asked, "" if is_ring else f" and {asked} servers", served.every)
         run = simulate_served(load, served)
         timeline = Timeline(load.count, served.bound, run.events, ring=is_ring)
         return SyncTime(devices, run.clients, run.rates, timeline)
     assert sync is not None, "clients train"
-    if sync.partners == "pairs" and load.count > 1:
+    topology = sync.topology(load.count)
+    if not isinstance(topology, Everyone) and load.count > 1:
         load = _followed(load, options, plan.devices, "")
 
         def sent(step: int) -> float:
             # Of tables by rows, a client sends the rows that any client has touched until then: an upper bound.
             return sum(_averaged_bytes(plan, sync, load.count * step))
 
-        run = simulate_pairs(load, Pairs(Ring(load.count), cluster, plan.devices, sent_bytes=sent))
+        run = simulate_pairs(load, Pairs(topology, cluster, plan.devices, sent_bytes=sent))
     else:
         seconds = _means_s(plan, sync, cluster, load)
         run = simulate_averages(load, means_s=seconds, due=sync.due, every=sync.every, delay=sync.delay)
@@ -293,7 +294,7 @@ def sent_bytes(plan: Plan, clients: int) -> float:
     if plan.served is not None:
         return sum(server.push_bytes for server in plan.served.servers)
     assert plan.sync is not None, "clients train"
-    if plan.sync.partners in ("center", "neighbors"):  # tables go whole
+    if plan.sync.servers or plan.sync.asks_neighbors:  # tables go whole
         size = sum(_weight_bytes(plan, plan.sync))
     else:
         size = round(sum(_averaged_bytes(plan, plan.sync, clients * plan.sync.every)))
@@ -329,7 +330,7 @@ def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad)
 def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | None) -> Served | None:
     """Returns how clients ask servers, or passive clients of a ring; None if they ask nobody. Raises ArgumentsError for
     more servers (`wanted`; None: the plan's) than processes."""
-    sync, processes, ring = plan.sync, load.count * plan.devices, Ring(load.count)
+    sync, processes = plan.sync, load.count * plan.devices
     if plan.served is not None:
         return _pulling(plan, plan.served, cluster, load, wanted)
     assert sync is not None, "clients train"
@@ -339,11 +340,12 @@ def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | No
         parts = (sum(span.nbytes for span in share) for share in center_shares(weights, count))
         served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
         return dataclasses.replace(served, every=sync.every)
-    if sync.partners == "neighbors" and load.count > 1:
+    if sync.asks_neighbors and load.count > 1:
+        topology = sync.topology(load.count)
         # Of tables by rows, at most those that all clients touch while a change goes round the ring.
-        size = int(sum(_averaged_bytes(plan, sync, load.count * ring.rounds)))
-        served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in ring.passives))
-        return dataclasses.replace(served, ring=ring)
+        size = int(sum(_averaged_bytes(plan, sync, load.count * topology.rounds)))
+        served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in topology.passives))
+        return dataclasses.replace(served, topology=topology)
     return None
 
 

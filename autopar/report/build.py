@@ -109,7 +109,7 @@ def report(
 
 def _check_timeline(plan: Plan, timeline: Timeline) -> None:
     """Checks that a timeline can be shown beside a plan, or raises ArgumentsError."""
-    is_ring = plan.sync is not None and plan.sync.partners == "neighbors"
+    is_ring = plan.sync is not None and plan.sync.asks_neighbors
     has_servers = plan.served is not None or (plan.sync is not None and plan.sync.servers > 0)
     if not isinstance(timeline, Timeline):
         raise ArgumentsError(f"timeline is a {type(timeline).__name__}; give what servers did, autopar.timeline(state)")

@@ -14,8 +14,8 @@ from matplotlib.ticker import MaxNLocator
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
-from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.topology import Ring
 from autopar.jax_types import Json
 from autopar.planning.notes import replica_notes, server_notes
 from autopar.planning.plan import goes_by_rows, untouched_bytes
@@ -123,7 +123,7 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
     )
     made.tables["steps"] = rows = step_rows(found)
     more = "" if plan.served is None else " Updates are the servers', and so a part of communication."
-    if plan.sync is not None and plan.sync.partners == "neighbors":
+    if plan.sync is not None and plan.sync.asks_neighbors:
         more = " Exchanges count for active clients, who ask; passive ones wait only for what copies and adds weights."
     made.draw(
         "steps",
@@ -264,10 +264,10 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
     for way, (simulated, *_) in found.found.items():
         plan, clients = found.plans[way], simulated.times[0].clients
         sent, groups = sent_bytes(plan, len(clients)), {"all": clients}
-        if plan.sync is not None and plan.sync.partners == "neighbors":
-            ring = Ring(len(clients))
+        if plan.sync is not None and plan.sync.asks_neighbors:
+            topology = plan.sync.topology(len(clients))
             groups = {
-                kind: [client for c, client in enumerate(clients) if ring.is_active(c) == (kind == "active")]
+                kind: [client for c, client in enumerate(clients) if topology.is_active(c) == (kind == "active")]
                 for kind in ("active", "passive")
             }
         for kind, some in groups.items():

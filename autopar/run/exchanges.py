@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.backends.across import local
 from autopar.errors import CheckpointError
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Topology
 from autopar.jax_types import Array, Leaf
 from autopar.protocols import Send, Want, ring_step
 from autopar.run.replicas import ReplicaRunner, Weights
@@ -89,11 +89,10 @@ class RingRunner(ExchangeRunner):
     def _opened(self, replicas: Replicas, weights: Mapping[int, Array]) -> tuple[Replicas, ExchangeSession]:
         if replicas.ring is not None:
             return replicas, replicas.ring
-        clients = self.clients
-        end = RingEnd(self.weights, self.touched, clients.count, clients.own, equal=not replicas.steps)
+        clients, topology = self.clients, self._plan.topology(self.clients.count)
+        end = RingEnd(self.weights, self.touched, topology, clients.own, equal=not replicas.steps)
         here = {k: np.array(local(weights[k])) for k in self.weights}
-        neighbors = [end.neighbor(here, c) for c in Ring(clients.count).passives]
-        ring = RingSession(end, self.weights, neighbors, clients)
+        ring = RingSession(end, self.weights, {c: end.neighbor(here, c) for c in topology.passives}, clients)
         return dataclasses.replace(replicas, ring=ring), ring
 
 
@@ -106,13 +105,15 @@ class RingEnd(End):
     Args:
       weights: Numbers of the step's inputs that are averaged.
       touched: The tables by rows among them.
-      clients: C.
+      topology: Who averages with whom.
       own: The client's number.
       equal: Whether all clients have the same weights now.
     """
 
-    def __init__(self, weights: Sequence[int], touched: TouchedRows, clients: int, own: int, *, equal: bool) -> None:
-        self._ring, self._own, self._rows = Ring(clients), own, touched
+    def __init__(
+        self, weights: Sequence[int], touched: TouchedRows, topology: Topology, own: int, *, equal: bool
+    ) -> None:
+        self._topology, self._own, self._rows = topology, own, touched
         self._dense = [k for k in weights if k not in touched]
         self._tables = [k for k in weights if k in touched]
         self._partner, self._is_open = 0, not equal
@@ -121,13 +122,13 @@ class RingEnd(End):
         self._touched: Mapping[int, np.ndarray] = {}
         #: Changed rows by passive client's number among these, and by table.
         self._since: dict[int, dict[int, list[np.ndarray]]] = {
-            self._ring.server(c): {k: [] for k in self._tables} for c in self._neighbors(own)
+            self._topology.server(c): {k: [] for k in self._tables} for c in self._neighbors(own)
         }
 
     def neighbor(self, weights: Mapping[int, Array], passive: int) -> NeighborSpec:
         """Returns the description of the neighbour that answers for a passive client."""
         axes = {k: self._rows.axis(k) for k in self._tables}
-        return NeighborSpec(weights, self._ring.clients, axes, self._neighbors(passive))
+        return NeighborSpec(weights, self._topology.clients, axes, self._neighbors(passive))
 
     def look_up(self, leaves: Sequence[Leaf], known: Collection[int]) -> None:
         found = self._rows.after(self._rows.none(known), leaves)
@@ -135,7 +136,7 @@ class RingEnd(End):
 
     def step(self, number: int) -> Iterator[Want]:
         self._turns += 1
-        return ring_step(self._ring, self._own, self._steps, self._turns - 1)
+        return ring_step(self._topology, self._own, self._steps, self._turns - 1)
 
     def sent(self, want: Send, weights: Mapping[int, Array]) -> Mapping[int, Sequence[Array]]:
         assert want.server is not None, "one client answers"
@@ -147,7 +148,7 @@ class RingEnd(End):
 
     def applied(self, weights: Mapping[int, Array], answers: Sequence[Sequence[Array]]) -> dict[int, Array]:
         (values,), count = answers, len(self._dense)
-        dense, is_active = dict(zip(self._dense, values[:count], strict=True)), self._ring.is_active(self._own)
+        dense, is_active = dict(zip(self._dense, values[:count], strict=True)), self._topology.is_active(self._own)
         made = pulled(weights, dense) if is_active else {k: jnp.asarray(x) for k, x in dense.items()}
         for k, places, rows in zip(self._tables, values[count::2], values[count + 1 :: 2], strict=True):
             if not places.size:
@@ -183,4 +184,5 @@ class RingEnd(End):
         return np.asarray(local(self._rows.picked(k, array, self._rows.padded(places))))[: places.size]
 
     def _neighbors(self, client: int) -> list[int]:
-        return sorted({self._ring.neighbor(client, turn) for turn in (0, 1)})
+        turns = range(self._topology.period)
+        return sorted({other for turn in turns for other in self._topology.neighbors(client, turn)})

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import CheckpointError
-from autopar.ir.ring import Ring
 from autopar.ir.sync_plan import FragmentIndex
+from autopar.ir.topology import Everyone, Topology
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.run.replicas import ReplicaRunner, Weights
 from autopar.tables.kinds import copied
@@ -58,15 +58,14 @@ class MeansRunner(ReplicaRunner):
             elif k in rows:
                 nobody_reads = self._outer is None and not self._plan.delay
                 means[k] = self.touched.put(k, x, rows[k], means[k], in_place=nobody_reads)
-        if not self._sync.is_ring:
+        if isinstance(self.topology(self.clients.count), Everyone):
             replicas = dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)})
         replicas, merged = self._merged(replicas, weights, kept, means)
         yield replicas, new | merged
 
-    def partners(self, client: int, step: int, clients: int) -> Sequence[int]:
-        """Returns the clients whose mean `client` takes after a step (counted from 1)."""
-        is_pair = self._sync.is_ring and clients > 1
-        return [client, Ring(clients).neighbor(client, step)] if is_pair else range(clients)
+    def topology(self, clients: int) -> Topology:
+        """Says whose mean each of so many clients takes after a step, counted from 1."""
+        return self._plan.topology(clients)
 
     def resumed(self, saved: Mapping[str, Array]) -> Replicas:
         bits = {int(name[len(_TOUCHED) :]): saved[name] for name in saved if name.startswith(_TOUCHED)}
@@ -107,7 +106,7 @@ class MeansRunner(ReplicaRunner):
         replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
         exchange = self.exchange(replicas, Weights({k: results[self._new_states[k]] for k in self.weights}))
         unions = self.clients.union([jnp.asarray(bits) for bits in next(exchange)])
-        means = self.clients.mean(exchange.send(unions), replicas.steps if self._sync.is_ring else None)
+        means = self.clients.mean(exchange.send(unions), self.topology(self.clients.count), replicas.steps)
         return exchange.send(means)
 
     def _sent(self, replicas: Replicas, weights: Mapping[int, Array]) -> dict[int, Array]:

@@ -13,7 +13,6 @@ import numpy as np
 from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.ir.balance import Span, center_shares
-from autopar.ir.ring import Ring
 from autopar.jax_types import Array, Leaf
 from autopar.protocols import Compute, Send, Want, elastic_step
 from autopar.servers.center import CenterSpec
@@ -190,16 +189,18 @@ class RingSession(ExchangeSession):
     Args:
       end: The client's end.
       weights: Numbers of the step's inputs that are averaged.
-      neighbors: The answerer of each passive client.
-      clients: All clients, an even number.
+      neighbors: Each passive client -> what answers for it.
+      clients: All clients.
     """
 
     is_ring = True
 
-    def __init__(self, end: End, weights: Collection[int], neighbors: Sequence[NeighborSpec], clients: Clients) -> None:
-        ring, self._places = Ring(clients.count), list(weights)
-        self._own = None if ring.is_active(clients.own) else ring.server(clients.own)
-        super().__init__(end, neighbors, clients, [clients.leader(c) for c in ring.passives])
+    def __init__(
+        self, end: End, weights: Collection[int], neighbors: Mapping[int, NeighborSpec], clients: Clients
+    ) -> None:
+        self._places = list(weights)
+        self._own = [*neighbors].index(clients.own) if clients.own in neighbors else None
+        super().__init__(end, [*neighbors.values()], clients, [clients.leader(c) for c in neighbors])
 
     def settled(self) -> dict[int, Array]:
         """Returns a passive client's weights after all that neighbours have sent; nothing for an active client, which

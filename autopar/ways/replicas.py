@@ -13,7 +13,7 @@ from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.cost.units import format_bytes
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.ring import check_even
+from autopar.ir.sync_plan import TOPOLOGIES
 from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
 from autopar.run.asked import Asked
@@ -45,8 +45,9 @@ class InReplicas(WithClients):
 
     def among(self, clients: int, servers: int | None = None) -> Self:
         """Checks that a ring has an even number of clients."""
-        if self.sync.is_ring:
-            check_even(clients, f"sync={self.sync.call}", "Give clients= an even number, or train on one process less")
+        if self.sync.partners in TOPOLOGIES:
+            remedy = "Give clients= {}, or train on one process less"
+            TOPOLOGIES[self.sync.partners](clients).check(f"sync={self.sync.call}", remedy)
         return super().among(clients, servers)
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
@@ -61,7 +62,7 @@ class InReplicas(WithClients):
 
     @property
     def is_asynchronous(self) -> bool:
-        return self.sync.is_asynchronous and not (self.sync.is_ring and self.clients == 1)
+        return self.sync.is_asynchronous and (self.sync.partners == "center" or self.clients > 1)
 
     def runner(self, planned: PlannedStep) -> Runner:
         """Returns the inner runner, wrapped in the exchange of weights."""

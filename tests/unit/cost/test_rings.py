@@ -18,7 +18,7 @@ from autopar.cost.client_times import (
     simulate_pairs,
     simulate_served,
 )
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Ring
 from tests.unit.cost.test_clients import STEP, machines, throughput
 
 
@@ -30,7 +30,9 @@ def neighbors(count: int, size: float = 0.0, update_s: float = 0.0, **options: A
     """A ring of clients that are on machines of their own."""
     ring = Ring(count)
     servers = [ServerLoad(c, size, size, update_s=update_s) for c in ring.passives]
-    return Served(**{"servers": servers, "cluster": machines(count), "devices": range(count), "ring": ring, **options})
+    return Served(
+        **{"servers": servers, "cluster": machines(count), "devices": range(count), "topology": ring, **options}
+    )
 
 
 @pytest.mark.parametrize("slower", [1, 2, 10, 100])

@@ -96,12 +96,12 @@ def test_bytes_by_hand(items: TablePlan) -> None:
 
 
 def test_tables_on_hosts_by_hand(items: TablePlan) -> None:
-    """Messages are as long as they must be: ids, rows and gradients of the distinct rows that a rank asks for."""
+    """Messages of ranks are as long as they must be: ids, rows and gradients of the distinct rows that one asks for."""
     hosted = dataclasses.replace(items, where="hosts")
     requested = math.ceil(alpha_at(items, 640) * 200_000)
     sent = sent_at(hosted, 10)
     assert sent["ps on hosts"] == sum(9 * requested * size // 10 for size in (4, 128, 128))
-    assert sent["allgather"] == 9 * requested * (4 + 128)
+    assert sent["allgather"] == sent_at(items, 10)["allgather"] == 9 * 640 * (4 + 128), "arrays of devices are static"
 
 
 @pytest.mark.parametrize("real", [True, False], ids=["ids", "shapes"])

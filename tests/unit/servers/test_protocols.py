@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_served
 from autopar.errors import TimelineError
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Ring
 from autopar.protocols import Receive, Send, Want
 from autopar.servers.center import Center
 from autopar.servers.exchanges import message
@@ -31,7 +31,7 @@ def served(way: str) -> Served:
     places = range(2) if ring is None else ring.passives
     loads = [ServerLoad(n, 1e6, 1e6, update_s=2e-3) for n in places]
     every = 0 if ring is not None else INTERVAL
-    return Served(loads, machines(CLIENTS, bytes_s=1e9), range(CLIENTS), every=every, ring=ring)
+    return Served(loads, machines(CLIENTS, bytes_s=1e9), range(CLIENTS), every=every, topology=ring)
 
 
 def servers(way: str) -> Sequence[Center]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import AutoparError, StabilityWarning
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Ring
 from autopar.servers.center import Center
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Stepped
 from autopar.servers.neighbor import Neighbor
@@ -21,10 +21,10 @@ from autopar.sync import ADPSGD, DPSGD, Hybrid, stable_slope
 def test_all_have_a_partner_in_every_turn(count: int) -> None:
     ring = Ring(count)
     for turn in range(5):
-        partners = [ring.neighbor(c, turn) for c in range(count)]
+        partners = [ring.neighbors(c, turn)[0] for c in range(count)]
         assert all(partners[other] == c for c, other in enumerate(partners))
         assert all(ring.is_active(c) != ring.is_active(other) for c, other in enumerate(partners))
-        assert count == 2 or all(ring.neighbor(c, turn + 1) != other for c, other in enumerate(partners))
+        assert count == 2 or all(ring.neighbors(c, turn + 1)[0] != other for c, other in enumerate(partners))
 
 
 def test_changes_come_to_all() -> None:
@@ -33,7 +33,7 @@ def test_changes_come_to_all() -> None:
         ring, x = Ring(count), np.eye(count)[0]
         for turn in range(ring.rounds):
             assert turn != ring.rounds // 2 or count < 6 or np.ptp(x) > 2**-15
-            x = np.array([(x[c] + x[ring.neighbor(c, turn)]) / 2 for c in range(count)])
+            x = np.array([(x[c] + x[ring.neighbors(c, turn)[0]]) / 2 for c in range(count)])
         assert np.ptp(x) < 2**-22
 
 
@@ -81,8 +81,8 @@ def run(seed: int, clients: int, steps: int) -> tuple[list[float], list[float]]:
 
     def begin(c: int) -> None:
         if ring.is_active(c) and done[c] < steps:
-            message = Exchange(c, ring.number(done[c]), [np.float32(x[c])])
-            sending[c].append((ring.neighbor(c, done[c]), message))
+            message = Exchange(c, ring.number(c, done[c]), [np.float32(x[c])])
+            sending[c].append((ring.neighbors(c, done[c])[0], message))
 
     for c in range(clients):
         begin(c)

@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import jax_compat
-from autopar.ir.ring import Ring
+from autopar.ir.topology import Ring
 from autopar.servers.neighbor import SharedRows
 from autopar.sync import ADPSGD
 
@@ -42,8 +42,8 @@ def messages(random: np.random.Generator, clients: int, steps: int) -> list[tupl
     ring, done, found = Ring(clients), [0] * clients, []
     while waiting := [c for c in range(clients) if done[c] < steps]:
         c = int(random.choice(waiting))
-        passive = ring.neighbor(c, done[c]) if ring.is_active(c) else c
-        found.append((c, ring.number(done[c]) if ring.is_active(c) else done[c], passive))
+        passive = ring.neighbors(c, done[c])[0] if ring.is_active(c) else c
+        found.append((c, ring.number(c, done[c]) if ring.is_active(c) else done[c], passive))
         done[c] += 1
     return found
 
