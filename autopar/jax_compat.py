@@ -192,8 +192,8 @@ def exported(function: Callable[..., Pytree], like: Sequence[Leaf]) -> _export.E
 
 
 def share_compilations() -> None:
-    """Lets processes of this machine have one compilation of a program: JAX's persistent cache, as its keys are on
-    GPUs.
+    """Lets processes of this machine share compilations, by JAX's persistent cache with keys made as on GPUs, without
+    device numbers.
 
     JAX lets the first process alone write to it, for the sake of slow filesystems, and on CPUs a key has the numbers of
     a process's own devices, so that each rank compiles what the others have compiled. For the tests' ranks.
@@ -217,7 +217,8 @@ def share_compilations() -> None:
 
 
 def is_of_auto_mesh(sharding: Any) -> bool:
-    """Returns whether JAX noted this by itself, of a mesh without Explicit axes, which says nothing of where."""
+    """Returns whether a sharding in an aval names a mesh without Explicit axes: JAX adds these by itself, and they
+    don't say where the array is."""
     mesh = getattr(sharding, "mesh", None)
     return isinstance(mesh, AbstractMesh) and AxisType.Explicit not in mesh.axis_types
 
@@ -349,7 +350,7 @@ def process() -> tuple[int, int]:
 def type_keys(leaves: Sequence[Leaf], other: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Returns a hashable key of arrays, numbers and tracers: a step is planned once for each.
 
-    `other`: the same of what is none of these; None of what there is nothing for, which is a TypeError.
+    `other`: returns the key of a leaf of another kind, or None, which raises a TypeError.
     """
     return tuple([leaf.aval if type(leaf) is ConcreteArray else _type_key(leaf, other) for leaf in leaves])
 

@@ -73,7 +73,7 @@ class _Keys(Interpreter[Words]):
     def plain(self, equation: Equation, operands: Sequence[Words]) -> Sequence[Words]:
         made = operands[: _SINKS.get(equation.op, 0)]
         if any(map(any, made)):
-            # Two operands are the two words, an element of each for one key.
+            # `threefry2x32` takes a key's two words as two operands: elements at one index make one key.
             held = made[0] if len(made) == 1 else tuple(union(m) for m in made)
             self.uses.add(sorted(held) == [1 << k for k in range(self.count)])
         return [

@@ -1,4 +1,4 @@
-"""Rules for equations on shards and partial sums (`ir.local`): `place_spread` and `keeps_partial`.
+"""Rules for equations on shards and partial sums (`ir.local`): `place_spread` and `whole_operands_once`.
 
 Both are sound: an equation without a rule is refused.
 """
@@ -122,12 +122,9 @@ _INDICES = {"scatter-add": (1,), "dynamic_update_slice": tuple(range(2, 16))}
 _TOGETHER = those_that(lambda p: p.linear is Linear.TOGETHER) | {"ap.plus"}
 
 
-def keeps_partial(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
-    """Returns whether the results of partial sums add up to the result, every other operand being whole.
-
-    Returns:
-      None if they don't; else the operands that are no partial sums, which only one device may contribute.
-    """
+def whole_operands_once(equation: Equation, partial: Sequence[bool]) -> Sequence[int] | None:
+    """Returns the operands that are no partial sums, which only one device may contribute; None if the results of
+    partial sums don't add up to the result."""
     op = equation.op
     if op == "gather" and not _fills_with_zeros(equation):
         return None

@@ -69,7 +69,7 @@ class _Emitter:
         self._backends = backends
         self._devices = devices
         self._microbatch = microbatch
-        # All devices have the rows of families without a backend, in the order of all devices' ids.
+        # Each device has all rows of families without a backend; their routes are made of all devices' ids.
         self._whole = ReplicatedRows(devices) if isinstance(devices, Mapped) else SingleDevice()
 
     def _backend(self, equation: Equation) -> RowBackend:

@@ -2,7 +2,7 @@
 
 Source: PipeDream (Narayanan et al., 2019), section 3.1: A(j, m), the time of the slowest stage of the best pipeline of
 layers 0 to j on m devices. Here with every send, the memory of states and activations, and the AllReduce of replicas'
-gradients, which is once a step and so counts for an M-th.
+gradients: it is made once a step, so that each of M microbatches bears an M-th of it.
 """
 
 from __future__ import annotations

@@ -118,8 +118,8 @@ def simulate_step(
             host_state += size / cluster.machines
         else:
             state += size / n if method == "ps" else size
-    hosted = [t.hosted for t in work.tables if chosen[t.path] == HOSTED]
-    by_mpi = bool(hosted) and (work.dense.by_mpi or not any(t.hosted for t in work.tables))
+    are_on_hosts = any(chosen[t.path] == HOSTED for t in work.tables)
+    by_mpi = are_on_hosts and (work.dense.by_mpi or not any(t.hosted for t in work.tables))
     dense_load = replace(work.dense, by_mpi=by_mpi)
     least = step_parts(bound_rates(cluster), dense_load, loads, n, hosts.bound)
     parts = with_bounds(step_parts(rates, dense_load, loads, n, hosts), least)

@@ -46,7 +46,8 @@ class Fading:
 
     In a step a fading leaf moves another at most by *reach* times its element in the same place, and is itself
     multiplied by a number. Where the sum over all steps to come is less than a rounding, the row needn't be replayed
-    either, up to the end of the update log. Larger divisors give smaller reaches, so there is one for each of FLOORS.
+    either, up to the end of the update log. Where the other leaf is divided by a third (Adam's second moment), a larger
+    divisor means a smaller reach: there is one for each lower bound in FLOORS.
     """
 
     zero: tuple[int, ...]  #: As `ScaleOnly.zero`.

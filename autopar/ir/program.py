@@ -149,8 +149,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Border:
-    """Maps an equation's operands to the inputs of its last body (a while's is its body; all branches of a cond
-    agree)."""
+    """Maps an equation's operands to the inputs of its last body: of a while its body, not its condition; of a cond
+    any branch."""
 
     #: Number of leading operands that the body doesn't take: a cond's index, the constants of a while's condition.
     head: int

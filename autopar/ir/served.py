@@ -40,7 +40,7 @@ class ServerPart:
     """The leaves that one server keeps, and its programs."""
 
     leaves: tuple[KeptIndex, ...]  #: What it keeps.
-    clocks: tuple[int, ...]  #: Leaves that it counts by itself, as every server does that reads them.
+    clocks: tuple[int, ...]  #: Clocks that its programs read; it advances a copy of its own.
     pull: Block  #: The program of a pull, from leaves and ids to what a worker is given.
     ids: tuple[int, ...]  #: Numbers of its ids among those that a worker sends.
     update: Block  #: The program of a push, from leaves, clocks and pushed values to new leaves and clocks.
@@ -75,8 +75,8 @@ class ServedStep:
     own: tuple[int, ...]  #: Inputs that aren't pulled: clocks, and all that is no state.
     pushed: int  #: Number of values that a worker pushes.
     results: tuple[int, ...]  #: Outputs that are no state.
-    #: Leaves of the state whose new value depends on such leaves alone (counts, random keys, untrained leaves). Every
-    #: process has them.
+    #: State that advances by itself (counts, random keys, untrained leaves): its new value depends on nothing but such
+    #: state. Every process has it.
     clocks: tuple[int, ...]
     whole: frozenset[int]  #: Leaves that a worker pulls whole.
     servers: tuple[ServerPart, ...]  #: Each server's part; there may be fewer than were asked for.

@@ -49,7 +49,9 @@ class PipelinePlan:
     updates: tuple[int, ...] = ()
     last: int = 0  #: The call in which all of a minibatch is done, its results included.
     slack: int = 0  #: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
-    ahead: tuple[tuple[int, int], ...] = ()  #: In one that predicts, s of each stage's forwards and backwards.
+    ahead: tuple[
+        tuple[int, int], ...
+    ] = ()  #: Predicted weights: by how many updates, for each stage's (forward, backward).
     #: Lines of sums over the batch that are taken over each microbatch, which changes the function.
     statistics: tuple[str, ...] = ()
     #: If the number of stages was chosen, the candidates in words, and their seconds.

@@ -261,7 +261,7 @@ class _Lift:
         log = self.logs.get(family)
         kept = self._kept(space)
         leaves = {k: inputs[k] for k in kept}
-        if changed and log is None and not scope.lifting.moves_alone(family):
+        if changed and log is None and not scope.lifting.only_touched_move(family):
             # Untouched rows are updated first: touched ones are written into the sweep's results.
             untouched_values = {k: (atom, self._untouched(atom)) for k, atom in updates.items()}
             leaves = sweep(scope, family, untouched_values, self.exceeded, first)
@@ -500,7 +500,7 @@ class Exact:
 
     def densified(self, scope: Scope, atom: Var, dense: Var, row: Row) -> Var:
         """Returns a densified value, swept if need be."""
-        if scope.lifting.moves_alone(row.family) or not isinstance(row.untouched, Const):
+        if scope.lifting.only_touched_move(row.family) or not isinstance(row.untouched, Const):
             return dense
         rows = scope.at_rows(atom, row.axis, row.family)
         equation = scope.producers.get(atom)
@@ -535,7 +535,7 @@ class Exact:
 
     def keeps_zero(self, scope: Scope, sources: Sequence[tuple[Atom, int]], family: int) -> bool:
         """Returns whether a product of these, one of which is zero, is 0 or NaN in all rows."""
-        return scope.lifting.moves_alone(family) or self.outcomes().keeps_zero(sources)
+        return scope.lifting.only_touched_move(family) or self.outcomes().keeps_zero(sources)
 
     def _axes(self, scope: Scope, form: UntouchedForm, family: int) -> tuple[int, ...]:
         axes = scope.lifting.spaces[family].row_axes
@@ -554,7 +554,7 @@ class Exact:
           NotDeferrable: deferred rows would have to be read.
         """
         family, planned = value.family, scope.lifting.families[value.family]
-        if scope.lifting.moves_alone(family):
+        if scope.lifting.only_touched_move(family):
             return None, None
         is_deferred = planned.table.log_steps > 0
         if (is_deferred or scope.parent is not None or not value.is_reduced) and self._is_told(scope, value):

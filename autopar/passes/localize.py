@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch_rules import SUMMED
-from autopar.analysis.local import REDUCES, keeps_partial, place_spread, resized_params
+from autopar.analysis.local import REDUCES, place_spread, resized_params, whole_operands_once
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.local import PARTIAL, LocalFacts, NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Program, Var
@@ -206,7 +206,7 @@ class Localizer(Forms):
 
     def _partial(self, equation: Equation, partial: Sequence[bool]) -> bool:
         """Writes an equation of partial sums, if it is linear and it pays; returns whether it did."""
-        others = keeps_partial(equation, partial)
+        others = whole_operands_once(equation, partial)
         if others is None:
             return False
         rest = [equation.inputs[k] for k in others]

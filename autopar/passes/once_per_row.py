@@ -639,7 +639,7 @@ class _Rewrite(Writer):
 
     def summed(self, like: Form) -> Atom:
         """Returns the sums of a value over the lookups of each entry; anything for an entry that has none."""
-        for one in self._in_order(like, "sum", self._behind):
+        for one in self._in_order(like, "sum", self._after):
             self.made["sum", one] = self._sum(one)
         return self.made["sum", like]
 
@@ -669,7 +669,7 @@ class _Rewrite(Writer):
                 stack += [(inner, False) for inner in behind(one).values()]
         return order
 
-    def _behind(self, like: Form) -> Mapping[int, Form]:
+    def _after(self, like: Form) -> Mapping[int, Form]:
         if self.is_known(like.atom, like):
             return {}
         equation = self.producers.get(like.atom)
@@ -680,7 +680,7 @@ class _Rewrite(Writer):
         ids, place, atom = like.ids, like.place, like.atom
         if self.is_known(atom, like):
             return self.weighted(Form(ids, place, self.by_entries(atom, like)), by_count=True)
-        behind = self._behind(like)
+        behind = self._after(like)
         if not behind:
             self.need(atom)
             shape = place.of(atom.shape), place.by_entries(atom.shape, ids.entries)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from autopar import jax_compat
 from autopar.analysis.flow import dependent
-from autopar.analysis.local import keeps_partial
+from autopar.analysis.local import whole_operands_once
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced, center_shares
 from autopar.ir.examples import BatchAxis
@@ -226,7 +226,7 @@ def first_nonlinear(program: Program, gradients: Collection[Equation], weights: 
         if equation in gradients:
             continue
         earlier = next((broken[a] for a in atoms if a in broken), None)
-        if earlier is None and keeps_partial(equation, partial) is None:
+        if earlier is None and whole_operands_once(equation, partial) is None:
             earlier = equation
         if earlier is not None:
             broken.update(dict.fromkeys(equation.outputs, earlier))

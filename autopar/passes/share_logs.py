@@ -41,7 +41,7 @@ class _Log:
     record: Equation | None  #: The equation that writes a step down, if there is anything to write.
     old: tuple[Var, ...]  #: Stamps, now, segment, records, segments before the step and after it.
     new: tuple[Atom, ...]
-    first: int  #: The number of the stamps among the program's inputs.
+    first: int  #: The index of its stamps among the program's inputs; the rest of the log follows.
 
     @property
     def family(self) -> int:

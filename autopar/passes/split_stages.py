@@ -226,7 +226,7 @@ def _buckets(
     for equation in sorted(sums, key=lambda e: ready[e.inputs[0]]):
         bucket.append(equation)
         if sum(e.inputs[0].type.nbytes for e in bucket) >= least:
-            part = _behind(rest, bucket)
+            part = _after(rest, bucket)
             rest = {e: None for e in rest if e not in part}
             parts.append((part, tuple(bucket)))
             bucket = []
@@ -244,7 +244,7 @@ def _buckets(
     return kept[::-1]
 
 
-def _behind(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
+def _after(equations: Collection[Equation], readers: Sequence[Equation]) -> dict[Equation, None]:
     """Returns the equations, in order, on which some readers depend."""
     wanted: set[Atom] = {a for e in readers for a in e.inputs}
     found: list[Equation] = []

@@ -38,7 +38,7 @@ class ExchangeRunner(ReplicaRunner):
         session.begin(weights, replicas.steps)
         return replicas
 
-    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
+    def _after(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         session = replicas.center or replicas.ring
         assert session is not None, "a step has begun"
         weights = Weights({k: results[self._new_states[k]] for k in self.weights})
@@ -120,7 +120,7 @@ class RingEnd(End):
         #: Begun exchanges, and finished steps.
         self._turns, self._steps = 0, 0
         self._touched: Mapping[int, np.ndarray] = {}
-        #: Changed rows by passive client's number among these, and by table.
+        #: By passive neighbor: rows of each table changed since the last exchange with it.
         self._since: dict[int, dict[int, list[np.ndarray]]] = {
             self._topology.server(c): {k: [] for k in self._tables} for c in self._neighbors(own)
         }

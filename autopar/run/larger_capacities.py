@@ -63,8 +63,8 @@ class LargerCapacities:
         )
 
     def _larger(self, planned: PlannedStep, headroom: float) -> Compilation[PlannedStep]:
-        """Compiles the step with larger capacities in the background. It is planned there, too, unless processes
-        compare their plans: these plan together first, and take that plan whether it was compiled or not."""
+        """Compiles the step with larger capacities in the background. It is planned there, too; but several processes,
+        which must agree on the plan, make it here and keep it even if compiling it failed."""
         made, example = None, planned.example
         if self.planner.processes is not None:
             made = self._with_headroom(planned, example, headroom)

@@ -102,7 +102,7 @@ class MeansRunner(ReplicaRunner):
         kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
         return dataclasses.replace(replicas, touched=self.touched.after(kept, own))
 
-    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
+    def _after(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
         exchange = self.exchange(replicas, Weights({k: results[self._new_states[k]] for k in self.weights}))
         unions = self.clients.union([jnp.asarray(bits) for bits in next(exchange)])

@@ -85,7 +85,7 @@ class ReplicaRunner(Runner):
         them."""
 
     @abc.abstractmethod
-    def _behind(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
+    def _after(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
         """Returns the shared state after a step, and the weights that aren't the step's results."""
 
     def loads(self) -> Sequence[int] | None:
@@ -111,7 +111,7 @@ class ReplicaRunner(Runner):
             results = jax.tree.leaves(self.inner(own))
             if SLOWNESS.is_on:
                 jax.block_until_ready(results)
-        replicas, new = self._behind(replicas, results)
+        replicas, new = self._after(replicas, results)
         for k, array in new.items():
             results[self._new_states[k]] = array
         for k, out in self._new_states.items():

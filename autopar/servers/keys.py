@@ -71,7 +71,7 @@ class PushKey:
 
 @dataclass(frozen=True, slots=True)
 class PullKey:
-    """Asks for a key's value: answered by it, once the worker's own pushes are in it."""
+    """Asks for a key's value. The answer is the value once it includes this worker's earlier pushes."""
 
     worker: int
     key: Key

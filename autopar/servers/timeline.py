@@ -86,12 +86,12 @@ class Timeline:
                     raise TimelineError(f"{push} when there were {len(limits)} versions, and it was of {given}")
                 elif (since := standing.since(worker, step)) > limits[given]:
                     raise TimelineError(
-                        f"{push}, its step {since} since it came, of a version where staleness={self.bound} lets begin "
-                        f"those up to {limits[given]:.0f}"
+                        f"{push}: that is its step {since} since it joined, but version {given} allows steps up to "
+                        f"{limits[given]:.0f} only (staleness={self.bound})"
                     )
                 else:
                     standing.push(worker)
                     limits.append(standing.limit)
                 limits[-1] = max(limits[-1], standing.limit)
         if not self.ring and len({tuple(np.bincount(p[:, 0], minlength=self.workers)) for p in self.pushes}) > 1:
-            raise TimelineError("servers have pushes of other numbers of steps than each other")
+            raise TimelineError("the servers applied different numbers of pushes of a worker")

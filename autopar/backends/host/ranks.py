@@ -2,7 +2,8 @@
 
 Each device runs programs on its own examples. Either each rank's devices run them alone, and MPI reduces between
 programs; or all ranks' devices run them together, and XLA reduces within. All devices of a rank have the rows that it
-fetched. The owner's programs are always one rank's.
+fetched. Programs of the *owner* side, the updates of rows that a rank keeps, always run on one rank alone; those of
+the *device* side on its examples.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Ranks:
       is_joint, is_single: Whether the device programs are of several ranks, or of one device.
       host: The device of the owner's programs; None: the default one.
       own_devices: This rank's devices that run device programs.
-      buffers: Memory that the step after next uses again.
+      buffers: Two sets of buffers, used by steps in turn.
       step: The number of the step, for messages.
     """
 

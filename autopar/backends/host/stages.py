@@ -49,10 +49,10 @@ class HostRoute:
     """The rows of a family in one step."""
 
     requested: Requested
-    places: np.ndarray
+    places: np.ndarray  #: Sorted storage indices that this rank asks for.
     view: RouteView
-    rows: np.ndarray
-    spare: int
+    rows: np.ndarray  #: Rows of this owner that are asked for, padded.
+    spare: int  #: A row that the step doesn't touch, which padding reads.
 
     @property
     def count(self) -> int:

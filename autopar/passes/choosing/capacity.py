@@ -68,7 +68,7 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
     return ids_of_devices
 
 
-def _busiest(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
+def _longest_message(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
     loads = [np.bincount(layout.place(rows) // layout.shard_rows, minlength=1).max() for rows in requested if rows.size]
     return int(max(loads, default=0))
 
@@ -78,7 +78,7 @@ def needed_share(capacity: int, load: int) -> float:
     return load / (capacity - _STEP / 2)
 
 
-def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
+def busiest_owner(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Returns the rows that all devices together ask the busiest owner for."""
     layout = bounds_layout(bounds)
     return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
@@ -87,24 +87,26 @@ def most_requested(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
     """Returns rows in the longest message over those in the average one; 1 if there are none."""
     average = sum(rows.size for rows in requested) / layout.devices**2
-    return _busiest(requested, layout) / average if average else 1.0
+    return _longest_message(requested, layout) / average if average else 1.0
 
 
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
     """Returns the bounds with cyclic rows, if the owners' loads would be too unequal otherwise."""
     layout = bounds_layout(bounds)
     cyclic = dataclasses.replace(layout, cyclic=True)
-    if layout.cyclic or _busiest(requested, layout) <= _IMBALANCE * max(_busiest(requested, cyclic), _STEP):
+    if layout.cyclic or _longest_message(requested, layout) <= _IMBALANCE * max(
+        _longest_message(requested, cyclic), _STEP
+    ):
         return bounds
     return dataclasses.replace(bounds, layout=cyclic)
 
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
     """Returns the bounds with the example's load and some headroom as the capacity, if that saves anything."""
-    return limited(bounds, headroom * _busiest(requested, bounds_layout(bounds)))
+    return limited(bounds, headroom * _longest_message(requested, bounds_layout(bounds)))
 
 
-def limitless(bounds: Bounds) -> Bounds:
+def with_safe_capacity(bounds: Bounds) -> Bounds:
     """Returns bounds on hosts with the capacity that no batch would exceed on devices."""
     layout = bounds_layout(bounds)
     return dataclasses.replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))

@@ -33,15 +33,15 @@ from autopar.ir.slicing import hoist
 from autopar.ir.strategy import ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
     bounds_layout,
+    busiest_owner,
     device_bounds,
     device_ids,
     host_bounds,
     imbalance,
     limited,
-    limitless,
-    most_requested,
     tightened,
     with_layout,
+    with_safe_capacity,
 )
 
 #: Most rows of a table; one more number must be free for "no row".
@@ -348,9 +348,9 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    limit = tightened(limitless(bounds), loads, choices.options.headroom).capacity or 0
+    limit = tightened(with_safe_capacity(bounds), loads, choices.options.headroom).capacity or 0
     requested = max(rows.size for rows in loads)
-    return dataclasses.replace(sizes, requested=requested, owned=most_requested(loads, bounds), capacity=limit)
+    return dataclasses.replace(sizes, requested=requested, owned=busiest_owner(loads, bounds), capacity=limit)
 
 
 def _line(space: RowSpace) -> str:

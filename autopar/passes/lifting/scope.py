@@ -58,7 +58,7 @@ class Lifting:
                 return Row(value.axis, family, value.untouched)
         return None
 
-    def moves_alone(self, family: int) -> bool:
+    def only_touched_move(self, family: int) -> bool:
         """Returns whether untouched rows need no care: they don't move, or there are none."""
         return self.lazy or self.spaces[family].is_pulled
 
@@ -69,7 +69,8 @@ class Lifting:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Template:
-    """The untouched form of a scan, remat or cond, made with the first rewriting and used by the second."""
+    """The untouched form of a scan, remat or cond: made while a block is rewritten for touched rows (the first
+    rewriting), used when it is written again for untouched ones (the second, `lifting/equations.py`)."""
 
     equation: Equation
     family: int

@@ -1,8 +1,8 @@
 """Writes one device's program of a step with tables on hosts, and decides whether MPI or XLA reduces its dense sums.
 
-MPI reduces between the compiled programs of the ranks, each on its own examples. If it can't (sums over the examples in
-a loop, or that examples depend on), or a process is alone, sums are reduced where they stand: the programs are those of
-all ranks' devices, which exchange by `psum`.
+MPI reduces between the compiled programs of the ranks, each on its own examples. It can't reduce a sum inside a loop,
+nor one that later work on the examples needs. Then, and in a lone process, sums are `psum`s within the programs, which
+all ranks' devices run together.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class _Walk(LookupRewriter):
         layout, parts = self.joined[equation.inputs[0]]
         numbers, out = equation.params["dimension_numbers"], equation.outputs[0]
         is_clipped = "FILL" not in str(equation.params["mode"])
-        place = _place(equation, layout, numbers.start_index_map, numbers.collapsed_slice_dims, is_clipped)
+        place = _id_column(equation, layout, numbers.start_index_map, numbers.collapsed_slice_dims, is_clipped)
         if place is None:
             return [equation]
         self.count += 1
@@ -167,7 +167,7 @@ class _Walk(LookupRewriter):
             return [equation]
         numbers, is_clipped = equation.params["dimension_numbers"], "CLIP" in str(equation.params["mode"])
         mapped = numbers.scatter_dims_to_operand_dims
-        place = _place(equation, layout, mapped, numbers.inserted_window_dims, is_clipped)
+        place = _id_column(equation, layout, mapped, numbers.inserted_window_dims, is_clipped)
         if place is None:
             return [equation]
         self.count += 1
@@ -188,9 +188,10 @@ class _Walk(LookupRewriter):
         return [*made, *expand(lambda *parts: jnp.concatenate(parts, layout.axis), equation, parts, out)]
 
 
-def _place(
+def _id_column(
     equation: Equation, layout: _Layout, mapped: Sequence[int], gone: Sequence[int], is_clipped: bool
 ) -> int | None:
+    """Returns the column of the index vectors that counts along the joined axis; None if it can't be followed."""
     if layout.axis not in mapped or layout.axis not in gone or str(equation.inputs[1].dtype) not in INTEGERS:
         return None
     return None if is_clipped and len(mapped) > 1 else mapped.index(layout.axis)  # others would be clipped, too
