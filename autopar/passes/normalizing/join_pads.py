@@ -46,27 +46,26 @@ class _Join(Rewriter):
         makers: dict[Atom, Equation] = {e.outputs[0]: e for e in block.equations if e.op in (*_ADDS, "pad")}
         partial = {a for e in block.equations if e.op in _ADDS for a in e.inputs if uses[a] == 1 and a in makers}
 
-        def find(total: Atom) -> list[Equation | None]:
-            """Returns what a sum consists of, None for something else than a pad; notes which sums are joined."""
-            equation = makers[total]
+        found: dict[Atom, list[Equation] | None] = {}  # what a sum consists of, if these are pads alone
+        for total, equation in makers.items():
             if equation.op == "pad":
-                return [equation]
-            parts = [find(a) if a in partial or _is_pad(makers.get(a)) else [None] for a in equation.inputs]
-            terms = [e for part in parts for e in part]
-            pads = [e for e in terms if _is_pad(e)]
-            if len(pads) >= max(len(terms), _FEWEST) and total.shape not in self._states:
+                found[total] = [equation] if _is_pad(equation) else None
+                continue
+            parts = [
+                found.get(a) if a in partial or makers.get(a, equation).op == "pad" else None for a in equation.inputs
+            ]
+            pads = [e for part in parts for e in part or ()]
+            found[total] = None if None in parts else pads
+            if None not in parts and len(pads) >= _FEWEST and total.shape not in self._states:
                 for a in equation.inputs:
                     self._pads.pop(a, None)
-                self._pads[total] = [e for e in pads if e is not None]
-            return terms
-
-        for total, equation in makers.items():
-            if equation.op in _ADDS and total not in partial:
-                find(total)
+                self._pads[total] = pads
         return super().block(block)
 
     def rule(self, equation: Equation) -> list[Equation]:
-        pads, shape = self._pads.get(equation.outputs[0], ()), equation.outputs[0].shape
+        if equation.op not in _ADDS or (pads := self._pads.get(equation.outputs[0])) is None:
+            return [equation]
+        shape = equation.outputs[0].shape
         places = _places(shape, pads)
         if places is None:
             return [equation]
@@ -81,10 +80,8 @@ class _Join(Rewriter):
         return expand(joined, equation, [e.inputs[0] for e in pads], equation.outputs[0])
 
 
-def _is_pad(equation: Equation | None) -> bool:
-    """Returns whether an equation only puts zeros around its operand."""
-    if equation is None or equation.op != "pad":
-        return False
+def _is_pad(equation: Equation) -> bool:
+    """Returns whether a pad only puts zeros around its operand."""
     around, value = equation.params["padding_config"], equation.inputs[1]
     is_zero = isinstance(value, Literal) and not np.any(np.asarray(value.value))
     return is_zero and all(low >= 0 and high >= 0 and not inner for low, high, inner in around)
