@@ -343,6 +343,8 @@ class Localizer(Forms):
         is_over_examples = all(k >= equation.border.fixed and states[k] == along for k in spread)
         if not spread or not is_over_examples or equation.effects or self.shared.over or _is_walked(equation):
             return None
+        if any(self._of_microbatches(equation.inputs[k]) for k in spread):
+            return None
         if along.examples:  # what is padded is in no sum, and might go on for ever
             is_map = not equation.border.carries and all(e.op != "while" for e in equation.bodies[0].walk())
         else:
@@ -401,13 +403,20 @@ class Localizer(Forms):
         if not isinstance(state, Spread) or state.axis:
             return new, state
         self.shared.inside = self.shared.inside or NotLocal("a loop over the examples", equation.source)
-        made, wanted = self.producers.get(new), None
-        if made is not None and made.op == "reshape" and self.regroups and not state.owner and len(new.shape) > 1:
-            of_turn = self.shared.of_examples(1, atom.shape[1])
-            is_parted = made.inputs[0].shape[:1] == (new.shape[0] * new.shape[1],)
-            if is_parted and atom.shape[1] % (of_turn.examples or self.shared.devices) == 0:
-                wanted = of_turn
+        wanted = self._of_microbatches(atom)
         return self.as_state(atom, wanted, equation), wanted
+
+    def _of_microbatches(self, atom: Atom) -> Spread | None:
+        """Returns the way in which each microbatch is spread, if turns are microbatches: a reshape of the examples."""
+        new, state = self.read(atom), self.state(atom)
+        made = self.producers.get(new)
+        if made is None or made.op != "reshape" or not self.regroups or not isinstance(state, Spread) or state.owner:
+            return None
+        length, *turn = new.shape
+        if not turn or made.inputs[0].shape[:1] != (length * turn[0],):
+            return None
+        of_turn = self.shared.of_examples(1, atom.shape[1])
+        return of_turn if atom.shape[1] % (of_turn.examples or self.shared.devices) == 0 else None
 
     def _turn(
         self, equation: Equation, start: Sequence[State], xs: Sequence[State]
