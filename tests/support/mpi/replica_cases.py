@@ -220,8 +220,8 @@ class WrongClients(Clients):
 
     wrong, last = "", ()
 
-    def mean(self, arrays: Any, turn: int | None = None) -> Any:
-        means, before = super().mean(arrays, turn), self.last
+    def mean(self, arrays: Any, *whose: Any) -> Any:
+        means, before = super().mean(arrays, *whose), self.last
         if arrays:
             object.__setattr__(self, "last", means)
         if self.wrong == "own" or (self.wrong == "alone" and self.own == self.count - 1):
@@ -267,10 +267,10 @@ def check_touched_rows_are_sent() -> None:
         assert autopar.verify(step, make_state(tx), minibatch(RANK, 0), steps=6).ok
 
 
-def _counting(mean: Any, sent: list[int], arrays: Any, turn: int | None) -> Any:
+def _counting(mean: Any, sent: list[int], arrays: Any, *whose: Any) -> Any:
     """Notes the elements of the largest array of which a mean is taken."""
     sent.extend(x.size for x in arrays)
-    return mean(arrays, turn)
+    return mean(arrays, *whose)
 
 
 def check_what_a_replay_notices() -> None:
