@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import gzip
+import importlib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -136,4 +136,4 @@ def test_what_has_no_timeline_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example() -> None:
-    assert doctest.testmod(sys.modules["autopar.planning.simulate"]).failed == 0
+    assert doctest.testmod(importlib.import_module("autopar.planning.simulate")).failed == 0
