@@ -15,7 +15,7 @@ import numpy as np
 from autopar.backends.update_log import AnyLog
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
-from autopar.mpi.buffers import allocate_table
+from autopar.mpi.buffers import aligned, allocate_table, require_pages
 
 
 @dataclass(eq=False, repr=False)
@@ -145,6 +145,9 @@ def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
     Args:
       members: Shards with their rows first, in order.
       layout: Of the stack.
+
+    Raises:
+      HostMemoryError: there is no room for the largest of them once more, which moving them takes.
     """
     first = members[0]
     starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()
@@ -155,7 +158,11 @@ def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
         return first.stack
     for member in members:
         member.without_log()
-    stack = HostRows.empty((layout.extent, *first.rows.shape[1:]), first.rows.dtype, 0, layout, first.rank, first.path)
+    largest = max(members, key=lambda member: member.rows.nbytes)
+    require_pages(largest.rows.nbytes, largest.path, f"moving {largest.rows.shape} of {largest.rows.dtype}")
+    shape = layout.shard_rows, *first.rows.shape[1:]
+    # Not set to anything: the system gives a page once it is written, and each table gives its own back.
+    stack = HostRows(aligned(shape, first.rows.dtype), layout, first.rank, 0, first.path)
     for member, start in zip(members, starts, strict=False):  # one after the other: each one's own memory goes at once
         part = stack.rows[start : start + len(member.rows)]
         np.copyto(part, member.rows)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -160,3 +162,23 @@ def test_many_tables(count: int, name: str, stacked: list[int]) -> None:
     """Tables of one width, dtype and optimizer are one."""
     planned = many_tables.check(count, name, functools.partial(autopar.parallelize, strategy=HOSTS))
     assert sorted(stacks(planned)) == stacked
+
+
+def test_shards_are_moved_one_by_one() -> None:
+    """Beside the tables a stack takes the memory of one of them, not of all."""
+    rows, count = 100_000, 8
+    program = f"""
+import resource, numpy as np
+from autopar.backends.host.storage import HostRows, stacked
+from autopar.ir.layout import RowLayout
+one = RowLayout({rows}, 1, False)
+shards = [HostRows.empty(({rows}, 64), np.dtype(np.float32), 0, one, 0, str(k)) for k in range({count})]
+for k, shard in enumerate(shards):
+    shard.rows[...] = k
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+stacked(shards, RowLayout({count * rows}, 1, False))
+assert all((shard.rows == k).all() for k, shard in enumerate(shards))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 3 * rows * 64 * 4, done.stdout
