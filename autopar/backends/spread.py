@@ -8,6 +8,7 @@ from autopar.backends.combined import combined
 from autopar.backends.devices import Devices, Mapped, OwnPart
 from autopar.backends.emit import emit
 from autopar.backends.layouts import store, whole
+from autopar.backends.messages import by_gloo
 from autopar.backends.protocol import RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import GatheredRows
@@ -32,14 +33,19 @@ def mapped(program: Program, bound: ProgramPlan, devices: Devices) -> Callable[.
     """Maps the program of one device over all of them, as a function of global arrays."""
     assert program.local is not None, "the program is one device's"
     inside = Mapped(devices.mesh, devices.axis, tensor_axis=devices.tensor_axis)
-    run = emit(program.block, backends(bound, inside), inside)
+    emitted = emit(program.block, backends(bound, inside), inside)
+
+    def run(*operands: Array) -> tuple[Array, ...]:
+        return tuple(emitted(*operands))
+
     entries = [entry.entry_axis for entry in program.inputs[len(bound.placements) :]]
     axes, tensors = (*bound.placements, *entries), None
     if program.local.tensor is not None:
         tensors = [bound.tensors.get(k) for k in range(len(axes))], _axes_of(program.local.tensor)
     methods = [family.method for family in bound.families]
     share = len(methods) > len(set(methods))  # exchanges of one kind can share messages
-    fun = combined(run) if share else lambda *xs: tuple(run(*xs))
+    by_messages = by_gloo(devices.mesh)
+    fun = combined(run, by_messages=by_messages) if share or by_messages else run
     return devices.mapped(fun, axes, _axes_of(program.local), tensors=tensors)
 
 

@@ -186,7 +186,8 @@ def step_parts(
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
     updates = rates.update_s(3 * dense.state_bytes)
     if rates.dense is not None:  # it has a parameter, its slot, and the sum of its gradient
-        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size)) / 2 for size in dense.leaves)
+        shared = rates.all_reduce(1) if rates.joins_sums else 0.0
+        updates = sum(max(0.0, rates.dense(size) - rates.all_reduce(size) + shared) / 2 for size in dense.leaves)
     return {
         "call": (Term("call", rates.call_s + fixed),),
         "model": (
@@ -201,7 +202,8 @@ def step_parts(
 
 
 def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
-    """Adds up sums over examples; rates measured in whole steps hold for each sum by itself, as XLA runs them."""
+    """Adds up sums over examples; rates measured in whole steps hold for each sum by itself, as XLA runs them, where
+    sums don't share messages."""
     size = dense.gradient_bytes
     sent = int(wire_bytes("all-reduce", devices, size))
     if not size:
@@ -210,7 +212,7 @@ def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> 
         copied = Term("copy dense gradients to the host and back", 2 * hosts.copy(size))
         return copied, Term("reduce dense gradients", hosts.host.all_reduce(size), sent)
     seconds = rates.all_reduce(size)
-    if rates.dense is not None:
+    if rates.dense is not None and not rates.joins_sums:
         seconds = sum(count * rates.all_reduce(each) for each, count in dense.sums)
     return (Term("reduce dense gradients", seconds, sent),)
 

@@ -96,6 +96,7 @@ class Rates:
     #: of it and of one slot. Measured in whole steps, in which nothing waits in a cache; None: it follows from
     #: `all_reduce` and `update`.
     dense: Curve | None = None
+    joins_sums: bool = False  #: Small sums over examples share a message.
     flop_s: float = 0.0  #: Seconds of a floating-point operation in large matrix products.
     #: Seconds of a byte of the batch's values that a model reads or writes beside its products, in whole steps; 0: as
     #: in `walk`.

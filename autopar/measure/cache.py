@@ -22,7 +22,7 @@ from autopar.mpi.limits import cores
 Advance = Callable[[str], None]
 
 #: Version of the measurements; files of other versions aren't read.
-_VERSION = 11
+_VERSION = 12
 
 
 def cache_file(devices: Devices, name: str) -> Path:

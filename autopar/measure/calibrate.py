@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ import numpy as np
 from autopar.analysis.work import count_work
 from autopar.backends.devices import Devices
 from autopar.backends.indices import find, sorted_unique
+from autopar.backends.messages import by_gloo
 from autopar.cost.rates import Rates, planned_rates
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.measure import loops
@@ -83,7 +84,7 @@ def rates_of(
     figures: Figures = {}
     for purpose in reversed(purposes):  # figures by which methods were compared before prevail
         figures |= _known[devices, purpose]
-    return rates_of_figures(figures, _assumed(devices))
+    return replace(rates_of_figures(figures, _assumed(devices)), joins_sums=by_gloo(devices.mesh))
 
 
 def _assumed(devices: Devices) -> Rates:
@@ -155,7 +156,7 @@ def probes_for(purpose: Purpose, devices: Devices, plan: StepPlanner) -> list[Pr
         return [*steps, Probe("moved_byte", "batch", 6, moved_byte_s)]
 
     def collective(name: str, size: int, weight: float = 1) -> Probe:
-        return Probe(name, size, weight, lambda: loops.collective_points(devices, name, (size,))[0][1])
+        return Probe(name, size, weight, lambda: loops.collective_points(devices, name, (size,), in_steps=True)[0][1])
 
     def walk(size: int) -> Probe:
         return Probe("walk", 2 * size, 1 + size / (1 << 24), lambda: loops.walk_seconds(devices, size))

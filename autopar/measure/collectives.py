@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from autopar.backends.messages import NAMED
 from autopar.ir.figures import wire_bytes
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16}
 _OPS = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_COLLECTIVE = re.compile(rf"= (?P<type>\(.*?\)|\S+) (?P<op>{_OPS})(?P<start>-start)?\(")
+_COLLECTIVE = re.compile(rf"= (?P<arrays>\(.*?\)|\S+) (?P<op>{_OPS})(?P<start>-start)?\(")
 _LISTED = re.compile(r"(?:replica_groups|source_target_pairs)=\{(?P<groups>\{.*?\})\}")
 _ARRANGED = re.compile(r"replica_groups=\[(?P<shape>[\d,]+)\]<=\[(?P<of>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[(?P<sizes>[^\]]*)\] \{(?P<along>[^}]*)\}")
@@ -70,12 +71,15 @@ def read_collectives(text: str) -> list[Collective]:
             continue
         match = _COLLECTIVE.search(line)
         if match:
+            message = NAMED.search(line) if match["op"] == "all-to-all" else None  # stands for another collective
+            of = message or match
             arrays = tuple(
-                (a["dtype"], tuple(int(n) for n in a["shape"].split(",") if n)) for a in _ARRAY.finditer(match["type"])
+                (a["dtype"], tuple(int(n) for n in a["shape"].split(",") if n)) for a in _ARRAY.finditer(of["arrays"])
             )
             if match["start"] and match["op"] in ("all-gather", "collective-permute"):
                 arrays = arrays[len(arrays) // 2 :]  # the operands come first
-            collectives[name].append(Collective(match["op"], arrays, 1, _groups(line)))
+            if arrays:  # not the second message of a sum
+                collectives[name].append(Collective(of["op"], arrays, 1, _groups(line)))
         loop, turns = _LOOP.search(line), _TURNS.search(line)
         if loop:
             called[name].append((loop["name"], int(turns["count"]) if turns else 0))

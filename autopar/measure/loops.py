@@ -14,7 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.across import place_array
+from autopar.backends.combined import LARGEST
 from autopar.backends.devices import Devices
+from autopar.backends.messages import added_up, by_gloo, sent_to_all
 from autopar.backends.watched import jit_on
 from autopar.jax_types import Array
 
@@ -22,7 +24,12 @@ _TARGET_S, _RUNS = 0.008, 6
 
 
 def collective_points(
-    devices: Devices, collective: str, sizes: Sequence[int], timed: Callable[..., float] | None = None
+    devices: Devices,
+    collective: str,
+    sizes: Sequence[int],
+    timed: Callable[..., float] | None = None,
+    *,
+    in_steps: bool = False,
 ) -> list[tuple[float, float]]:
     """Measures (bytes of the result on one device, seconds) of a collective over the axis of 2 devices or more.
 
@@ -30,17 +37,20 @@ def collective_points(
       collective: "all_reduce", "all_gather" or "all_to_all".
       sizes: Approximate bytes of the result.
       timed: Times a step on its start, as `loop_seconds` does.
+      in_steps: Small ones go as in planned steps, by messages to all devices where XLA's would be rings.
     """
     count, axis = devices.count, devices.axis
+    by_messages = in_steps and by_gloo(devices.mesh) and max(sizes) <= LARGEST
 
     def to_all(x: Array) -> Array:
         return jax.lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(-1)
 
     def gather(x: Array) -> Array:
-        return jax.lax.all_gather(x, axis, tiled=True)[: x.shape[0]] + x
+        gathered = sent_to_all(x, axis).reshape(-1) if by_messages else jax.lax.all_gather(x, axis, tiled=True)
+        return gathered[: x.shape[0]] + x
 
     def reduce(x: Array) -> Array:
-        return jax.lax.psum(x, axis) * (1 / count)
+        return (added_up(x, axis) if by_messages else jax.lax.psum(x, axis)) * (1 / count)
 
     step = {"all_reduce": reduce, "all_gather": gather, "all_to_all": to_all}[collective]
     parts = count if collective == "all_gather" else 1  # a device contributes 1 / parts of the result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -52,8 +53,8 @@ def test_what_moves_in_a_round_is_one_message() -> None:
     alone, together = on_devices(fun, *given, *empty), on_devices(combined(fun), *given, *empty)
     for a, b in zip(alone(*given, *empty), together(*given, *empty), strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
-    # Of 4, 2, 1 and 8 bytes, and flags; what is behind an exchange is in a round of its own.
-    assert counts(together) == {"all-gather": 5 + 1, "all-to-all": 5}
+    # Of 4, 2, 1 and 8 bytes, and flags; those of 4 wait for the one behind an exchange.
+    assert counts(together) == {"all-gather": 5, "all-to-all": 5}
     assert counts(alone)["all-gather"] == len(given) + 1
 
 
@@ -72,6 +73,55 @@ def test_large_arrays_are_messages_of_their_own() -> None:
     )
 
 
+def test_what_is_not_needed_yet_waits_for_others_of_its_kind() -> None:
+    """A gather in the first round, of which nothing depends, goes with one in the third; what depends on it does so."""
+
+    def fun(x: jax.Array) -> Sequence[jax.Array]:
+        early = lax.all_gather(x, AXIS, tiled=True) * 2
+        behind = lax.all_to_all(lax.psum(x, AXIS).reshape(COUNT, -1), AXIS, 0, 0)
+        return early, lax.all_gather(behind, AXIS, tiled=True), lax.all_gather(x.sum() + behind, AXIS, tiled=True)
+
+    x = values("float32", 2)
+    alone, together = on_devices(fun, x), on_devices(combined(fun), x)
+    assert all(np.array_equal(a, b) for a, b in zip(alone(x), together(x), strict=True))
+    assert counts(together) == {"all-reduce": 1, "all-to-all": 1, "all-gather": 1}
+
+
+def test_small_sums_and_gathers_as_messages_to_all() -> None:
+    """As between CPUs of several processes. Sums are those in the devices' order, to the bit; large ones stay alone.
+    What the compiled program is read to send are all arrays."""
+
+    def fun(*xs: jax.Array) -> Sequence[jax.Array]:
+        gathers = [lax.all_gather(x, AXIS, axis=k % 3, tiled=k % 2 == 0).reshape(COUNT, -1) for k, x in enumerate(xs)]
+        sums = [lax.psum(x, AXIS) for x in xs if x.dtype != bool]
+        largest = lax.pmax(xs[0], AXIS)
+        return *gathers, *sums, largest, lax.psum(sums[0].sum(), AXIS)[None]
+
+    given = [values(kind, seed) for seed, kind in enumerate(itertools.chain(TYPES, TYPES))]
+    given += [jnp.full((COUNT, 3), x, np.float32) for x in (-0.0, np.nan)] + [jnp.ones((COUNT, 1 << 19), np.int8)]
+    alone, together = on_devices(fun, *given), on_devices(combined(fun, by_messages=True), *given)
+    flat = iter(zip(alone(*given), together(*given), strict=True))
+    for a, b in itertools.islice(flat, len(given)):
+        assert a.dtype == b.dtype and np.array_equal(a, b, equal_nan="float" in str(a.dtype))
+    for x in (x for x in given if x.dtype != bool):
+        a, b = next(flat)
+        parts = np.asarray(x).reshape(COUNT, -1)
+        whole = np.asarray(b).reshape(COUNT, -1)
+        assert a.dtype == b.dtype
+        assert np.array_equal(whole, np.tile(whole[0], (COUNT, 1)), equal_nan="float" in str(a.dtype)), "on all devices"
+        if x.dtype.itemsize >= 4:  # XLA may round sums of narrow floats once
+            expected = functools.reduce(np.add, parts)
+            assert np.array_equal(whole[0], expected, equal_nan=True)
+            assert np.array_equal(np.signbit(whole[0].real), np.signbit(expected.real)), "-0.0 stays"
+        np.testing.assert_allclose(*(np.asarray(y).astype(np.complex64) for y in (a, b)), rtol=2e-2, atol=2)
+    assert all(np.array_equal(a, b) for a, b in flat)
+    sent = {op: sum(c.nbytes for c in read_collectives(together.as_text()) if c.op == op) for op in counts(together)}
+    summed = [x.nbytes // COUNT for x in given if x.dtype != bool] + [given[0].nbytes // COUNT, 4]
+    assert sent == {"all-gather": sum(x.nbytes for x in given), "all-reduce": sum(summed)}
+    # Sums of the two rounds and seven dtypes, gathers of four widths and flags, the largest and the int8 array alone.
+    assert counts(together) == {"all-gather": 5 + 1, "all-reduce": 1 + 7 + 1}
+
+
 def test_effects_stay_in_their_order() -> None:
     def fun(x: jax.Array) -> jax.Array:
         jax.debug.print("first {}", lax.psum(x.sum(), AXIS))
@@ -79,7 +129,7 @@ def test_effects_stay_in_their_order() -> None:
         return lax.all_gather(x, AXIS) + x.sum()
 
     def program(x: jax.Array) -> jax.Array:
-        order = [e for (e, *_) in schedule(jax.make_jaxpr(fun)(x).eqns) if "debug" in e.primitive.name]
+        order = [e for _, (e, *_) in schedule(jax.make_jaxpr(fun)(x).eqns) if "debug" in e.primitive.name]
         seen.append([e.params.get("fmt", str(e.params)) for e in order])
         return x
 

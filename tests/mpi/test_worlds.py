@@ -21,6 +21,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (2, 1): (
             "check_methods",
             "check_a_model_against_the_oracle",
+            "check_small_exchanges_are_messages_to_all",
             "check_state_in_place",
             "check_results_can_be_read",
             "check_results_of_steps",
@@ -36,7 +37,11 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_a_mesh_with_two_axes",
         ),
         (2, 2): ("check_tables", "check_a_mesh_with_two_axes", "check_inside_another_jit"),
-        (3, 1): ("check_what_differs_between_processes", "check_batches_that_the_devices_do_not_divide"),
+        (3, 1): (
+            "check_small_exchanges_are_messages_to_all",
+            "check_what_differs_between_processes",
+            "check_batches_that_the_devices_do_not_divide",
+        ),
     },
     "evaluation_cases": {(2, 1): (), (2, 2): ("check_rows_that_are_read", "check_arguments_that_stay")},
     "capacity_cases": {(2, 1): ()},

@@ -21,8 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
 from autopar.backends.across import is_global
+from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
 from autopar.backends.host.view import RankDevice, RankView
+from autopar.backends.messages import by_gloo
 from autopar.backends.watched import jit_on
 from autopar.ir.stages import Side
 from autopar.jax_types import Array, Leaf, Pytree
@@ -115,7 +117,8 @@ class Ranks:
                 return tuple(jax.tree.map(lambda a: jnp.asarray(a)[None], x) if at == EACH else x for x, at in pairs)
 
             specs = [tuple(self.sharding(at).spec for at in places) for places in (given, returned)]
-            mapped = jax.shard_map(each, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
+            fun = combined(each, by_messages=True) if by_gloo(self.mesh) else each
+            mapped = jax.shard_map(fun, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
             return jit_on(self.mesh, mapped, **options)
         if side == "device":
             return jit_on(self.mesh, lambda *xs: tuple(run(*xs)), **options)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -124,6 +126,22 @@ def check_a_model_against_the_oracle() -> None:
     assert autopar.verify(planned, case.state, case.batches(0), steps=3).ok
     mine, _ = planned(case.state, case.batches(0))
     agree(here(case.state), mine, jax.jit(case.step)(case.state, case.batches(0))[0])
+
+
+def check_small_exchanges_are_messages_to_all() -> None:
+    """Gloo's gathers and sums are rings; a step has none of these, and sends what the plan says. All have its bits."""
+    for method in ("allgather", "allreduce_rows"):
+        planned = autopar.parallelize(step, strategy=method, donate=False)
+        given = make_state(ROWS), ids_of(ROWS)
+        found = autopar.check(planned, *given)
+        assert found.ok, str(found)
+        text = planned.lower(*given).compile().as_text()
+        rings = [line for line in text.splitlines() if re.search(r" (all-reduce|all-gather)(-start)?\(", line)]
+        assert not any("f32[" in line or "s32[" in line for line in rings), rings
+        assert " all-to-all" in text
+        new, _ = planned(*given)
+        digest = hashlib.sha256(b"".join(x.tobytes() for x in jax.tree.leaves(here(new)))).hexdigest()
+        assert len(set(ALL.values(digest, "digests"))) == 1
 
 
 def check_batch_norm() -> None:
