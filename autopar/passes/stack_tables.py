@@ -16,6 +16,7 @@ that depend on rows, a norm of one table alone) leaves its table as it is.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import heapq
 import itertools
@@ -29,7 +30,7 @@ import numpy as np
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.values import atom_key
 from autopar.ir.plan import TablePlan
-from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace
 from autopar.ir.slicing import eliminate_dead
@@ -54,7 +55,7 @@ _ROWWISE = {
 
 
 class _Unlike(Exception):
-    """Says that a table can't be stacked."""
+    """Says why a table can't be stacked."""
 
 
 def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
@@ -66,17 +67,7 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
         has its shards of the tables.
       analyze: Analyses a program without facts.
     """
-    finder = _Finder(program)
-    alike: dict[Hashable, list[_Member]] = {}
-    for planned in plan.families:
-        try:
-            _require(planned.on_hosts and not planned.table.pulled)
-            member = finder.member(planned.family)
-        except (_Unlike, TypeError):  # of parameters that can't be compared
-            continue
-        alike.setdefault((_method(planned.table), member.key), []).append(member)
-    stacks = [_Stack(program, each, plan.devices) for each in alike.values() if len(each) >= FEWEST]
-    stacks = [stack for stack in stacks if stack.sums is not None and stack.total < np.iinfo(np.int32).max]
+    stacks, _ = _stacks(program, plan)
     written = _written(program, stacks) if stacks else None
     if written is None or plan.shards or plan.tensors:
         return None
@@ -85,6 +76,64 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
     program = analyze(program)
     followed = _plan(before, plan, stacks, program, inputs)
     return None if followed is None else StackedProgram(program, followed, inputs, outputs)
+
+
+def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:
+    """Maps reasons to tables on hosts that have exchanges of their own; none if there are too few to stack any.
+
+    Args:
+      program, plan: As of `stack_tables`.
+      has_stacks: It found some.
+    """
+    if sum(map(_may_stack, plan.families)) < FEWEST:
+        return {}
+    stacks, apart = _stacks(program, plan)
+    for stack in () if has_stacks else stacks:
+        apart += [(m.space.family, "the step reads some of them before others can be updated") for m in stack.members]
+    tables = {space.family: space.tables for space in program.facts.spaces}
+    found: dict[str, list[int]] = {}
+    for family, why in apart:
+        found.setdefault(why, []).extend(tables[family])
+    return found
+
+
+def _stacks(program: Program, plan: ProgramPlan) -> tuple[list[_Stack], list[tuple[int, str]]]:
+    """Returns the stacks; and the families that are in none, each with the reason."""
+    finder = _Finder(program)
+    alike: dict[tuple[Hashable, Hashable], list[_Member]] = {}
+    kinds = collections.Counter[Hashable]()
+    apart: list[tuple[int, str]] = []
+    for planned in filter(_may_stack, plan.families):
+        try:
+            member = finder.member(planned.family)
+        except _Unlike as error:
+            apart.append((planned.family, str(error)))
+        except TypeError:
+            apart.append((planned.family, "its equations have parameters that can't be compared"))
+        else:
+            method = _method(planned.table)
+            alike.setdefault((method, member.key), []).append(member)
+            kinds[method, member.leaves] += 1
+    stacks: list[_Stack] = []
+    for (method, _), members in alike.items():
+        stack = _Stack(program, members, plan.devices) if len(members) >= FEWEST else None
+        sums, why = members[0].sums, ""
+        if kinds[method, members[0].leaves] < FEWEST:
+            why = f"no {FEWEST} of these have the same width, dtype and slots"
+        elif sums and (stack is None or stack.sums is None):
+            why = f"the step uses a sum over the rows of each alone ({sums[0].where})"
+        elif stack is None:
+            why = f"no {FEWEST} of these are updated by the same equations"
+        elif stack.total >= np.iinfo(np.int32).max:
+            why = f"{stack.total} rows together are too many for numbers of int32"
+        else:
+            stacks.append(stack)
+        apart += [(m.space.family, why) for m in members if why]
+    return stacks, apart
+
+
+def _may_stack(planned: FamilyPlan) -> bool:
+    return planned.on_hosts and not planned.table.pulled
 
 
 def _plan(
@@ -139,6 +188,12 @@ class _Member:
     names: Mapping[Atom, Hashable]
     #: The lookups, each with what is to be the same of those that are made together.
     lookups: Sequence[tuple[Equation, Hashable]]
+    leaves: Hashable  #: The part of `key` that says what the table and its slots are.
+
+    @property
+    def sums(self) -> list[Equation]:
+        """The reductions over all rows, among `nodes`."""
+        return [e for e in self.nodes if e.op == "reduce_sum" and e.outputs[0] not in self.names]
 
 
 class _Finder:
@@ -162,24 +217,26 @@ class _Finder:
         program = self._program
         space = next(s for s in program.facts.spaces if s.family == family)
         accesses = space.accesses
-        _require(not (space.refusal or space.depends_on or space.is_pulled or any(space.axes)))
-        _require(not any(a.path or a.known or a.axis for a in accesses))
-        _require(all(program.inputs[k].role == "state" and program.inputs[k].layout is None for k in space.leaves))
+        _require(not space.depends_on and not any(a.known for a in accesses), "its ids depend on rows")
+        _require(not any(space.axes) and not any(a.axis for a in accesses), "its rows aren't along the first axis")
+        _require(not any(a.path for a in accesses), "it is looked up in a loop or branch")
+        are_own = (program.inputs[k].role == "state" and program.inputs[k].layout is None for k in space.leaves)
+        _require(all(are_own), "it is only read")
         walk = _Walk(self._facts, self._makers, space, program)
         for equation in self._equations.get(family, ()):
             walk.take(equation)
         new = {k: out for k, out in program.new_states.items() if k in space.leaves}
         outputs = [program.block.outputs[new[k]] for k in space.leaves]
         others = (a for out, a in enumerate(program.block.outputs) if out not in new.values())
-        _require(not any(a in walk.names for a in others))
+        _require(not any(a in walk.names for a in others), "the step returns its rows besides")
         leaves = tuple((program.block.inputs[k].shape[1:], str(program.block.inputs[k].dtype)) for k in space.leaves)
         key = (leaves, len(space.tables), tuple(walk.key), tuple(walk.names.get(a) for a in outputs))
-        return _Member(space, key, walk.nodes, walk.names, walk.lookups)
+        return _Member(space, key, walk.nodes, walk.names, walk.lookups, leaves)
 
 
-def _require(holds: bool) -> None:
+def _require(holds: bool, why: str) -> None:
     if not holds:
-        raise _Unlike
+        raise _Unlike(why)
 
 
 def _family(facts: RowFacts, atom: Atom) -> int | None:
@@ -199,30 +256,37 @@ class _Walk:
     nodes: list[Equation] = field(default_factory=list)
     names: dict[Atom, Hashable] = field(default_factory=dict)
     lookups: list[tuple[Equation, Hashable]] = field(default_factory=list)
+    equation: Equation | None = None  #: The one that is looked at.
 
     def __post_init__(self) -> None:
         self.names |= {self.program.block.inputs[k]: ("leaf", n) for n, k in enumerate(self.space.leaves)}
 
     def take(self, equation: Equation) -> None:
         """Goes on with the next equation."""
-        _require(not equation.bodies and not equation.effects)
+        self.equation = equation
+        self._require(not equation.bodies and not equation.effects)
         role, first = self.facts.roles.get(equation), equation.inputs[0]
         if role == "lookup":
-            _require(_is_plain_gather(equation) and first in self.names)
+            self._require(_is_plain_gather(equation) and first in self.names)
             self.lookups.append((equation, (self.names[first], self._batch(equation.inputs[1]))))
         elif role == "push":
-            _require(_is_plain_scatter(equation))
+            self._require(_is_plain_scatter(equation))
             self._append(equation, ("push", self._name(first), self._batch(equation.inputs[1])))
         elif role == "reduce":
-            _require(equation.op == "reduce_sum" and self._is_zero_untouched(first))
+            self._require(equation.op == "reduce_sum" and self._is_zero_untouched(first))
             self._append(equation, (equation.op, equation.params["axes"], self._name(first)), is_row=False)
         else:
-            _require(role == "rows")
+            self._require(role == "rows")
             self._append(equation, self._operation(equation))
+
+    def _require(self, holds: bool) -> None:
+        if not holds:
+            equation = known(self.equation)
+            raise _Unlike(f"{equation.op} ({equation.where}) can't be done for several tables at once")
 
     def _append(self, equation: Equation, key: Hashable, *, is_row: bool = True) -> None:
         values = [self.facts.value(v) for v in equation.outputs]
-        _require(not is_row or all(isinstance(v, Row | Free) for v in values))
+        self._require(not is_row or all(isinstance(v, Row | Free) for v in values))
         if is_row:
             self.names.update((v, (len(self.nodes), n)) for n, v in enumerate(equation.outputs))
         self.nodes.append(equation)
@@ -231,13 +295,13 @@ class _Walk:
     def _operation(self, equation: Equation) -> Hashable:
         """Describes an equation that does the same with each row."""
         op, params = equation.op, dict(equation.params)
-        _require(op in ELEMENTWISE or op in _ROWWISE)
+        self._require(op in ELEMENTWISE or op in _ROWWISE)
         sizes = _ROWWISE.get(op)
         if sizes is not None:
-            _require(params[sizes][0] == self.space.extent)
+            self._require(params[sizes][0] == self.space.extent)
             params[sizes] = params[sizes][1:]
         outputs = tuple((v.shape[1:], str(v.dtype)) for v in equation.outputs)
-        _require(all(v.shape[:1] == (self.space.extent,) for v in equation.outputs))
+        self._require(all(v.shape[:1] == (self.space.extent,) for v in equation.outputs))
         items = tuple(sorted(params.items(), key=lambda item: item[0]))
         hash(items)
         return op, items, outputs, tuple(map(self._name, equation.inputs))
@@ -247,20 +311,20 @@ class _Walk:
         if atom in self.names:
             return self.names[atom]
         value = self.facts.value(atom)
-        _require(not isinstance(value, Row))
+        self._require(not isinstance(value, Row))
         if isinstance(value, Free) and 0 in value.axes and atom.shape[:1] == (self.space.extent,):
-            _require(value.index_axis is None and isinstance(atom, Var) and atom in self.makers)
+            self._require(value.index_axis is None and isinstance(atom, Var) and atom in self.makers)
             maker = self.makers[atom]
-            _require(not maker.bodies and not maker.effects)
+            self._require(not maker.bodies and not maker.effects)
             self._append(maker, self._operation(maker))
             return self.names[atom]
-        _require((isinstance(atom, Var) or atom.type.size == 1) and atom.shape[:1] != (self.space.extent,))
+        self._require((isinstance(atom, Var) or atom.type.size == 1) and atom.shape[:1] != (self.space.extent,))
         return "dense", atom_key(atom)
 
     def _batch(self, ids: Atom) -> Hashable:
         """Describes where the examples are in ids: only what they begin with may be the same for all tables."""
         axis = self.program.batch.get(ids) if isinstance(ids, Var) else None
-        _require(axis in (None, 0))
+        self._require(axis in (None, 0))
         return ids.shape[:1] if len(ids.shape) > 1 else (), axis
 
     def _is_zero_untouched(self, atom: Atom) -> bool:

@@ -17,6 +17,7 @@ from autopar.ir.sync_plan import ServedPlan, SyncPlan
 from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
+from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
 from autopar.planning.text import LIST, Column, Columns, fold_paths
@@ -46,15 +47,25 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
 
 
 def stack_notes(planned: PlannedStep) -> tuple[str, ...]:
-    """Tells which tables are exchanged and updated as one."""
-    stacked, inputs = planned.compiled.stacked, planned.compiled.analysed.inputs
-    if stacked is None:
-        return ()
-    tables = {k for k, _ in stacked.program.tables}
-    stacks = [of for k, of in enumerate(stacked.inputs) if k in tables and not isinstance(of, int)]
-    named = (", ".join(fold_paths(dict.fromkeys((inputs[k].path for k in of.inputs), 0), lines=1)) for of in stacks)
-    pairs = zip(stacks, named, strict=True)
-    return tuple(f"{len(of.inputs)} tables are exchanged and updated as one: {paths}" for of, paths in pairs)
+    """Tells which tables are exchanged and updated as one, and why others aren't."""
+    stacked, program = planned.compiled.stacked, planned.compiled.analysed
+
+    def named(tables: Sequence[int]) -> str:
+        names = list(fold_paths(dict.fromkeys((program.inputs[k].path for k in tables), 0), lines=1))
+        return ", ".join([*names[:_SHOWN], *[f"{len(names) - _SHOWN} more"] * (len(names) > _SHOWN)])
+
+    tables = () if stacked is None else {k for k, _ in stacked.program.tables}
+    stacks = () if stacked is None else (of for k, of in enumerate(stacked.inputs) if k in tables)
+    members = [of.inputs for of in stacks if not isinstance(of, int)]
+    apart = tables_apart(program, planned.compiled.bound, has_stacks=stacked is not None)
+    return (
+        *(f"{len(of)} tables are exchanged and updated as one: {named(of)}" for of in members),
+        *(
+            f"{len(of)} table{'s have' if len(of) > 1 else ' has'} exchanges of {'their' if len(of) > 1 else 'its'} "
+            f"own: {named(of)} ({why})"
+            for why, of in apart.items()
+        ),
+    )
 
 
 def predicted_note(step: Prediction) -> str:

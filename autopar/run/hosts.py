@@ -276,7 +276,10 @@ class HostRunner(Runner):
         tables: dict[int, HostRows] = {}
         for k, (_, layout, _) in self._tables.items():
             of = self._given[k]
-            tables[k] = shards[of] if isinstance(of, int) else stacked([shards[j] for j in of.inputs], layout)
+            if isinstance(of, int):
+                tables[k] = shards[of]
+            else:
+                tables[k] = stacked([shards[j] for j in of.inputs], layout, self._program.name)
         return tables
 
     def _hand_on(self, leaves: Sequence[Leaf], shards: Mapping[int, HostRows]) -> dict[int, HostTable]:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.update_log import AnyLog
+from autopar.cost.units import format_bytes
+from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import aligned, allocate_table, require_pages
@@ -31,6 +33,7 @@ class HostRows:
       generation: How often the rows were handed on.
       log: What some rows still miss, if they are deferred.
       stack: The storage of several tables' shards of which `rows` is a part, from row `start` on.
+      steps: Of a stack: the steps that stacked its first table, one after the other, up to the first that did so twice.
     """
 
     rows: np.ndarray
@@ -42,6 +45,7 @@ class HostRows:
     log: AnyLog | None = None
     stack: HostRows | None = None
     start: int = 0
+    steps: tuple[str, ...] = ()
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
@@ -139,12 +143,13 @@ class HostRows:
         self.rows[...] = rows_first(new, self.axis)[-1]
 
 
-def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
+def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRows:
     """Returns one storage of several tables' shards, which are parts of it from now on.
 
     Args:
       members: Shards with their rows first, in order.
       layout: Of the stack.
+      step: Who stacks them. If another step has meanwhile stacked some of them otherwise, it is warned of that once.
 
     Raises:
       HostMemoryError: there is no room for the largest of them once more, which moving them takes.
@@ -152,10 +157,20 @@ def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
     first = members[0]
     starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()
     places = zip(members, starts, strict=False)
-    if first.stack is not None and all(m.stack is first.stack and m.start == start for m, start in places):
+    is_whole = first.stack is not None and len(first.stack.rows) == layout.shard_rows  # no other table is in it
+    if first.stack is not None and is_whole and all(m.stack is first.stack and m.start == at for m, at in places):
         for member in members:
             member.without_own_log()
         return first.stack
+    steps: tuple[str, ...] = next((m.stack.steps for m in members if m.stack is not None), ())
+    if step in steps and len({*steps}) == len(steps):
+        size = format_bytes(sum(member.rows.nbytes for member in members))
+        warn(
+            f"{step} and {steps[-1]} keep {first.path} beside other tables each, so that whenever one of them follows "
+            f"the other, each rank moves its part of such tables in memory, {size}. Give both steps the same tables, "
+            "updated alike: autopar.explain says which are exchanged and updated as one",
+            SlowPlanWarning,
+        )
     for member in members:
         member.without_log()
     largest = max(members, key=lambda member: member.rows.nbytes)
@@ -163,6 +178,7 @@ def stacked(members: Sequence[HostRows], layout: RowLayout) -> HostRows:
     shape = layout.shard_rows, *first.rows.shape[1:]
     # Not set to anything: the system gives a page once it is written, and each table gives its own back.
     stack = HostRows(aligned(shape, first.rows.dtype), layout, first.rank, 0, first.path)
+    stack.steps = (*steps, step) if len({*steps}) == len(steps) else steps
     for member, start in zip(members, starts, strict=False):  # one after the other: each one's own memory goes at once
         part = stack.rows[start : start + len(member.rows)]
         np.copyto(part, member.rows)

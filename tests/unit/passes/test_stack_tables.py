@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -102,57 +103,100 @@ def test_what_is_of_one_table_keeps_it_apart() -> None:
             (mine, _), (theirs, _) = planned(mine, given), jax.jit(step)(theirs, given)
         assert stacks(planned) == wanted, step
         assert_same(mine, theirs)
+        told = " ".join(str(autopar.explain(planned)).split())
+        assert "1 table has exchanges of its own: params/tables/t5 (no 4 of these have the same width" in told
+        whose = "5 tables have exchanges of their own: params/tables/t{0..4} (the step uses a sum over the rows of each"
+        assert (whose in told) == (step.__name__ == "train_step")
 
 
-def test_tables_whose_new_values_are_other_leaves_as_well_are_refused_as_without_a_stack() -> None:
-    def remembering(state: Any, batch: Any) -> Any:
-        new, loss = step_of(ADAGRAD)({k: state[k] for k in ("params", "opt")}, batch)
-        return {**new, "last": new["params"]["tables"]}, loss
+def test_explain_names_what_keeps_tables_apart() -> None:
+    """Ids that depend on rows of another table, the update of two, lookups in a loop; nothing if there are three."""
 
-    state = start(ADAGRAD)
-    state["last"] = jax.tree.map(jnp.zeros_like, state["params"]["tables"])
-    with pytest.raises(autopar.StrategyError, match="all rows of a table are read at once"):
-        autopar.parallelize(remembering, strategy=HOSTS)(state, batch(0))
+    def mixed(state: Any, batch: Any) -> Any:
+        ids = batch["ids"]
+        other = (state["t0"][ids[:, 0], 0] > 0).astype(jnp.int32)
+
+        def loss(tables: Any) -> jax.Array:
+            looped = jax.lax.map(lambda ids: tables["t8"][ids], ids)
+            rows = (tables[f"t{k}"][other if k == 1 else ids[:, k % 6]] for k in range(1, 8))
+            return sum((jnp.sin(x).sum() for x in rows), looped.sum())
+
+        grads = jax.grad(loss)(state)
+        rates = {f"t{k}": 0.3 * loss(state) if k in (6, 7) else 0.1 for k in range(9)}
+        return {k: x - rates[k] * jnp.sign(grads[k]) for k, x in state.items()}, loss(state)
+
+    state = {f"t{k}": jnp.ones((20 + k, 8)) for k in range(9)}
+    told = autopar.explain(autopar.parallelize(mixed, strategy=HOSTS), state, batch(0))
+    as_one, part, depends, *rest = (line for line in told.notes if "exchange" in line)
+    assert as_one == "4 tables are exchanged and updated as one: t{2..5}"
+    assert "1 table has exchanges of its own: t0 (gather (" in part
+    assert Path(__file__).name in part
+    assert depends == "1 table has exchanges of its own: t1 (its ids depend on rows)"
+    assert rest == [
+        "1 table has exchanges of its own: t8 (it is looked up in a loop or branch)",
+        "2 tables have exchanges of their own: t{6,7} (no 4 of these are updated by the same equations)",
+    ]
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(many_tables.step_of(tx), strategy=HOSTS)
+    assert "exchanges of" not in str(autopar.explain(step, many_tables.start(3, tx), many_tables.batch(3, 0)))
 
 
-def test_arguments_stay_if_they_are_not_donated() -> None:
-    """A table that comes twice is two tables."""
-    planned = autopar.parallelize(step_of(ADAGRAD), strategy=HOSTS, donate=False)
-    first, _ = planned(start(ADAGRAD), batch(0))
-    before = jax.tree.map(np.asarray, first)
-    twice = {
-        **first,
-        "params": {**first["params"], "tables": {**first["params"]["tables"], "t2": first["params"]["tables"]["t2"]}},
-    }
-    new, _ = planned(twice, batch(1))
-    assert_same(first, before, 0, 0)
-    wanted = trained(jax.jit(step_of(ADAGRAD)), start(ADAGRAD), 2)
-    assert_same(new, wanted)
+def four_of(tx: optax.GradientTransformation) -> Any:
+    """Makes a step that trains the first four tables, and doesn't have the others."""
+
+    def four(state: Any, ids: Any) -> Any:
+        tables, opt = state
+        grads = jax.grad(lambda tables: sum(jnp.sum(jnp.sin(x[ids])) for x in tables.values()))(tables)
+        updates, opt = tx.update(grads, opt, tables)
+        return optax.apply_updates(tables, updates), opt
+
+    return four
 
 
-def test_other_steps_take_some_of_the_tables(tmp_path: Path) -> None:
-    """A step that trains two of them by itself; a checkpoint of each table; a step that was planned anew."""
-    tx = OPTIMIZERS["AdamW"]
+def first_four(state: Any) -> Any:
+    """Returns four tables of a state with the optimizer's leaves of them."""
 
-    def two(state: Any, ids: Any) -> Any:
-        tables = state["params"]["tables"]
-        some = {k: tables[k] for k in ("t0", "t2")}
-        grads = jax.grad(lambda t: sum(jnp.sum(jnp.sin(x[ids])) for x in t.values()))(some)
-        some = jax.tree.map(lambda x, g: x - 0.1 * g, some, grads)
-        return {**state, "params": {**state["params"], "tables": {**tables, **some}}}
+    def some(tree: Any) -> Any:
+        return {f"t{k}": tree["tables"][f"t{k}"] for k in range(4)} if isinstance(tree, dict) else tree
 
-    step, other = (autopar.parallelize(f, strategy=HOSTS) for f in (step_of(tx), two))
-    plain, plain_two = jax.jit(step_of(tx)), jax.jit(two)
-    mine, theirs, ids = start(tx), start(tx), np.array([1, 3, 6])
-    for k in range(12):
-        (mine, _), (theirs, _) = step(mine, batch(k)), plain(theirs, batch(k))
-        if k % 4 == 1:
-            mine, theirs = other(mine, ids), plain_two(theirs, ids)
-        if k == 6:
-            autopar.save(tmp_path / "state", mine)
-            mine = autopar.restore(tmp_path / "state", like=mine).state
-    assert stacks(step) == [5]
-    assert_same(mine, theirs, rtol=1e-3, atol=1e-4)
+    return some(state["params"]), jax.tree.map(some, state["opt"], is_leaf=lambda x: isinstance(x, dict))
+
+
+def test_a_step_of_the_first_tables_of_a_stack_leaves_the_last_alone() -> None:
+    """Rows of all tables wait in one log, and those of another step in a log of its own."""
+    tx, ids = OPTIMIZERS["AdamW"], np.array([1, 3, 6])
+    mine, theirs = start(tx), start(tx)
+    step, other = (autopar.parallelize(f, strategy=HOSTS) for f in (step_of(tx), four_of(tx)))
+    mine, theirs = trained(step, mine, 3), trained(jax.jit(step_of(tx)), theirs, 3)
+    some, others = first_four(mine), first_four(theirs)
+    for _ in range(5):
+        some, others = other(some, ids), jax.jit(four_of(tx))(others, ids)
+    assert (stacks(step), stacks(other)) == ([5], [4])
+    assert_same(some, others, rtol=1e-3, atol=1e-4)
+    assert_same(mine["params"]["tables"]["t4"], theirs["params"]["tables"]["t4"], rtol=1e-3, atol=1e-4)
+
+
+def test_steps_that_stack_tables_otherwise_are_warned_of_once() -> None:
+    """Tables are moved at each change between two steps."""
+    tx, ids = optax.sgd(0.3), np.array([1, 3, 6])
+    step, other = (autopar.parallelize(f, strategy=HOSTS) for f in (step_of(tx), four_of(tx)))
+    state = start(tx)
+
+    def train_some() -> None:
+        tables, _ = other((first_four(state)[0], tx.init({})), ids)
+        state["params"]["tables"].update(tables)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        state = trained(step, state, 3)
+        train_some()
+        train_some()
+        assert not [w for w in caught if "moves" in str(w.message)]
+        for _ in range(3):
+            state = trained(step, state, 1)
+            train_some()
+    (told,) = (str(w.message) for w in caught if "moves" in str(w.message))
+    assert told.startswith("train_step and four keep params/tables/t0 beside other tables"), told
 
 
 @pytest.mark.parametrize(
@@ -176,7 +220,7 @@ shards = [HostRows.empty(({rows}, 64), np.dtype(np.float32), 0, one, 0, str(k)) 
 for k, shard in enumerate(shards):
     shard.rows[...] = k
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-stacked(shards, RowLayout({count * rows}, 1, False))
+stacked(shards, RowLayout({count * rows}, 1, False), "train_step")
 assert all((shard.rows == k).all() for k, shard in enumerate(shards))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
