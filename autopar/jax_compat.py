@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -16,6 +18,7 @@ import jax
 import numpy as np
 from jax import export as _export
 from jax._src import cache_key as _cache_key
+from jax._src import compilation_cache as _compilation_cache
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
@@ -191,7 +194,57 @@ def exported(function: Callable[..., Pytree], like: Sequence[Leaf]) -> _export.E
     return dataclasses.replace(made, _get_vjp=None)
 
 
-def share_compilations() -> None:
+class ProgramOf(Protocol):
+    """Returns a compiled program, made here or loaded; see `Compilations.program`."""
+
+    def __call__(
+        self,
+        key: bytes,
+        compile_here: Callable[[], Any],
+        save: Callable[[Any], bytes],
+        load: Callable[[bytes], Any],
+        *,
+        compiles: bool = False,
+    ) -> Any: ...
+
+
+def share_compilations(program_of: ProgramOf) -> None:
+    """Has XLA compile programs for CPUs, from now on, only if `program_of` says so. Programs with callbacks are left
+    alone. A key knows no device numbers: each process loads a program for devices of its own.
+
+    JAX's persistent cache comes before that. XLA can't save again what was loaded (functions of it are lost, without an
+    error): that isn't written there, and its writer, process 0, compiles always.
+    """
+    compile_and_load, write, last = _compiler.backend_compile_and_load, _compiler._cache_write, threading.local()
+
+    def compile_or_load(backend: Any, module: Any, devices: Any, options: Any, callbacks: Any) -> Any:
+        def compile_here() -> Any:
+            return compile_and_load(backend, module, devices, options, callbacks)
+
+        if callbacks or backend.platform != "cpu":
+            return compile_here()
+        kinds = getattr(_cache_key, "IgnoreCallbacks", None)  # until jax 0.11
+        known = hashlib.sha256(_cache_key._canonicalize_ir(module, kinds.NO if kinds else False))
+        known.update(os.environ.get("XLA_FLAGS", "").encode())
+        _cache_key._hash_serialized_compile_options(known, options, strip_device_assignment=True)
+        has_cache = _compilation_cache.is_persistent_cache_enabled()
+
+        def load(saved: bytes) -> Any:
+            program = backend.deserialize_executable(saved, devices, options)
+            last.loaded = program if has_cache else None
+            return program
+
+        writes = has_cache and _distributed.global_state.process_id == 0
+        return program_of(known.digest(), compile_here, lambda made: made.serialize(), load, compiles=writes)
+
+    def write_compiled(*args: Any) -> None:
+        if args[-1] is not vars(last).pop("loaded", None):
+            write(*args)
+
+    _compiler.backend_compile_and_load, _compiler._cache_write = compile_or_load, write_compiled
+
+
+def share_cache() -> None:
     """Lets processes of this machine share compilations, by JAX's persistent cache with keys made as on GPUs, without
     device numbers.
 

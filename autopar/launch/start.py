@@ -32,6 +32,7 @@ from autopar.errors import LaunchError
 from autopar.interrupts import SIGNALS
 from autopar.jax_types import Comm
 from autopar.launch.binding import bind
+from autopar.launch.compilations import share_compilations
 from autopar.launch.faults import Hooks, report_fault
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS, SERVES
@@ -77,6 +78,7 @@ def start() -> None:
     script.watch()
     if workers.size > 1:
         _start_jax(workers)
+        share_compilations(workers)
     heartbeat = _watched(here, hooks)
     # Registered after JAX's exit handler, and so called before it.
     atexit.register(leave, here, heartbeat, script)

@@ -6,7 +6,8 @@ unknown value, the number of ids is an upper bound. Parallax (5.3.1) calls alpha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -75,17 +76,36 @@ def example_ids(program: Program, ids: RowIds, leaves: Sequence[Leaf] | None) ->
     return None if leaves is None else id_reader(program, ids)(leaves)
 
 
-def id_reader(program: Program, ids: RowIds) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
-    """Compiles `example_ids` of one family, once for many examples."""
-    block, used = id_program(program, ids)
+def ids_by_family(
+    program: Program, families: Mapping[int, RowIds], leaves: Sequence[Leaf] | None
+) -> dict[int, Sequence[np.ndarray]]:
+    """Returns `example_ids` of those families for which they are known, by one program for all of these."""
+    if leaves is None:
+        return {}
+    programs = {family: id_program(program, ids) for family, ids in families.items()}
+    known = [family for family, (block, used) in programs.items() if _is_known(block, used, leaves)]
+    found = id_reader(program, *(families[family] for family in known))(leaves) if known else []
+    assert found is not None, "of each family they are known"
+    flat = iter(found)
+    return {family: list(itertools.islice(flat, len(families[family].results))) for family in known}
+
+
+def _is_known(block: Block, used: Sequence[bool], leaves: Sequence[Leaf]) -> bool:
+    needed = (x for x, u in zip(leaves, used, strict=True) if u)
+    is_unknown = any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed)
+    return not is_unknown and not any(e.effects for e in block.walk())
+
+
+def id_reader(program: Program, *families: RowIds) -> Callable[[Sequence[Leaf]], list[np.ndarray] | None]:
+    """Compiles `example_ids` of families, one's behind another's, once for many examples."""
+    block, used = id_program(program, *families)
     inputs = tuple(v for v, u in zip(block.inputs, used, strict=True) if u)
     run = jax.jit(emit(Block(inputs, block.equations, block.outputs)))
-    has_effects = any(e.effects for e in block.walk())
 
     def read(leaves: Sequence[Leaf]) -> list[np.ndarray] | None:
-        needed = [x for x, u in zip(leaves, used, strict=True) if u]
-        if has_effects or any(x is None or isinstance(x, (jax.ShapeDtypeStruct, jax_compat.Tracer)) for x in needed):
+        if not _is_known(block, used, leaves):
             return None
+        needed = [x for x, u in zip(leaves, used, strict=True) if u]
         with jax.ensure_compile_time_eval():  # the step may be called while JAX traces another one
             return [np.asarray(x) for x in run(*map(local, materialize(needed, copy=False)))]
 

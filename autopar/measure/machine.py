@@ -13,7 +13,7 @@ from autopar.backends.devices import Devices
 from autopar.cost.rates import Rates, StageRates
 from autopar.ir.program import Program
 from autopar.jax_types import Leaf
-from autopar.measure.alpha import example_ids
+from autopar.measure.alpha import ids_by_family
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,5 +53,4 @@ def looked_up(program: Program, example: Sequence[Leaf] | None) -> dict[int, Seq
     """Maps families to the flat ids that an example batch looks up, if they are known. `example`: as in
     `example_ids`."""
     families = [space.family for space in program.facts.spaces if space.refusal is None]
-    ids = {family: example_ids(program, program.ids[family], example) for family in families}
-    return {family: flat for family, flat in ids.items() if flat is not None}
+    return ids_by_family(program, {family: program.ids[family] for family in families}, example)

@@ -101,6 +101,7 @@ class HostRunner(Runner):
         self._programs: dict[ShapeBucket, StagedProgram] = {}
         #: The last step's program; the next step begins with it.
         self._staged: StagedProgram | None = None
+        self._is_first = True
         #: Row counts that the last step needed.
         self._needed: Rows = {}
         #: Dense leaves' routes. Every step requests all of their rows, so that the first step's routes serve all.
@@ -144,7 +145,9 @@ class HostRunner(Runner):
         inputs = [tables[k] if k in tables else self._placed(k, leaf) for k, leaf in enumerate(own)]
         inputs += [x for log in logs for x in log.entries]
         before = {out: _read(tables[k] if k in tables else own[k]) for out, k in self._old.items()}
-        step = RunningStep({}, dict(self._routes), {f: self._needed[f] for f in self._routes}, lagging=lagging)
+        needs = {f: self._needed[f] for f in self._routes}
+        step = RunningStep({}, dict(self._routes), needs, lagging=lagging, is_first=self._is_first)
+        self._is_first = False  # on all ranks, whatever comes of it
         try:
             results = self._ran(inputs, step)
             results = self._written(results, logs)

@@ -209,9 +209,10 @@ class Ranks:
 
         return result
 
-    def agree(self, needs: tuple[int, int]) -> tuple[int, int]:
-        """Returns the largest of all ranks' needs if their programs must have one shape."""
-        if not self.is_joint:
+    def agree(self, needs: tuple[int, int], *, first: bool) -> tuple[int, int]:
+        """Returns the largest of all ranks' needs if their programs must have one shape, or if it is the `first` step:
+        then their first programs are the same, and one rank of a machine compiles them. Collective in these cases."""
+        if not self.is_joint and (not first or self.exchange.size == 1):
             return needs
         (largest,) = self.exchange.reduce([np.array(needs, np.int64)], "max")
         return int(largest[0]), int(largest[1])

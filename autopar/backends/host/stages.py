@@ -73,6 +73,7 @@ class RunningStep:
       reduced: By level, bucket and operation.
       beside: Reductions under way beside programs, and where their results go.
       lagging: Tables whose rows are brought up to date when they are pulled.
+      is_first: Whether it is the first one of all ranks, which then agree on a bucket.
       has_written: Whether a table has changed.
     """
 
@@ -82,6 +83,7 @@ class RunningStep:
     reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
     beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Any]]]] = field(default_factory=list)
     lagging: frozenset[HostRows] = frozenset()
+    is_first: bool = False
     has_written: bool = False
 
 
@@ -229,7 +231,7 @@ class StagedProgram:
                 places = _places(ids, layout)
                 requested = self._ranks.ask(places, layout.shard_rows)
                 step.routes[family] = requested, places
-                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, places.size))
+                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, places.size), first=step.is_first)
         if self._buckets.best(step.needs) is not self._bucket:
             raise OtherBucket(step.needs)
         for equation, family in zip(equations, families, strict=True):
