@@ -59,6 +59,7 @@ _HOMES = {
     "tables.replica": "Replica average",
     "tables.served": "ServedLeaf",
     "tables.sharded": "Table",
+    "tables.stacked": "TablePart",
     "tables.staged": "StageArray",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

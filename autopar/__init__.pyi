@@ -118,6 +118,7 @@ from autopar.tables.replica import Replica as Replica
 from autopar.tables.replica import average as average
 from autopar.tables.served import ServedLeaf as ServedLeaf
 from autopar.tables.sharded import Table as Table
+from autopar.tables.stacked import TablePart as TablePart
 from autopar.tables.staged import StageArray as StageArray
 
 __version__: str

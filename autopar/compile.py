@@ -79,6 +79,13 @@ class Compiled:
     def plan(self) -> Plan:
         return self.bound.plan
 
+    @property
+    def as_run(self) -> Compiled:
+        """The program that is run, with its plan: where tables are stacked another one than the user's."""
+        if self.stacked is None:
+            return self
+        return dataclasses.replace(self, analysed=self.stacked.program, bound=self.stacked.plan, stacked=None)
+
     def with_reason(self, paths: Collection[str], reason: str) -> Compiled:
         """Adds a reason for some tables to the plan."""
         bound = dataclasses.replace(self.bound, plan=self.plan.with_reason(paths, reason))
@@ -115,8 +122,11 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
         stacked = way.stacked(analysed.program, bound)
         source, followed = (analysed.program, bound) if stacked is None else (stacked.program, stacked.plan)
         program, done, records = run_passes(way.passes(followed, measured), source, followed)
-        bound = done if stacked is None else dataclasses.replace(bound, plan=done.plan)
-        fallback = follow(analysed.program, bound.without_limits(), way) if bound.fallback else None
+        fallback = follow(source, done.without_limits(), way) if done.fallback else None
+        if stacked is None:
+            bound = done
+        else:
+            bound, stacked = dataclasses.replace(bound, plan=done.plan), dataclasses.replace(stacked, plan=done)
         return Compiled(analysed.program, bound, program, (*analysed.records, decided, *records), fallback, stacked)
 
 

@@ -81,6 +81,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_requested, sent = s.devices * s.requested, s.devices * s.capacity
+    own = rates if s.together == 1 else rates.shared(s.together)
 
     def sends(name: str, curve: Curve, collective: str, size: int, spread: bool = True) -> Term:
         return Term(name, curve(size), int(wire_bytes(collective, s.devices, size)) if spread else 0, collective)
@@ -92,23 +93,23 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         return sends(name, rates.all_reduce, "all-reduce", size, s.spread)
 
     def routed(name: str, size: int) -> Term:
-        return sends(name, rates.all_to_all, "all-to-all", sent * size)
+        return sends(name, own.all_to_all, "all-to-all", sent * size)
 
     terms: dict[str, tuple[Term, ...]] = {
         "ps": (
-            Term("route ids", rates.route(s.ids)),
+            Term("route ids", own.route(s.ids)),
             routed("send ids", ID_BYTES),
-            Term("route ids at owners", rates.route(sent)),
-            *_replay(rates, s, s.owned),
-            Term("look up at owners", rates.gather(sent, row)),
+            Term("route ids at owners", own.route(sent)),
+            *_replay(own, s, s.owned),
+            Term("look up at owners", own.gather(sent, row)),
             routed("send rows", row),
-            Term("pick rows", rates.gather(s.requested, row)),
-            Term("pack gradients", rates.scatter(s.requested, gradient)),
+            Term("pick rows", own.gather(s.requested, row)),
+            Term("pack gradients", own.scatter(s.requested, gradient)),
             # Devices that all have the whole batch also have its gradients.
             routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0),
-            Term("add gradients at owners", rates.scatter(sent, gradient)),
-            *_update(rates, s, s.owned),
-            *((Term("check capacities", rates.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
+            Term("add gradients at owners", own.scatter(sent, gradient)),
+            *_update(own, s, s.owned),
+            *((Term("check capacities", own.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
         ),
         "allgather": (
             Term("route ids", rates.route(s.ids)),
@@ -133,7 +134,7 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("update all rows", rates.update_s(2 * s.extent * (gradient + s.family_bytes))),
         ),
     }
-    for method, seconds in rates.fixed.items():
+    for method, seconds in {**rates.fixed, "ps": own.fixed.get("ps", 0.0)}.items():
         if method in terms and seconds:
             terms[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
     return terms

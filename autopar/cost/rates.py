@@ -7,7 +7,7 @@ cores or a link.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,10 @@ class Curve:
         if size > b:
             return high + max(0.0, slope) * (size - b)
         return low + slope * (size - a)
+
+    def shared(self, count: int) -> Curve:
+        """Returns one's share of the seconds, by its size, where `count` of a size go together."""
+        return Curve(tuple((size / count, seconds / count) for size, seconds in self.points))
 
     @property
     def bound(self) -> Curve:
@@ -111,6 +115,11 @@ class Rates:
     def moved_s(self, size: float) -> float:
         """Returns seconds for `size` bytes of a model's values of the batch."""
         return size * self.moved_byte_s or self.walk(size)
+
+    def shared(self, count: int) -> Rates:
+        """Returns the rates of one of `count` tables that are exchanged and updated as one."""
+        curves = {f.name: each.shared(count) for f in fields(self) if isinstance(each := getattr(self, f.name), Curve)}
+        return replace(self, **curves, fixed={method: seconds / count for method, seconds in self.fixed.items()})
 
     @property
     def shares_cores(self) -> bool:

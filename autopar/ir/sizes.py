@@ -54,6 +54,8 @@ class Sizes:
     #: gradient of `sent_gradient` bytes.
     reduced: tuple[int, ...] = ()
     replayed: int = 0  #: Bytes of a table's row that a step brings up to date where it reads it, or 0.
+    #: Number of tables, this one among them, that "ps" exchanges and updates as one (`passes.stack_tables`).
+    together: int = 1
 
     @property
     def sent_gradient(self) -> int:

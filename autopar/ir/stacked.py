@@ -2,10 +2,54 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from autopar.ir.layout import RowLayout
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
+
+
+@dataclass(frozen=True)
+class StackShape:
+    """The rows of a stack: those of each table behind those of the one before, rounded up to a multiple of N.
+
+    With rows distributed cyclically over N devices, or ranks, each device's shard of the stack has its shards of the
+    tables, one behind the other.
+    """
+
+    extents: tuple[int, ...]  #: Rows of each table.
+    devices: int  #: N.
+
+    @functools.cached_property
+    def starts(self) -> Sequence[int]:
+        """The first row of each table, and behind the last one the rows of all."""
+        return list(itertools.accumulate((self.layout_of(n).stored for n in range(len(self.extents))), initial=0))
+
+    @property
+    def rows(self) -> int:
+        """Rows of the stack."""
+        return self.starts[-1]
+
+    @property
+    def layout(self) -> RowLayout:
+        """The layout of the stack."""
+        return RowLayout(self.rows, self.devices, cyclic=self.devices > 1)
+
+    def layout_of(self, table: int) -> RowLayout:
+        """Returns the layout of a table's rows by itself."""
+        return RowLayout(self.extents[table], self.devices, cyclic=self.devices > 1)
+
+
+@dataclass(frozen=True)
+class StackPlace:
+    """The place of a leaf among the leaves of a stack."""
+
+    shape: StackShape
+    table: int  #: Number of its table.
+    slot: int  #: Number of the leaf among those of its table: of the table itself, and of its slots.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -13,6 +57,7 @@ class StackedTable:
     """An input that stands for the same leaf of several tables' families: for the tables, or for one of their slots."""
 
     inputs: tuple[int, ...]  #: Those leaves, inputs of the program before, in the order in which their rows lie.
+    places: tuple[StackPlace, ...]  #: Their places.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

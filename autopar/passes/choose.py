@@ -26,6 +26,7 @@ from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method, with_hosts, without_hosts
 from autopar.ir.tensor_plan import TensorGroupPlan, TensorPlan
+from autopar.passes.choosing.alike import FEWEST, alike_tables
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 
 
@@ -48,6 +49,8 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
+    if options.devices > 1 and not wanted.hosts:
+        made = _with_stacks(program, made, choices)
     for k in _saving_little(program, made, choices):
         made[k] = decide_family(program, program.facts.spaces[k], choices, left=_SAVES_LITTLE)
     bound = _assemble(program, options, made, wanted)
@@ -106,6 +109,23 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
         bound = dataclasses.replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
+
+
+def _with_stacks(program: Program, decided: Sequence[Decision], choices: Choices) -> list[Decision]:
+    """Returns the decisions where tables that are alike are exchanged as one, if enough of them go by "ps" then."""
+    made, spaces = list(decided), program.facts.spaces
+    numbers = {space.family: k for k, space in enumerate(spaces)}
+    kinds = {space.family: space.deferred for space in spaces if not space.refusal}
+    groups = alike_tables(program, kinds)[0] if len(kinds) >= FEWEST else {}
+    for group in groups.values():
+        members, count, again = [numbers[member.space.family] for member in group], 0, dict[int, Decision]()
+        while FEWEST <= len(members) != count:  # with fewer, others may leave as well
+            count = len(members)
+            again = {k: decide_family(program, spaces[k], choices, together=count) for k in members}
+            members = [k for k, (_, (table, *_)) in again.items() if table.lifted and table.method == "ps"]
+        for k in members if len(members) >= FEWEST else ():
+            made[k] = again[k]
+    return made
 
 
 _SAVES_LITTLE = "exchanges of rows may cost a busy step more than they save"

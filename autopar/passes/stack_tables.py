@@ -21,71 +21,52 @@ import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.analysis.primitives import ELEMENTWISE
-from autopar.analysis.values import atom_key
-from autopar.ir.plan import TablePlan
-from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
+from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
-from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace
+from autopar.ir.rowspace import RowFacts
 from autopar.ir.slicing import eliminate_dead
-from autopar.ir.stacked import StackedProgram, StackedTable
+from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace, StackShape
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
 from autopar.passes.choose import input_placements
-from autopar.passes.choosing.capacity import host_bounds
-
-#: Fewer tables aren't stacked: an exchange less is worth less than what is computed once for each distinct row, of
-#: whichever table.
-FEWEST = 4
-#: Operations on rows that aren't elementwise -> the parameter that has the sizes of the result's axes, if there is one.
-_ROWWISE = {
-    "broadcast_in_dim": "shape",
-    "reshape": "new_sizes",
-    "squeeze": None,
-    "reduce_sum": None,
-    "reduce_max": None,
-    "reduce_min": None,
-}
-
-
-class _Unlike(Exception):
-    """Says why a table can't be stacked."""
+from autopar.passes.choosing.alike import FEWEST, ROWWISE, Member, alike_tables
+from autopar.passes.choosing.capacity import host_bounds, joined
 
 
 def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
-    """Returns the program with tables on hosts stacked that are alike; None if there are none.
+    """Returns the program with tables stacked that are alike; None if there are none.
 
     Args:
       program: An analysed program.
-      plan: Its plan. Each table's rows are rounded up to a multiple of the ranks, so that a rank's shard of the stack
-        has its shards of the tables.
+      plan: Its plan. Each table's rows are rounded up to a multiple of the devices (of hosts: ranks), so that a shard
+        of the stack has shards of the tables.
       analyze: Analyses a program without facts.
     """
     stacks, _ = _stacks(program, plan)
     written = _written(program, stacks) if stacks else None
-    if written is None or plan.shards or plan.tensors:
+    if written is None:
         return None
     before = program.facts
     program, inputs, outputs = written
     program = analyze(program)
-    followed = _plan(before, plan, stacks, program, inputs)
+    together = [[member.space.family for member in stack.members] for stack in stacks]
+    followed = plan_stacked(before, plan, together, program, inputs)
     return None if followed is None else StackedProgram(program, followed, inputs, outputs)
 
 
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:
-    """Maps reasons to tables on hosts that have exchanges of their own; none if there are too few to stack any.
+    """Maps reasons to tables that have exchanges of their own; none if there are too few to stack any.
 
     Args:
       program, plan: As of `stack_tables`.
       has_stacks: It found some.
     """
-    if sum(map(_may_stack, plan.families)) < FEWEST:
+    if len(_kinds(plan)) < FEWEST:
         return {}
     stacks, apart = _stacks(program, plan)
     for stack in () if has_stacks else stacks:
@@ -99,26 +80,16 @@ def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Ma
 
 def _stacks(program: Program, plan: ProgramPlan) -> tuple[list[_Stack], list[tuple[int, str]]]:
     """Returns the stacks; and the families that are in none, each with the reason."""
-    finder = _Finder(program)
-    alike: dict[tuple[Hashable, Hashable], list[_Member]] = {}
-    kinds = collections.Counter[Hashable]()
-    apart: list[tuple[int, str]] = []
-    for planned in filter(_may_stack, plan.families):
-        try:
-            member = finder.member(planned.family)
-        except _Unlike as error:
-            apart.append((planned.family, str(error)))
-        except TypeError:
-            apart.append((planned.family, "its equations have parameters that can't be compared"))
-        else:
-            method = _method(planned.table)
-            alike.setdefault((method, member.key), []).append(member)
-            kinds[method, member.leaves] += 1
+    kinds = _kinds(plan)
+    groups, apart = alike_tables(program, kinds) if len(kinds) >= FEWEST else ({}, [])
+    counts = collections.Counter[Hashable]()
+    for (kind, _), members in groups.items():
+        counts[kind, members[0].leaves] += len(members)
     stacks: list[_Stack] = []
-    for (method, _), members in alike.items():
+    for (kind, _), members in groups.items():
         stack = _Stack(program, members, plan.devices) if len(members) >= FEWEST else None
         sums, why = members[0].sums, ""
-        if kinds[method, members[0].leaves] < FEWEST:
+        if counts[kind, members[0].leaves] < FEWEST:
             why = f"no {FEWEST} of these have the same width, dtype and slots"
         elif sums and (stack is None or stack.sums is None):
             why = f"the step uses a sum over the rows of each alone ({sums[0].where})"
@@ -132,226 +103,76 @@ def _stacks(program: Program, plan: ProgramPlan) -> tuple[list[_Stack], list[tup
     return stacks, apart
 
 
-def _may_stack(planned: FamilyPlan) -> bool:
-    return planned.on_hosts and not planned.table.pulled
+def _kinds(plan: ProgramPlan) -> Mapping[int, Hashable]:
+    """Maps the families that may be in a stack to what must be the same in the plans of all."""
+    if plan.on_hosts:
+        own = [f for f in plan.families if f.on_hosts and not f.table.pulled]
+    elif plan.devices > 1:
+        own = [f for f in plan.families if f.table.sizes is not None and f.table.sizes.together > 1]
+    else:  # of others the leaves are ordinary arrays
+        own = [f for f in plan.families if f.table.log_steps]
+    return {f.family: (f.method, bool(f.table.log_steps)) for f in own}
 
 
-def _plan(
+def plan_stacked(
     before: RowFacts,
     plan: ProgramPlan,
-    stacks: Sequence[_Stack],
+    together: Sequence[Sequence[int]],
     program: Program,
     inputs: Sequence[int | StackedTable],
 ) -> ProgramPlan | None:
-    """Returns the plan for the stacked program; None if a stack can't be what its tables were."""
-    numbers = {was if isinstance(was, int) else was.inputs[0]: k for k, was in enumerate(inputs)}
+    """Returns the plan for a stacked program; None if a stack can't be what its tables were.
+
+    Args:
+      before: Facts of the program before.
+      plan: Its plan.
+      together: The families of each stack.
+      program: The stacked program, analysed.
+      inputs: Its inputs, as those of the program before.
+    """
+    numbers = {n: k for k, was in enumerate(inputs) for n in ((was,) if isinstance(was, int) else was.inputs)}
     kept = {space.family: space for space in before.spaces}
-    firsts = {stack.members[0].space.family: stack.members for stack in stacks}
-    others = {m.space.family for stack in stacks for m in stack.members[1:]}
-    log_steps = {f.family: f.table.log_steps for f in plan.families}
-    families: list[FamilyPlan] = []
-    for planned in plan.families:
-        if planned.family in others:
-            continue
-        old = kept[planned.family]
-        space = program.facts.space_of(numbers[old.leaves[0]])
-        if space is None or space.refusal or space.deferred != old.deferred or len(space.leaves) != len(old.leaves):
-            return None
-        table, bounds = planned.table, planned.bounds
-        if planned.family in firsts:
-            table = dataclasses.replace(table, log_steps=max(log_steps[m.space.family] for m in firsts[planned.family]))
-            bounds = host_bounds(space, program.ids[space.family], plan.devices)
-        families.append(FamilyPlan(space.family, table, bounds))
+    members = {families[0]: families for families in together}
+    others = {family for families in members.values() for family in families[1:]}
+
+    def followed(families: Sequence[FamilyPlan]) -> list[FamilyPlan] | None:
+        made, plans = list[FamilyPlan](), {f.family: f for f in families}
+        for planned in families:
+            if planned.family in others:
+                continue
+            old = kept[planned.family]
+            space = program.facts.space_of(numbers[old.leaves[0]])
+            if space is None or space.refusal or space.deferred != old.deferred or len(space.leaves) != len(old.leaves):
+                return None
+            table, bounds = planned.table, planned.bounds
+            if planned.family in members:
+                own, ids = [plans[family] for family in members[planned.family]], program.ids[space.family]
+                table = dataclasses.replace(table, log_steps=max(f.table.log_steps for f in own))
+                if planned.on_hosts:
+                    bounds = host_bounds(space, ids, plan.devices)
+                else:
+                    bounds = joined([f.bounds for f in own], space, ids, plan.devices)
+            made.append(FamilyPlan(space.family, table, bounds))
+        return made
+
+    families, fallback = followed(plan.families), followed(plan.fallback)
+    if families is None or fallback is None:
+        return None
     placements, layouts = input_placements(program, families)
-    uneven = {numbers[k]: axis for k, axis in plan.uneven.items()}
-    placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
-    return dataclasses.replace(
-        plan, families=tuple(families), placements=placements, layouts=layouts, uneven=uneven, shards={}, tensors={}
+    shards, tensors, uneven = (
+        {numbers[k]: a for k, a in of.items() if k in numbers} for of in (plan.shards, plan.tensors, plan.uneven)
     )
-
-
-def _method(table: TablePlan) -> Hashable:
-    return table.method, table.where, bool(table.log_steps), table.pulled, table.cyclic
-
-
-# --- which tables are alike ---
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Member:
-    """A table's family, as what is to be the same of all tables in a stack says it."""
-
-    space: RowSpace  #: The family.
-    key: Hashable  #: Equal for families that are alike.
-    nodes: Sequence[Equation]  #: The equations in row space, lookups apart, in the order in which `key` has them.
-    #: Values in row space, and those that are made anew for any rows, by the key's names.
-    names: Mapping[Atom, Hashable]
-    #: The lookups, each with what is to be the same of those that are made together.
-    lookups: Sequence[tuple[Equation, Hashable]]
-    leaves: Hashable  #: The part of `key` that says what the table and its slots are.
-
-    @property
-    def sums(self) -> list[Equation]:
-        """The reductions over all rows, among `nodes`."""
-        return [e for e in self.nodes if e.op == "reduce_sum" and e.outputs[0] not in self.names]
-
-
-class _Finder:
-    """Describes families of a program."""
-
-    def __init__(self, program: Program) -> None:
-        self._program, self._facts = program, program.facts
-        self._makers: dict[Atom, Equation] = {v: e for e in program.block.equations for v in e.outputs}
-        self._equations: dict[int, list[Equation]] = {}
-        for equation in program.block.equations:
-            for family in {_family(self._facts, a) for a in (*equation.inputs, *equation.outputs)}:
-                if family is not None:
-                    self._equations.setdefault(family, []).append(equation)
-
-    def member(self, family: int) -> _Member:
-        """Describes a family.
-
-        Raises:
-          _Unlike: it can't be stacked.
-        """
-        program = self._program
-        space = next(s for s in program.facts.spaces if s.family == family)
-        accesses = space.accesses
-        _require(not space.depends_on and not any(a.known for a in accesses), "its ids depend on rows")
-        _require(not any(space.axes) and not any(a.axis for a in accesses), "its rows aren't along the first axis")
-        _require(not any(a.path for a in accesses), "it is looked up in a loop or branch")
-        are_own = (program.inputs[k].role == "state" and program.inputs[k].layout is None for k in space.leaves)
-        _require(all(are_own), "it is only read")
-        walk = _Walk(self._facts, self._makers, space, program)
-        for equation in self._equations.get(family, ()):
-            walk.take(equation)
-        new = {k: out for k, out in program.new_states.items() if k in space.leaves}
-        outputs = [program.block.outputs[new[k]] for k in space.leaves]
-        others = (a for out, a in enumerate(program.block.outputs) if out not in new.values())
-        _require(not any(a in walk.names for a in others), "the step returns its rows besides")
-        leaves = tuple((program.block.inputs[k].shape[1:], str(program.block.inputs[k].dtype)) for k in space.leaves)
-        key = (leaves, len(space.tables), tuple(walk.key), tuple(walk.names.get(a) for a in outputs))
-        return _Member(space, key, walk.nodes, walk.names, walk.lookups, leaves)
-
-
-def _require(holds: bool, why: str) -> None:
-    if not holds:
-        raise _Unlike(why)
-
-
-def _family(facts: RowFacts, atom: Atom) -> int | None:
-    value = facts.value(atom)
-    return facts.find(value.family) if isinstance(value, Row) else None
-
-
-@dataclass(eq=False)
-class _Walk:
-    """Names a family's values by what makes them."""
-
-    facts: RowFacts
-    makers: Mapping[Atom, Equation]
-    space: RowSpace
-    program: Program
-    key: list[Hashable] = field(default_factory=list)
-    nodes: list[Equation] = field(default_factory=list)
-    names: dict[Atom, Hashable] = field(default_factory=dict)
-    lookups: list[tuple[Equation, Hashable]] = field(default_factory=list)
-    equation: Equation | None = None  #: The one that is looked at.
-
-    def __post_init__(self) -> None:
-        self.names |= {self.program.block.inputs[k]: ("leaf", n) for n, k in enumerate(self.space.leaves)}
-
-    def take(self, equation: Equation) -> None:
-        """Goes on with the next equation."""
-        self.equation = equation
-        self._require(not equation.bodies and not equation.effects)
-        role, first = self.facts.roles.get(equation), equation.inputs[0]
-        if role == "lookup":
-            self._require(_is_plain_gather(equation) and first in self.names)
-            self.lookups.append((equation, (self.names[first], self._batch(equation.inputs[1]))))
-        elif role == "push":
-            self._require(_is_plain_scatter(equation))
-            self._append(equation, ("push", self._name(first), self._batch(equation.inputs[1])))
-        elif role == "reduce":
-            self._require(equation.op == "reduce_sum" and self._is_zero_untouched(first))
-            self._append(equation, (equation.op, equation.params["axes"], self._name(first)), is_row=False)
-        else:
-            self._require(role == "rows")
-            self._append(equation, self._operation(equation))
-
-    def _require(self, holds: bool) -> None:
-        if not holds:
-            equation = known(self.equation)
-            raise _Unlike(f"{equation.op} ({equation.where}) can't be done for several tables at once")
-
-    def _append(self, equation: Equation, key: Hashable, *, is_row: bool = True) -> None:
-        values = [self.facts.value(v) for v in equation.outputs]
-        self._require(not is_row or all(isinstance(v, Row | Free) for v in values))
-        if is_row:
-            self.names.update((v, (len(self.nodes), n)) for n, v in enumerate(equation.outputs))
-        self.nodes.append(equation)
-        self.key.append(key)
-
-    def _operation(self, equation: Equation) -> Hashable:
-        """Describes an equation that does the same with each row."""
-        op, params = equation.op, dict(equation.params)
-        self._require(op in ELEMENTWISE or op in _ROWWISE)
-        sizes = _ROWWISE.get(op)
-        if sizes is not None:
-            self._require(params[sizes][0] == self.space.extent)
-            params[sizes] = params[sizes][1:]
-        outputs = tuple((v.shape[1:], str(v.dtype)) for v in equation.outputs)
-        self._require(all(v.shape[:1] == (self.space.extent,) for v in equation.outputs))
-        items = tuple(sorted(params.items(), key=lambda item: item[0]))
-        hash(items)
-        return op, items, outputs, tuple(map(self._name, equation.inputs))
-
-    def _name(self, atom: Atom) -> Hashable:
-        """Names an operand; one that is made anew for any rows is taken along with what makes it."""
-        if atom in self.names:
-            return self.names[atom]
-        value = self.facts.value(atom)
-        self._require(not isinstance(value, Row))
-        if isinstance(value, Free) and 0 in value.axes and atom.shape[:1] == (self.space.extent,):
-            self._require(value.index_axis is None and isinstance(atom, Var) and atom in self.makers)
-            maker = self.makers[atom]
-            self._require(not maker.bodies and not maker.effects)
-            self._append(maker, self._operation(maker))
-            return self.names[atom]
-        self._require((isinstance(atom, Var) or atom.type.size == 1) and atom.shape[:1] != (self.space.extent,))
-        return "dense", atom_key(atom)
-
-    def _batch(self, ids: Atom) -> Hashable:
-        """Describes where the examples are in ids: only what they begin with may be the same for all tables."""
-        axis = self.program.batch.get(ids) if isinstance(ids, Var) else None
-        self._require(axis in (None, 0))
-        return ids.shape[:1] if len(ids.shape) > 1 else (), axis
-
-    def _is_zero_untouched(self, atom: Atom) -> bool:
-        """Returns whether rows that the step doesn't touch, and spare ones, add nothing to a sum."""
-        value = self.facts.value(atom)
-        return isinstance(value, Row) and isinstance(value.untouched, Const) and value.untouched.is_zero
-
-
-def _is_plain_gather(equation: Equation) -> bool:
-    """Returns whether it looks up whole rows by their numbers."""
-    numbers, params = equation.params["dimension_numbers"] if equation.op == "gather" else None, equation.params
-    if numbers is None:
-        return False
-    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
-    whole = (1, *equation.inputs[0].shape[1:])
-    dims = tuple(range(batch, batch + rank - 1))
-    plain = jax.lax.GatherDimensionNumbers(dims, (0,), (0,))
-    return numbers == plain and params["slice_sizes"] == whole
-
-
-def _is_plain_scatter(equation: Equation) -> bool:
-    """Returns whether it adds whole rows by their numbers."""
-    if equation.op != "scatter-add":
-        return False
-    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
-    dims = tuple(range(batch, batch + rank - 1))
-    return equation.params["dimension_numbers"] == jax.lax.ScatterDimensionNumbers(dims, (0,), (0,))
+    placements = tuple(None if k in uneven else shards.get(k, axis) for k, axis in enumerate(placements))
+    return dataclasses.replace(
+        plan,
+        families=tuple(families),
+        fallback=tuple(fallback),
+        placements=placements,
+        layouts=layouts,
+        shards=shards,
+        tensors=tensors,
+        uneven=uneven,
+    )
 
 
 # --- the stacked program ---
@@ -360,14 +181,16 @@ def _is_plain_scatter(equation: Equation) -> bool:
 class _Stack:
     """Tables that are alike, and what stands for their values."""
 
-    def __init__(self, program: Program, members: Sequence[_Member], shards: int) -> None:
+    def __init__(self, program: Program, members: Sequence[Member], shards: int) -> None:
         self.members = members
-        rows = [-(-m.space.extent // shards) * shards for m in self.members]
-        self.starts = np.cumsum([0, *rows[:-1]]).tolist()
-        self.total = sum(rows)  #: Rows of the stack.
+        shape = StackShape(tuple(m.space.extent for m in members), shards)
+        self.starts, self.total = shape.starts, shape.rows
         self._placed: dict[tuple[int, Atom], Var] = {}
         self._joined: dict[tuple[tuple[int, Atom], ...], Var] = {}
-        self.leaves = [StackedTable(inputs) for inputs in zip(*(m.space.leaves for m in self.members), strict=True)]
+        self.leaves = [
+            StackedTable(inputs, tuple(StackPlace(shape, k, slot) for k in range(len(inputs))))
+            for slot, inputs in enumerate(zip(*(m.space.leaves for m in self.members), strict=True))
+        ]
         first = self.members[0]
         self._vars: dict[Hashable, Var] = {first.names[v]: Var(v.type.resized(0, self.total)) for v in first.names}
         self.inputs = [self._vars["leaf", n] for n in range(len(self.leaves))]
@@ -430,7 +253,7 @@ class _Stack:
                 yield from self._push(nodes, outputs[0])
                 continue
             params = dict(first.params)
-            sizes = _ROWWISE.get(first.op)
+            sizes = ROWWISE.get(first.op)
             if sizes is not None:
                 params[sizes] = (self.total, *params[sizes][1:])
             yield dataclasses.replace(
@@ -459,11 +282,11 @@ class _Stack:
         (rows,), start = read[-1].outputs, 0
         for k, e in lookups:
             shape, count = e.outputs[0].shape, _count(e.inputs[1])
-            high, fill = self.members[k].space.extent - 1, _fill(e)
+            high, fill = self.members[k].space.extent - 1, fill_of(e)
 
             def own(rows: Array, ids: Array, start=start, count=count, shape=shape, high=high, fill=fill) -> Array:
                 found = rows[:, start : start + count].reshape(shape)
-                return _anew(found if fill is None else jnp.where(_is_row(ids, high, found.ndim), found, fill), rows)
+                return _anew(found if fill is None else jnp.where(is_row(ids, high, found.ndim), found, fill), rows)
 
             yield from expand(own, e, (rows, e.inputs[1]), e.outputs[0])
             start += count
@@ -478,7 +301,7 @@ class _Stack:
 
             def own(ids: Array, update: Array, high=high, drops=drops) -> Array:
                 if drops:
-                    update = jnp.where(_is_row(ids, high, update.ndim), update, jnp.zeros((), update.dtype))
+                    update = jnp.where(is_row(ids, high, update.ndim), update, jnp.zeros((), update.dtype))
                 first = ids.shape[:1] if ids.ndim > 1 else (1,)
                 return _anew(update.reshape(*first, -1, *update.shape[ids.ndim - 1 :]), update)
 
@@ -520,7 +343,7 @@ def _count(ids: Atom) -> int:
     return int(np.prod(ids.shape[1:-1])) if len(ids.shape) > 1 else 1
 
 
-def _fill(equation: Equation) -> np.ndarray | None:
+def fill_of(equation: Equation) -> np.ndarray | None:
     """Returns what a lookup of no row gives, if not the nearest one."""
     if "FILL" not in str(equation.params["mode"]):
         return None
@@ -535,7 +358,7 @@ def _fill(equation: Equation) -> np.ndarray | None:
     return np.asarray(info.min if info.min < 0 else info.max, dtype)
 
 
-def _is_row(ids: Array, high: int, rank: int) -> Array:
+def is_row(ids: Array, high: int, rank: int) -> Array:
     """Returns which ids are of the table, in the shape of `rank` axes of what they look up."""
     valid = (ids >= 0) & (ids <= min(high, int(jnp.iinfo(ids.dtype).max)))
     return valid[..., 0].reshape(ids.shape[:-1] + (1,) * (rank - ids.ndim + 1))

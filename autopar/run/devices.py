@@ -47,6 +47,7 @@ from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.runner import Runner
+from autopar.run.stacked import StackedLeaves, alone
 from autopar.tables.deferred import DeferredTable, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
@@ -102,6 +103,8 @@ class DevicesRunner(Runner):
         are_results_whole: bool = False,
     ) -> None:
         self._out_tree = out_tree
+        self._stack = None if compiled.stacked is None else StackedLeaves(compiled.stacked, devices, donate=donate)
+        compiled = compiled.as_run
         bound, analysed = compiled.bound, compiled.analysed
         self._log_programs = [
             DeviceLogPrograms(
@@ -207,6 +210,10 @@ class DevicesRunner(Runner):
 
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
         """Runs the step on flat arguments (arrays or Tables), placed where necessary; returns its results as a tree."""
+        if self._stack is not None:
+            leaves = self._stack.joined(leaves)
+        elif self._read_rows is None:  # what waits is done before the step's own rows are taken
+            leaves = list(map(alone, leaves))
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
         leaves, going = self._logs(leaves) if self._log_programs else (leaves, [])
@@ -224,7 +231,7 @@ class DevicesRunner(Runner):
         for out, (layout, axis) in self._tables.items():
             if not isinstance(results[out], DeferredTable):
                 results[out] = Table(results[out], layout, axis)
-        return self._out_tree.unflatten(results)
+        return self._out_tree.unflatten(results if self._stack is None else self._stack.parted(results))
 
     def _in_place(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the arguments where the step takes them; most are there already."""

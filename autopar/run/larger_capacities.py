@@ -38,7 +38,7 @@ class LargerCapacities:
         A capacity that was exceeded becomes twice as large, or as large as necessary, with headroom. One that was only
         approached stays, and the larger plan is compiled in the background.
         """
-        tight = [f for f in planned.compiled.bound.families if f.bounds.tight]
+        tight = [f for f in planned.compiled.as_run.bound.families if f.bounds.tight]
         needs = [(f.table.path, int(n), f.bounds.capacity or 0) for f, n in zip(tight, loads, strict=True)]
         exceeded = ", ".join(f"{n} of {path}, not {most}" for path, n, most in needs if n > most)
         if not exceeded:
@@ -55,7 +55,9 @@ class LargerCapacities:
                 needed = HEADROOM * planned.headroom * max(needed_share(most, n) for _, n, most in needs)
                 grown = self._with_headroom(planned, planned.example, max(2 * planned.headroom, needed))
         how = "the step was compiled beside the ones before" if is_beside else "the step is compiled again"
-        old, new = ([(f.table.path, f.bounds.capacity) for f in e.compiled.bound.families] for e in (planned, grown))
+        old, new = (
+            [(f.table.path, f.bounds.capacity) for f in e.compiled.as_run.bound.families] for e in (planned, grown)
+        )
         shown = ", ".join(f"{a} to {b} ({path})" for (path, a), (_, b) in zip(old, new, strict=True) if a != b)
         return grown, (
             f"{self.name}: a batch needed more rows of one device than the example did ({exceeded}). That step was run "
@@ -91,5 +93,5 @@ class LargerCapacities:
 
 def _has_room(planned: PlannedStep, needs: Mapping[str, int]) -> bool:
     """Says whether needs (rows by table) stay clear of a plan's capacities."""
-    tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.bound.families if f.bounds.tight}
+    tight = {f.table.path: f.bounds.capacity or 0 for f in planned.compiled.as_run.bound.families if f.bounds.tight}
     return all(n <= NEAR * tight[path] for path, n in needs.items() if path in tight)

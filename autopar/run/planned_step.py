@@ -28,6 +28,7 @@ from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
 from autopar.run.runner import Runner
+from autopar.run.stacked import on_ordinary_tables
 from autopar.tables.kinds import materialize
 from autopar.ways.way import Way
 
@@ -70,9 +71,10 @@ class PlannedStep:
     def takes(self, call: Call) -> bool:
         """Says whether this plan serves a call. A state may come as an array or a Table, but leaves that are only read
         must be in the planned layout."""
-        layouts = call.read_layouts(self.parameters, self.compiled.plan.devices)
-        pairs = zip(self.compiled.analysed.inputs, layouts, strict=True)
-        same = (a.role == "state" or a.layout == b for a, b in pairs)
+        devices = self.compiled.plan.devices
+        layouts, places = call.read_layouts(self.parameters, devices), call.read_places(devices)
+        known = zip(self.compiled.analysed.inputs, layouts, places, strict=True)
+        same = (a.role == "state" or (a.layout, a.place) == (layout, place) for a, layout, place in known)
         return self.call.key == call.key and all(same)
 
     @functools.cached_property
@@ -103,16 +105,17 @@ class PlannedStep:
     @functools.cached_property
     def run(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on flat arrays. A step without lifted tables runs as JAX traced it."""
-        bound = self.compiled.bound
+        bound, ran, stacked = self.compiled.bound, self.compiled.as_run, self.compiled.stacked
         if bound.plan.defers:  # ordinary arrays have no deferred rows
             return self.plain
         if self.devices is not None:
-            return on_ordinary_arrays(self.run_stored, bound, self.compiled.analysed, self.devices)
+            run = on_ordinary_arrays(self.run_stored, ran.bound, ran.analysed, self.devices)
+            return run if stacked is None else on_ordinary_tables(run, stacked)
         return self._typed(emit(self.compiled.program.block)) if bound.rewrites else self.plain
 
     def _typed(self, run: Callable[..., Sequence[Pytree]]) -> Callable[..., Sequence[Leaf]]:
         """Gives results the plain step's weak or strong types, as rows that are written back have their table's."""
-        types = [a.type for a in self.compiled.analysed.block.outputs]
+        types = [a.type for a in self.compiled.as_run.analysed.block.outputs]
 
         def typed_run(*inputs: Leaf) -> Sequence[Leaf]:
             outputs = run(*inputs)  # a flag may follow
@@ -126,7 +129,8 @@ class PlannedStep:
     def run_stored(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on several devices, on flat arrays as they are stored."""
         assert self.devices is not None, "one device stores arrays as they are"
-        bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
+        ran = self.compiled.as_run
+        bound, program, analysed = ran.bound, ran.program, ran.analysed
         if not bound.rewrites:
             return spread(self.plain, bound, analysed, self.devices)
         run = self._emitted(program, bound)
@@ -137,7 +141,8 @@ class PlannedStep:
     @functools.cached_property
     def run_first(self) -> Callable[..., Sequence[Leaf]] | None:
         """The planned step without its fallback (`LateFallback`); None if it has none."""
-        bound, program, analysed = self.compiled.bound, self.compiled.program, self.compiled.analysed
+        ran = self.compiled.as_run
+        bound, program, analysed = ran.bound, ran.program, ran.analysed
         if self.compiled.fallback is None or self.devices is None:
             return None
         run = without_fallback(self._emitted(program, bound), program)
@@ -165,7 +170,9 @@ class PlannedStep:
     @functools.cached_property
     def run_on_tables(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on one device, on flat arrays and the parts of tables."""
-        return self._typed(emit(self.compiled.program.block)) if self.compiled.plan.defers else self.run
+        compiled = self.compiled
+        is_other = compiled.plan.defers or compiled.stacked is not None
+        return self._typed(emit(compiled.program.block)) if is_other else self.run
 
     @property
     def are_results_whole(self) -> bool:

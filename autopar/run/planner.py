@@ -177,7 +177,7 @@ class Planner:
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
-            x if x.role == "state" or layout is None else Input(x.path, "table", layout)
+            x if x.role == "state" or layout is None else dataclasses.replace(x, role="table", layout=layout)
             for x, layout in zip(program.inputs, layouts, strict=True)
         ]
         return dataclasses.replace(program, inputs=tuple(inputs))

@@ -36,7 +36,7 @@ from autopar.run.planner import Planner
 from autopar.run.positions import NamedArguments
 from autopar.run.runner import Runner
 from autopar.run.slow_plans import warn_of_slow_plan
-from autopar.tables.kinds import is_table, layout_of, materialize
+from autopar.tables.kinds import is_table, layout_of, materialize, place_of
 from autopar.tables.leaf import TableLeaf
 
 #: Sets of shapes for which a step is planned before it raises: each of them costs a compilation.
@@ -409,7 +409,7 @@ _NONE = _Ready(object(), None, None)
 
 
 def _table_key(leaf: Leaf) -> Any:
-    return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf)) if is_table(leaf) else None
+    return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf), place_of(leaf)) if is_table(leaf) else None
 
 
 class MethodStep:

@@ -38,6 +38,7 @@ from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, average, replicas_of, settled
 from autopar.tables.served import session_of
 from autopar.tables.sharded import shards_of
+from autopar.tables.stacked import TablePart
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,10 @@ def saved_leaves(state: Pytree) -> list[SavedLeaf]:
                 "returned"
             )
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
-        leaves.append(_replica(known, name, leaf) if isinstance(leaf, Replica) else _leaf(known, name, current(leaf)))
+        if isinstance(leaf, Replica):
+            leaves.append(_replica(known, name, leaf))
+        else:
+            leaves.append(_leaf(known, name, leaf if isinstance(leaf, TablePart) else current(leaf)))
     return leaves
 
 
@@ -141,7 +145,7 @@ def leaves_beside(state: Pytree) -> list[SavedLeaf]:
 
 
 def _leaf(path: str, name: str, leaf: Leaf) -> SavedLeaf:
-    if isinstance(leaf, PlacedLeaf):
+    if isinstance(leaf, PlacedLeaf | TablePart):
         return _in_shards(path, name, leaf, leaf.shards)
     if isinstance(leaf, jax.Array):
         return _jax_leaf(path, name, leaf)

@@ -12,9 +12,11 @@ from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
+from autopar.ir.stacked import StackPlace
 from autopar.jax_types import Leaf, Pytree
 from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
+from autopar.tables.stacked import TablePart
 
 
 def is_table(leaf: Leaf) -> bool:
@@ -25,6 +27,11 @@ def is_table(leaf: Leaf) -> bool:
 def layout_of(leaf: Leaf) -> tuple[RowLayout, int] | None:
     """Returns layout and row axis of a table that has one, None of anything else."""
     return leaf.stored_as if is_table(leaf) else None
+
+
+def place_of(leaf: Leaf) -> StackPlace | None:
+    """Returns where a table lies in a stack of tables, None of anything else."""
+    return leaf.where if isinstance(leaf, TablePart) else None
 
 
 def spread_as(leaf: Leaf) -> tuple[RowLayout, int] | None:
@@ -43,8 +50,8 @@ def spread_as(leaf: Leaf) -> tuple[RowLayout, int] | None:
 
 def home_of(leaf: Leaf) -> Home:
     """Returns where a leaf of a template is: a table, an array, or a shape with a sharding."""
-    leaf = current(leaf)
-    if isinstance(leaf, PlacedLeaf):
+    leaf = leaf if isinstance(leaf, TablePart) else current(leaf)
+    if isinstance(leaf, PlacedLeaf | TablePart):
         return leaf.home
     if isinstance(leaf, jax.Array):
         return ArrayHome(leaf.sharding if leaf.committed else None)

@@ -16,9 +16,12 @@ from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.stacked import StackedProgram
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
+from autopar.passes.read_stacks import read_stacks
+from autopar.passes.stack_tables import stack_tables
 from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
 from autopar.run.one_device import OneDeviceRunner
@@ -56,6 +59,10 @@ class OnDevices(Way):
         if bound.tensors:
             made.append(("localize_tensor", rewriting(_localize_tensor)))
         return tuple(made)
+
+    def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
+        """Stacks tables that are alike; an evaluation reads those in stacks where they are."""
+        return (stack_tables if program.new_states else read_stacks)(program, bound, self.analyzed_again)
 
     def runner(self, planned: PlannedStep) -> Runner:
         """Returns a runner for several devices, or for one. A plan with update logs takes the former even on one."""

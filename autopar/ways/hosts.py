@@ -81,16 +81,7 @@ class OnHosts(Way):
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
         """Stacks tables that are alike."""
-        if not bound.on_hosts:
-            return None
-        *_, rows, batch = (run for _, run in self.analyses)
-
-        def analyze(program: Program) -> Program:
-            for run in (partial(classify, strategy=self.options.strategy), rows, batch):
-                program, _ = run(program)
-            return program
-
-        return stack_tables(program, bound, analyze)
+        return stack_tables(program, bound, self.analyzed_again) if bound.on_hosts else None
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns no passes if nothing can be on hosts: the step is then planned for devices."""

@@ -149,6 +149,13 @@ class Way:
     def classified(self, program: Program) -> tuple[Program, str]:
         return classify(program, self.options.strategy)
 
+    def analyzed_again(self, program: Program) -> Program:
+        """Returns a program that a pass made of an analysed one, with its facts."""
+        *_, rows, batch = (run for _, run in self.analyses)
+        for run in (partial(classify, strategy=self.options.strategy), rows, batch):
+            program, _ = run(program)
+        return program
+
     def settled(self, planner: Planner, program: Program) -> Way:
         """Returns this way with everything chosen that its options leave open."""
         return self

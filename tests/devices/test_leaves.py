@@ -20,7 +20,7 @@ from tests.support import leaves_page
 from tests.support.leaves_page import OPERATIONS, Case
 
 _PAGE = Path(__file__).parents[2] / "docs" / "leaves.md"
-KINDS = ("Table", "DeferredTable", "HostTable", "StageArray", "PendingArray", "Replica", "ServedLeaf")
+KINDS = ("Table", "TablePart", "DeferredTable", "HostTable", "StageArray", "PendingArray", "Replica", "ServedLeaf")
 
 
 @functools.cache
@@ -128,7 +128,7 @@ def test_a_leaf_that_is_kept_twice_is_copied_once() -> None:
 
 
 @pytest.mark.parametrize("read", [jnp.sum, np.asarray])
-@pytest.mark.parametrize("kind", ["Table", "DeferredTable", "HostTable"])
+@pytest.mark.parametrize("kind", ["Table", "TablePart", "DeferredTable", "HostTable"])
 def test_large_leaves_that_are_read_whole_again_and_again_are_told_of(
     kind: str, read: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,6 +28,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_large_results_are_told_of",
             "check_a_copy_of_the_state_is_whole_everywhere",
             "check_tables",
+            "check_stacked_tables",
             "check_init",
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",

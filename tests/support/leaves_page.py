@@ -25,11 +25,11 @@ from autopar.tables.leaf import TableLeaf
 _HEAD = """\
 # Leaves of a state, and what can be done with them
 
-Between steps a state may hold leaves that are no `jax.Array`s: rows that are spread over devices (`Table`), wait for
-updates (`DeferredTable`) or are in host memory (`HostTable`); weights that a stage has (`StageArray`), or that
-minibatches still update (`PendingArray`); a client's own copy (`Replica`), or what servers keep (`ServedLeaf`). Each is
-read like an array. `python -m tests.support.leaves_page` generates the table by applying each operation to each kind;
-a test compares with NumPy.
+Between steps a state may hold leaves that are no `jax.Array`s: rows that are spread over devices (`Table`), lie behind
+those of other tables (`TablePart`), wait for updates (`DeferredTable`) or are in host memory (`HostTable`); weights
+that a stage has (`StageArray`), or that minibatches still update (`PendingArray`); a client's own copy (`Replica`), or
+what servers keep (`ServedLeaf`). Each is read like an array. `python -m tests.support.leaves_page` generates the table
+by applying each operation to each kind; a test compares with NumPy.
 
 | a cell says | the result is |
 |---|---|
@@ -129,6 +129,16 @@ def _row_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
     return step
 
 
+def _many_tables_step(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    def step(state: Any, ids: Any) -> Any:
+        params, slots = state
+        grads = jax.grad(lambda p: sum((table[ids] ** 2).sum() for table in p.values()))(params)
+        updates, slots = tx.update(grads, slots, params)
+        return (optax.apply_updates(params, updates), slots), {}
+
+    return step
+
+
 def _layers(state: Any, x: Any) -> Any:
     def loss(w: Any) -> Any:
         return (jax.lax.scan(lambda h, m: (jnp.tanh(h @ m), None), x, w["e"])[0] ** 2).sum()
@@ -166,6 +176,7 @@ def cases() -> dict[str, Case]:
     one = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
     rows, ids = {"e": jnp.arange(2003 * 4.0).reshape(2003, 4) / 1000}, jnp.arange(8)
+    tables = {name: rows["e"][: 2003 - k] for k, name in enumerate("efgh")}
     stacked, x = {"e": jnp.arange(64.0).reshape(4, 4, 4) / 100}, jnp.ones((8, 4))
     weights = {"e": jnp.arange(16.0).reshape(4, 4) / 20, "b": jnp.ones((4, 4)) / 5}
     sgd, adam = optax.sgd(0.1), optax.adam(0.1)
@@ -173,6 +184,7 @@ def cases() -> dict[str, Case]:
     average, served = autopar.sync.Average(every=2), autopar.sync.Async(staleness=2)
     return {
         "Table": Case(_row_step(sgd), rows, sgd, ids, strategy="ps", mesh=mesh),
+        "TablePart": Case(_many_tables_step(adam), tables, adam, ids, strategy="ps", mesh=mesh),
         "DeferredTable": Case(_row_step(adam), rows, adam, ids, strategy="ps", mesh=mesh),
         "HostTable": Case(_row_step(adam), rows, adam, ids, strategy=("ps", "hosts"), mesh=one),
         "StageArray": Case(_layers, stacked, None, x, pipeline=two, mesh=mesh),

@@ -77,3 +77,17 @@ def stacks(step: Any) -> list[int]:
         return []
     tables = {k for k, _ in stacked.program.tables}
     return [len(of.inputs) for k, of in enumerate(stacked.inputs) if not isinstance(of, int) and k in tables]
+
+
+def assert_same(mine: Any, theirs: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
+    """Compares all leaves."""
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        np.testing.assert_allclose(b, a, rtol=rtol, atol=atol, err_msg=str(path))
+
+
+def trained(step: Any, state: Any, steps: int, **options: Any) -> Any:
+    """Takes some steps; `options`: of `batch`."""
+    for k in range(steps):
+        state, _ = step(state, batch(k, **options))
+    return state

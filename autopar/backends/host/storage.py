@@ -162,8 +162,8 @@ def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRo
         for member in members:
             member.without_own_log()
         return first.stack
-    steps: tuple[str, ...] = next((m.stack.steps for m in members if m.stack is not None), ())
-    if step in steps and len({*steps}) == len(steps):
+    steps: Sequence[str] = next((m.stack.steps for m in members if m.stack is not None), ())
+    if steps and step in steps and len({*steps}) == len(steps):
         size = format_bytes(sum(member.rows.nbytes for member in members))
         warn(
             f"{step} and {steps[-1]} keep {first.path} beside other tables each, so that whenever one of them follows "
@@ -178,7 +178,7 @@ def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRo
     shape = layout.shard_rows, *first.rows.shape[1:]
     # Not set to anything: the system gives a page once it is written, and each table gives its own back.
     stack = HostRows(aligned(shape, first.rows.dtype), layout, first.rank, 0, first.path)
-    stack.steps = (*steps, step) if len({*steps}) == len(steps) else steps
+    stack.steps = (*steps, step) if len({*steps}) == len(steps) else (*steps,)
     for member, start in zip(members, starts, strict=False):  # one after the other: each one's own memory goes at once
         part = stack.rows[start : start + len(member.rows)]
         np.copyto(part, member.rows)

@@ -118,3 +118,12 @@ def limited(bounds: Bounds, rows: float) -> Bounds:
     assert safe is not None, "only sharded rows have a capacity"
     capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
     return _with_capacity(bounds, capacity, tight=True) if capacity < safe else bounds
+
+
+def joined(members: Sequence[Bounds], space: RowSpace, ids: RowIds, devices: int) -> Bounds:
+    """Returns the bounds of a table on devices that has the rows of several: what these are asked for together."""
+    if members[0].layout is None:
+        return device_bounds(space, ids, "ps", devices)
+    layout = RowLayout(space.extent, devices, cyclic=True)
+    bounds = Bounds(0, sum(b.requested or 0 for b in members), 0, layout)
+    return _with_capacity(bounds, sum(b.capacity or 0 for b in members), tight=any(b.tight for b in members))

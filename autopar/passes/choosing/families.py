@@ -81,13 +81,14 @@ class Choices:
 
 
 def decide_family(
-    program: Program, space: RowSpace, choices: Choices, *, sharded: str = "", left: str = ""
+    program: Program, space: RowSpace, choices: Choices, *, sharded: str = "", left: str = "", together: int = 1
 ) -> Decision:
     """Decides for one family.
 
     Args:
       sharded: Why "auto" is to shard it at any cost; "": it takes the cheapest method.
       left: Why "auto" is to leave it dense; "": it decides by cost.
+      together: Number of tables on devices, its own among them, that "ps" exchanges as one.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -142,10 +143,10 @@ def decide_family(
         bounds = device_bounds(space, ids, method, 1)
         return (bounds, bounds), lifted(bounds, method)
     stored = next((layout[0] for k in space.leaves if (layout := program.inputs[k].layout) is not None), None)
-    safe, tight = _sharded(program, space, ids, choices, stored)
+    safe, tight = _sharded(program, space, ids, choices, stored, cyclic=together > 1)
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
-    sizes = _sizes(program, space, ids, tight, choices)
+    sizes = dataclasses.replace(_sizes(program, space, ids, tight, choices), together=together)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
         rates = choices.measured.rates
@@ -282,13 +283,22 @@ def _told(bounds: Bounds, where: Where) -> str:
 
 
 def _sharded(
-    program: Program, space: RowSpace, ids: RowIds, choices: Choices, stored: RowLayout | None = None
+    program: Program,
+    space: RowSpace,
+    ids: RowIds,
+    choices: Choices,
+    stored: RowLayout | None = None,
+    *,
+    cyclic: bool = False,
 ) -> tuple[Bounds, Bounds]:
     """Returns the bounds by `ps`, without limits and with the capacity that the example needs, if there is one.
 
     Rows that come in a layout (`stored`) keep it. An earlier plan keeps its layout and, for as many ids, its capacity.
+    `cyclic`: rows are distributed so at any rate.
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
+    if cyclic:
+        bounds = dataclasses.replace(bounds, layout=dataclasses.replace(bounds_layout(bounds), cyclic=True))
     earlier = choices.told(space)
     earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
     if stored is not None:

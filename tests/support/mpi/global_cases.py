@@ -20,7 +20,7 @@ from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops
 from autopar.run import slow_plans
-from tests.support import dense_steps
+from tests.support import dense_steps, stacked_tables
 from tests.support.explained import explained
 from tests.support.pickled import assert_no_part_is_pickled
 from tests.support.rates import RATES
@@ -287,6 +287,31 @@ def in_parts(table: autopar.Table) -> np.ndarray:
         return np.asarray(table)
     finally:
         layouts._PART = kept
+
+
+def check_stacked_tables() -> None:
+    """Tables that are alike are one; they are read, saved and evaluated one by one."""
+    for name in ("clipped Adagrad", "AdamW"):
+        tx = stacked_tables.OPTIMIZERS[name]
+        step, plain = (
+            autopar.parallelize(stacked_tables.step_of(tx), strategy="ps"),
+            jax.jit(stacked_tables.step_of(tx)),
+        )
+        evaluation = autopar.parallelize(lambda state, ids: state["params"]["tables"]["t1"][ids].sum())
+        mine = autopar.init(lambda tx=tx: stacked_tables.start(tx), step=step, batch=stacked_tables.batch(0))
+        theirs, ids = stacked_tables.start(tx), np.arange(2 * COUNT)
+        for k in range(6):
+            given = stacked_tables.batch(k, out_of_range=k % 3 == 2)
+            (mine, loss), (theirs, wanted) = step(mine, given), plain(theirs, given)
+            np.testing.assert_allclose(local(loss), wanted, rtol=1e-4, err_msg=name)
+            if k == 2:
+                wanted = theirs["params"]["tables"]["t1"][ids].sum()
+                np.testing.assert_allclose(local(evaluation(mine, ids)), wanted, rtol=1e-3)
+                mine["params"]["tables"]["t0"] = theirs["params"]["tables"]["t0"]  # from elsewhere
+        assert stacked_tables.stacks(step) == [5]
+        read = autopar.materialize(mine)
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(read), strict=True):
+            np.testing.assert_allclose(here(b), a, rtol=1e-3, atol=1e-4, err_msg=f"{name}{path}")
 
 
 def check_init() -> None:

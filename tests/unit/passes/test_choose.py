@@ -184,3 +184,14 @@ def test_on_an_accelerator_a_table_is_lifted_for_its_size(rows: int, strategy: s
     shapes = jax.ShapeDtypeStruct((rows, 16), np.float32), jax.ShapeDtypeStruct((32,), np.int32)
     (table,) = autopar.plan(there, *shapes).tables
     assert table.lifted == lifted and (lifted or "the dense update is faster" in table.reason)
+
+
+@pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
+def test_tables_that_are_alike_wait_for_one_exchange(machine: Rates) -> None:
+    """Of many tables each has a share of the time of a call."""
+    rows = [50_000 + 1_000 * k for k in range(12)]
+    few, many = (tokens_on(machine, ADAGRAD, some).plan.tables for some in (rows[:3], rows))
+    assert {t.method for t in many} == {"ps"} and all(t.sizes and t.sizes.together == 12 and t.cyclic for t in many)
+    assert all(t.sizes and t.sizes.together == 1 for t in few)
+    assert many[0].seconds["ps"] < few[0].seconds["ps"] / 2
+    assert many[0].sent == {**few[0].sent, "ps": many[0].sent["ps"]}

@@ -17,23 +17,10 @@ import pytest
 
 import autopar
 from tests.support import many_tables
-from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, batch, stacks, start, step_of
+from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, assert_same, batch, stacks, start, step_of, trained
 
 HOSTS = ("ps", "hosts")
 ADAGRAD = OPTIMIZERS["clipped Adagrad"]
-
-
-def assert_same(mine: Any, theirs: Any, rtol: float = 2e-5, atol: float = 2e-6) -> None:
-    """Compares all leaves."""
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(theirs), jax.tree.leaves(mine), strict=True):
-        a, b = (np.asarray(x, np.float32) for x in (a, b))
-        np.testing.assert_allclose(b, a, rtol=rtol, atol=atol, err_msg=str(path))
-
-
-def trained(step: Any, state: Any, steps: int, **options: Any) -> Any:
-    for k in range(steps):
-        state, _ = step(state, batch(k, **options))
-    return state
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -1,0 +1,236 @@
+"""Finds tables that a step treats alike, so that they can be one (`passes.stack_tables`).
+
+Tables are alike if their slots have the same dtypes and the same axes but for the rows, and if the equations in row
+space are the same, in the same order, of the same dense values. What isn't followed here (a lookup inside a loop, ids
+that depend on rows, a norm of one table alone) leaves its table as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+
+from autopar.analysis.primitives import ELEMENTWISE
+from autopar.analysis.values import atom_key
+from autopar.ir.program import Atom, Equation, Program, Var, known
+from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace
+
+#: Fewer tables aren't stacked: an exchange less is worth less than what is computed once for each distinct row, of
+#: whichever table.
+FEWEST = 4
+#: Operations on rows that aren't elementwise -> the parameter that has the sizes of the result's axes, if there is one.
+ROWWISE = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "squeeze": None,
+    "reduce_sum": None,
+    "reduce_max": None,
+    "reduce_min": None,
+}
+
+
+class _Unlike(Exception):
+    """Says why a table can't be stacked."""
+
+
+def alike_tables(
+    program: Program, kinds: Mapping[int, Hashable]
+) -> tuple[dict[tuple[Hashable, Hashable], list[Member]], list[tuple[int, str]]]:
+    """Returns tables in groups of those that are alike, by their kind and what they have in common; and the families
+    that are in none, each with the reason.
+
+    Args:
+      program: An analysed program.
+      kinds: Families -> what must be the same of those in a group besides.
+    """
+    finder = _Finder(program)
+    groups: dict[tuple[Hashable, Hashable], list[Member]] = {}
+    apart: list[tuple[int, str]] = []
+    for family, kind in kinds.items():
+        try:
+            member = finder.member(family)
+            groups.setdefault((kind, member.key), []).append(member)
+        except _Unlike as error:
+            apart.append((family, str(error)))
+        except TypeError:
+            apart.append((family, "its equations have parameters that can't be compared"))
+    return groups, apart
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A table's family, as what is to be the same of all tables in a stack says it."""
+
+    space: RowSpace  #: The family.
+    key: Hashable  #: Equal for families that are alike.
+    nodes: Sequence[Equation]  #: The equations in row space, lookups apart, in the order in which `key` has them.
+    #: Values in row space, and those that are made anew for any rows, by the key's names.
+    names: Mapping[Atom, Hashable]
+    #: The lookups, each with what is to be the same of those that are made together.
+    lookups: Sequence[tuple[Equation, Hashable]]
+    leaves: Hashable  #: The part of `key` that says what the table and its slots are.
+
+    @property
+    def sums(self) -> list[Equation]:
+        """The reductions over all rows, among `nodes`."""
+        return [e for e in self.nodes if e.op == "reduce_sum" and e.outputs[0] not in self.names]
+
+
+class _Finder:
+    """Describes families of a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._facts = program, program.facts
+        self._makers: dict[Atom, Equation] = {v: e for e in program.block.equations for v in e.outputs}
+        self._equations: dict[int, list[Equation]] = {}
+        for equation in program.block.equations:
+            for family in {_family(self._facts, a) for a in (*equation.inputs, *equation.outputs)}:
+                if family is not None:
+                    self._equations.setdefault(family, []).append(equation)
+
+    def member(self, family: int) -> Member:
+        """Describes a family.
+
+        Raises:
+          _Unlike: it can't be stacked.
+        """
+        program = self._program
+        space = next(s for s in program.facts.spaces if s.family == family)
+        accesses = space.accesses
+        _require(not space.depends_on and not any(a.known for a in accesses), "its ids depend on rows")
+        _require(not any(space.axes) and not any(a.axis for a in accesses), "its rows aren't along the first axis")
+        _require(not any(a.path for a in accesses), "it is looked up in a loop or branch")
+        are_own = (program.inputs[k].role == "state" and program.inputs[k].layout is None for k in space.leaves)
+        _require(all(are_own), "it is only read")
+        walk = _Walk(self._facts, self._makers, space, program)
+        for equation in self._equations.get(family, ()):
+            walk.take(equation)
+        new = {k: out for k, out in program.new_states.items() if k in space.leaves}
+        outputs = [program.block.outputs[new[k]] for k in space.leaves]
+        others = (a for out, a in enumerate(program.block.outputs) if out not in new.values())
+        _require(not any(a in walk.names for a in others), "the step returns its rows besides")
+        leaves = tuple((program.block.inputs[k].shape[1:], str(program.block.inputs[k].dtype)) for k in space.leaves)
+        key = (leaves, len(space.tables), tuple(walk.key), tuple(walk.names.get(a) for a in outputs))
+        return Member(space, key, walk.nodes, walk.names, walk.lookups, leaves)
+
+
+def _require(holds: bool, why: str) -> None:
+    if not holds:
+        raise _Unlike(why)
+
+
+def _family(facts: RowFacts, atom: Atom) -> int | None:
+    value = facts.value(atom)
+    return facts.find(value.family) if isinstance(value, Row) else None
+
+
+@dataclass(eq=False)
+class _Walk:
+    """Names a family's values by what makes them."""
+
+    facts: RowFacts
+    makers: Mapping[Atom, Equation]
+    space: RowSpace
+    program: Program
+    key: list[Hashable] = field(default_factory=list)
+    nodes: list[Equation] = field(default_factory=list)
+    names: dict[Atom, Hashable] = field(default_factory=dict)
+    lookups: list[tuple[Equation, Hashable]] = field(default_factory=list)
+    equation: Equation | None = None  #: The one that is looked at.
+
+    def __post_init__(self) -> None:
+        self.names |= {self.program.block.inputs[k]: ("leaf", n) for n, k in enumerate(self.space.leaves)}
+
+    def take(self, equation: Equation) -> None:
+        """Goes on with the next equation."""
+        self.equation = equation
+        self._require(not equation.bodies and not equation.effects)
+        role, first = self.facts.roles.get(equation), equation.inputs[0]
+        if role == "lookup":
+            self._require(is_plain_gather(equation) and first in self.names)
+            self.lookups.append((equation, (self.names[first], self._batch(equation.inputs[1]))))
+        elif role == "push":
+            self._require(_is_plain_scatter(equation))
+            self._append(equation, ("push", self._name(first), self._batch(equation.inputs[1])))
+        elif role == "reduce":
+            self._require(equation.op == "reduce_sum" and self._is_zero_untouched(first))
+            self._append(equation, (equation.op, equation.params["axes"], self._name(first)), is_row=False)
+        else:
+            self._require(role == "rows")
+            self._append(equation, self._operation(equation))
+
+    def _require(self, holds: bool) -> None:
+        if not holds:
+            equation = known(self.equation)
+            raise _Unlike(f"{equation.op} ({equation.where}) can't be done for several tables at once")
+
+    def _append(self, equation: Equation, key: Hashable, *, is_row: bool = True) -> None:
+        values = [self.facts.value(v) for v in equation.outputs]
+        self._require(not is_row or all(isinstance(v, Row | Free) for v in values))
+        if is_row:
+            self.names.update((v, (len(self.nodes), n)) for n, v in enumerate(equation.outputs))
+        self.nodes.append(equation)
+        self.key.append(key)
+
+    def _operation(self, equation: Equation) -> Hashable:
+        """Describes an equation that does the same with each row."""
+        op, params = equation.op, dict(equation.params)
+        self._require(op in ELEMENTWISE or op in ROWWISE)
+        sizes = ROWWISE.get(op)
+        if sizes is not None:
+            self._require(params[sizes][0] == self.space.extent)
+            params[sizes] = params[sizes][1:]
+        outputs = tuple((v.shape[1:], str(v.dtype)) for v in equation.outputs)
+        self._require(all(v.shape[:1] == (self.space.extent,) for v in equation.outputs))
+        items = tuple(sorted(params.items(), key=lambda item: item[0]))
+        hash(items)
+        return op, items, outputs, tuple(map(self._name, equation.inputs))
+
+    def _name(self, atom: Atom) -> Hashable:
+        """Names an operand; one that is made anew for any rows is taken along with what makes it."""
+        if atom in self.names:
+            return self.names[atom]
+        value = self.facts.value(atom)
+        self._require(not isinstance(value, Row))
+        if isinstance(value, Free) and 0 in value.axes and atom.shape[:1] == (self.space.extent,):
+            self._require(value.index_axis is None and isinstance(atom, Var) and atom in self.makers)
+            maker = self.makers[atom]
+            self._require(not maker.bodies and not maker.effects)
+            self._append(maker, self._operation(maker))
+            return self.names[atom]
+        self._require((isinstance(atom, Var) or atom.type.size == 1) and atom.shape[:1] != (self.space.extent,))
+        return "dense", atom_key(atom)
+
+    def _batch(self, ids: Atom) -> Hashable:
+        """Describes where the examples are in ids: only what they begin with may be the same for all tables."""
+        axis = self.program.batch.get(ids) if isinstance(ids, Var) else None
+        self._require(axis in (None, 0))
+        return ids.shape[:1] if len(ids.shape) > 1 else (), axis
+
+    def _is_zero_untouched(self, atom: Atom) -> bool:
+        """Returns whether rows that the step doesn't touch, and spare ones, add nothing to a sum."""
+        value = self.facts.value(atom)
+        return isinstance(value, Row) and isinstance(value.untouched, Const) and value.untouched.is_zero
+
+
+def is_plain_gather(equation: Equation) -> bool:
+    """Returns whether it looks up whole rows by their numbers."""
+    numbers, params = equation.params["dimension_numbers"] if equation.op == "gather" else None, equation.params
+    if numbers is None:
+        return False
+    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
+    whole = (1, *equation.inputs[0].shape[1:])
+    dims = tuple(range(batch, batch + rank - 1))
+    plain = jax.lax.GatherDimensionNumbers(dims, (0,), (0,))
+    return numbers == plain and params["slice_sizes"] == whole
+
+
+def _is_plain_scatter(equation: Equation) -> bool:
+    """Returns whether it adds whole rows by their numbers."""
+    if equation.op != "scatter-add":
+        return False
+    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
+    dims = tuple(range(batch, batch + rank - 1))
+    return equation.params["dimension_numbers"] == jax.lax.ScatterDimensionNumbers(dims, (0,), (0,))

@@ -1,0 +1,158 @@
+"""`StackedLeaves`: what a program whose tables are stacked takes, of what callers give, and the other way round."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.backends.across import is_global
+from autopar.backends.devices import Devices
+from autopar.backends.layouts import placed
+from autopar.ir.layout import RowLayout
+from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace
+from autopar.jax_types import Array, Leaf
+from autopar.tables.leaf import current
+from autopar.tables.sharded import Table
+from autopar.tables.stacked import TablePart
+
+
+class StackedLeaves:
+    """Joins tables to stacks, and makes the leaves of tables of a stack.
+
+    Args:
+      stack: The stacked program.
+      devices: The mesh.
+      donate: Whether states are updated in place: tables of autopar's own are given up when they are joined.
+    """
+
+    def __init__(self, stack: StackedProgram, devices: Devices, *, donate: bool) -> None:
+        self._stack, self._devices = stack, devices
+        self._deletes = donate and bool(stack.program.new_states)
+        new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
+        self._parts = {
+            out: list(zip(of, made.places, strict=True))
+            for out, of in enumerate(stack.outputs)
+            if isinstance(made := new.get(out), StackedTable)
+        }
+
+    def joined(self, leaves: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the stacked program's arguments. Tables that a step returned are in a stack already."""
+        made: list[Leaf] = []
+        held: Counter[int] | None = None
+        for of in self._stack.inputs:
+            if isinstance(of, int):
+                made.append(alone(leaves[of]))
+                continue
+            members = [leaves[k] for k in of.inputs]
+            whole = _common_stack(members, of.places)
+            if whole is None:
+                held = held or Counter(id(leaf.stored) for leaf in leaves if isinstance(leaf, Table))
+                whole = self._join(members, of.places, held)
+            made.append(whole)
+        return made
+
+    def parted(self, results: Sequence[Leaf]) -> list[Leaf]:
+        """Returns the results as the user's step has them."""
+        made: dict[int, Leaf] = {}
+        for out, (of, result) in enumerate(zip(self._stack.outputs, results, strict=True)):
+            if out in self._parts:
+                made.update((k, TablePart(result, place)) for k, place in self._parts[out])
+            else:
+                made[of[0]] = result
+        return [made[k] for k in range(len(made))]
+
+    def _join(self, members: Sequence[Leaf], places: Sequence[StackPlace], held: Mapping[int, int]) -> Leaf:
+        """Copies tables into a stack, one by one. Rows of tables that aren't given are zeros.
+
+        A Table that is given up is deleted at once, unless several leaves have it (`held`: id -> leaves).
+        """
+        shape = places[0].shape
+        like, layout = members[0], shape.layout
+        whole = (layout.stored, *like.shape[1:])
+        sharding = self._devices.sharding(0 if shape.devices > 1 else None)
+        parts = _parts_of(sharding, whole, layout)
+        dtype = jax.dtypes.canonicalize_dtype(like.dtype)
+        own = {part: np.zeros((layout.shard_rows, *whole[1:]), dtype) for part in {*parts.values()}}
+        for leaf, place in zip(members, places, strict=True):
+            start = shape.starts[place.table] // shape.devices
+            for part, rows in self._shards(leaf, shape.layout_of(place.table)):
+                if part in own:
+                    own[part][start : start + len(rows)] = rows
+            if self._deletes and isinstance(leaf, Table) and held[id(leaf.stored)] == 1:
+                leaf.stored.delete()
+        last = {part: device for device, part in parts.items()}
+        arrays = [
+            jax.device_put(own.pop(part) if last[part] is device else own[part], device)
+            for device, part in parts.items()
+        ]
+        stored = jax.make_array_from_single_device_arrays(whole, sharding, arrays)
+        return Table(stored, layout, 0) if shape.devices > 1 else stored
+
+    def _shards(self, leaf: Leaf, layout: RowLayout) -> Iterator[tuple[int, np.ndarray]]:
+        """Yields a table's rows as they are stored, of each shard that this process has: (number, rows)."""
+        leaf = current(leaf)
+        if not (isinstance(leaf, Table) and leaf.layout == layout and leaf.axis == 0):
+            rows = leaf.materialize() if isinstance(leaf, Table) else leaf
+            if not is_global(rows):
+                rows, numbers = np.asarray(rows), np.arange(layout.shard_rows)
+                for part in range(layout.devices):
+                    yield part, rows[np.minimum(layout.row(part * layout.shard_rows + numbers), layout.extent - 1)]
+                return
+            leaf = Table(placed(rows, layout, 0, self._devices), layout, 0)
+        for shard in leaf.stored.addressable_shards:
+            yield (shard.index[0].start or 0) // layout.shard_rows, np.asarray(shard.data)
+
+
+def alone(leaf: Leaf) -> Leaf:
+    """Copies the rows of a table out of its stack; returns any other leaf as it is."""
+    return leaf.current() if isinstance(leaf, TablePart) else leaf
+
+
+def _common_stack(members: Sequence[Leaf], places: Sequence[StackPlace]) -> Leaf | None:
+    """Returns the stack that tables are in, at these places; None if they are in none, or in several."""
+    stack = members[0].pending if isinstance(members[0], TablePart) else None
+    is_common = all(
+        isinstance(leaf, TablePart) and leaf.pending is stack and leaf.where == place
+        for leaf, place in zip(members, places, strict=True)
+    )
+    return stack if is_common else None
+
+
+def _parts_of(sharding: NamedSharding, whole: tuple[int, ...], layout: RowLayout) -> Mapping[Any, int]:
+    """Returns which shard of a stack each device of this process has."""
+    places = sharding.addressable_devices_indices_map(whole)
+    return {device: (index[0].start or 0) // layout.shard_rows for device, index in places.items() if index is not None}
+
+
+def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgram) -> Callable[..., Sequence[Array]]:
+    """Wraps a function of stacks, their rows in their own order, as one of the tables."""
+
+    def run_on_tables(*leaves: Array) -> list[Array]:
+        taken = [leaves[of] if isinstance(of, int) else _side_by_side(leaves, of) for of in stack.inputs]
+        new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
+        made: dict[int, Array] = {}
+        for out, (of, result) in enumerate(zip(stack.outputs, run(*taken), strict=True)):
+            table = new.get(out)
+            if not isinstance(table, StackedTable):
+                made[of[0]] = result
+                continue
+            for k, place in zip(of, table.places, strict=True):
+                start = place.shape.starts[place.table]
+                made[k] = result[start : start + place.shape.extents[place.table]]
+        return [made[k] for k in range(len(made))]
+
+    return run_on_tables
+
+
+def _side_by_side(leaves: Sequence[Array], of: StackedTable) -> Array:
+    """Joins tables along their rows, each padded to its place."""
+    shape, rows = of.places[0].shape, [leaves[k] for k in of.inputs]
+    spare = [shape.layout_of(place.table).stored - shape.extents[place.table] for place in of.places]
+    widths = [[(0, count)] + [(0, 0)] * (x.ndim - 1) for x, count in zip(rows, spare, strict=True)]
+    return jnp.concatenate([jnp.pad(x, width) for x, width in zip(rows, widths, strict=True)])
