@@ -47,7 +47,7 @@ from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.runner import Runner
-from autopar.run.stacked import StackedLeaves, alone
+from autopar.run.stacked import Moves, StackedLeaves, alone
 from autopar.tables.deferred import DeferredTable, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
@@ -106,6 +106,7 @@ class DevicesRunner(Runner):
         self._stack = None if compiled.stacked is None else StackedLeaves(compiled.stacked, devices, donate=donate)
         compiled = compiled.as_run
         bound, analysed = compiled.bound, compiled.analysed
+        self._moves = Moves(analysed.name)
         self._log_programs = [
             DeviceLogPrograms(
                 tables,
@@ -213,6 +214,7 @@ class DevicesRunner(Runner):
         if self._stack is not None:
             leaves = self._stack.joined(leaves)
         elif self._read_rows is None:  # what waits is done before the step's own rows are taken
+            self._moves.see(leaves)
             leaves = list(map(alone, leaves))
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)

@@ -14,12 +14,17 @@ from jax.sharding import NamedSharding
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
+from autopar.cost.units import format_bytes
+from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
 from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace
 from autopar.jax_types import Array, Leaf
 from autopar.tables.leaf import current
 from autopar.tables.sharded import Table
 from autopar.tables.stacked import TablePart
+
+#: Calls that move tables, of which the last one is warned of: one may follow a checkpoint, or another step once.
+_CALLS = 3
 
 
 class StackedLeaves:
@@ -32,7 +37,7 @@ class StackedLeaves:
     """
 
     def __init__(self, stack: StackedProgram, devices: Devices, *, donate: bool) -> None:
-        self._stack, self._devices = stack, devices
+        self._stack, self._devices, self._moves = stack, devices, Moves(stack.program.name)
         self._deletes = donate and bool(stack.program.new_states)
         new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
         self._parts = {
@@ -44,6 +49,7 @@ class StackedLeaves:
     def joined(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns the stacked program's arguments. Tables that a step returned are in a stack already."""
         made: list[Leaf] = []
+        moved: list[Leaf] = []
         held: Counter[int] | None = None
         for of in self._stack.inputs:
             if isinstance(of, int):
@@ -54,7 +60,9 @@ class StackedLeaves:
             if whole is None:
                 held = held or Counter(id(leaf.stored) for leaf in leaves if isinstance(leaf, Table))
                 whole = self._join(members, of.places, held)
+                moved += members
             made.append(whole)
+        self._moves.see(moved)
         return made
 
     def parted(self, results: Sequence[Leaf]) -> list[Leaf]:
@@ -107,6 +115,25 @@ class StackedLeaves:
             leaf = Table(placed(rows, layout, 0, self._devices), layout, 0)
         for shard in leaf.stored.addressable_shards:
             yield (shard.index[0].start or 0) // layout.shard_rows, np.asarray(shard.data)
+
+
+class Moves:
+    """Warns once that a step takes tables again and again that another step keeps beside others. `name`: the step's."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._calls = name, 0
+
+    def see(self, moved: Sequence[Leaf]) -> None:
+        """Takes the leaves that a call has moved."""
+        parts = [leaf for leaf in moved if isinstance(leaf, TablePart)]
+        self._calls += bool(parts)
+        if parts and self._calls == _CALLS:
+            warn(
+                f"{self._name} was given tables {_CALLS} times that another step keeps beside other tables, and copies "
+                f"them each time, {format_bytes(sum(leaf.nbytes for leaf in parts))}. Give both steps the same tables, "
+                "updated alike: autopar.explain says which are exchanged and updated as one",
+                SlowPlanWarning,
+            )
 
 
 def alone(leaf: Leaf) -> Leaf:

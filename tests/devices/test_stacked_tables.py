@@ -127,6 +127,7 @@ def test_a_state_that_was_given_away_is_deleted() -> None:
         step(old, batch(2))
 
 
+@pytest.mark.filterwarnings("ignore:.*keeps beside other tables")
 @pytest.mark.parametrize("tx", [ADAGRAD, ADAMW])
 def test_other_steps_take_some_of_the_tables(tx: Any, tmp_path: Path) -> None:
     """A step that trains two of them by itself; a table from elsewhere; a checkpoint; a state made where it is."""
@@ -153,6 +154,23 @@ def test_other_steps_take_some_of_the_tables(tx: Any, tmp_path: Path) -> None:
             theirs["params"]["tables"]["t4"] = jnp.ones((23, 8))
     assert stacks(step) == [5]
     assert_same(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_steps_that_keep_tables_otherwise_are_told() -> None:
+    def some(state: Any, batch: Any) -> Any:
+        """Without the first table."""
+        rest, table = state["params"]["tables"].copy(), state["params"]["tables"]["t0"]
+        del rest["t0"]
+        grads = jax.grad(lambda rest: sum(jnp.sum(jnp.sin(t[batch["ids"][:, 1] % 7])) for t in rest.values()))(rest)
+        rest = jax.tree.map(lambda x, g: x - 0.1 * g, rest, grads)
+        return {**state, "params": {**state["params"], "tables": {"t0": table, **rest}}}
+
+    step, other = planned(step_of(ADAGRAD)), planned(some)
+    state = start(ADAGRAD)
+    with pytest.warns(autopar.SlowPlanWarning, match="that another step keeps beside other tables") as told:
+        for k in range(5):
+            state = other(step(state, batch(k))[0], batch(k))
+    assert sorted(str(w.message).split()[0] for w in told if "beside other" in str(w.message)) == ["some", "train_step"]
 
 
 def test_two_leaves_with_one_buffer() -> None:
