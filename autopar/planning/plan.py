@@ -228,9 +228,9 @@ def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple
 def once_per_row_of(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> OncePerRow | None:
     """Returns what a rank will compute once per distinct row; None for nothing, or if `leaves` don't have what ids
     depend on."""
-    program, bound, stacked = planned.compiled.analysed, planned.compiled.bound, planned.compiled.stacked
+    run, stacked = planned.compiled.as_run, planned.compiled.stacked
+    program, bound = run.analysed, run.bound
     if stacked is not None:
-        program, bound = stacked.program, stacked.plan
         leaves = leaves and [leaves[of] if isinstance(of, int) else None for of in stacked.inputs]
     sizes: dict[int, tuple[int, int]] = {}
     for space in program.facts.spaces:

@@ -53,15 +53,14 @@ class HostRunner(Runner):
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
         self._donate = donate
-        stack = compiled.stacked
-        bound, self._program = compiled.bound, compiled.analysed
+        stack, run = compiled.stacked, compiled.as_run
         #: Tables on hosts as the caller gives them, and of which outputs they are the new values.
-        self._hosted, self._updated = _hosted(self._program, bound), self._program.new_states
+        self._hosted, self._updated = _hosted(compiled.analysed, compiled.bound), compiled.analysed.new_states
+        bound, self._program = run.bound, run.analysed
         #: Of each input and output of the program the caller's numbers; of a stack several.
         self._given: Sequence[int | StackedTable] = range(len(self._program.inputs))
         self._wanted: Sequence[Sequence[int]] = [(k,) for k in range(len(self._program.outputs))]
         if stack is not None:
-            bound, self._program = stack.plan, stack.program
             self._given, self._wanted = stack.inputs, stack.outputs
         self._bound = bound
         self._check_others()

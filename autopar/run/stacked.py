@@ -17,6 +17,7 @@ from autopar.backends.layouts import placed
 from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.layout import RowLayout
+from autopar.ir.program import Atom
 from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace
 from autopar.jax_types import Array, Leaf
 from autopar.tables.leaf import current
@@ -41,7 +42,10 @@ class StackedLeaves:
         self._deletes = donate and bool(stack.program.new_states)
         new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
         self._parts = {
-            out: list(zip(of, made.places, strict=True))
+            out: [
+                (k, place, _aval(stack.program.block.outputs[out], place))
+                for k, place in zip(of, made.places, strict=True)
+            ]
             for out, of in enumerate(stack.outputs)
             if isinstance(made := new.get(out), StackedTable)
         }
@@ -70,7 +74,7 @@ class StackedLeaves:
         made: dict[int, Leaf] = {}
         for out, (of, result) in enumerate(zip(self._stack.outputs, results, strict=True)):
             if out in self._parts:
-                made.update((k, TablePart(result, place)) for k, place in self._parts[out])
+                made.update((k, TablePart(result, place, aval)) for k, place, aval in self._parts[out])
             else:
                 made[of[0]] = result
         return [made[k] for k in range(len(made))]
@@ -136,6 +140,10 @@ class Moves:
             )
 
 
+def _aval(stack: Atom, place: StackPlace) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((place.shape.extents[place.table], *stack.shape[1:]), stack.dtype)
+
+
 def alone(leaf: Leaf) -> Leaf:
     """Copies the rows of a table out of its stack; returns any other leaf as it is."""
     return leaf.current() if isinstance(leaf, TablePart) else leaf
@@ -145,7 +153,7 @@ def _common_stack(members: Sequence[Leaf], places: Sequence[StackPlace]) -> Leaf
     """Returns the stack that tables are in, at these places; None if they are in none, or in several."""
     stack = members[0].pending if isinstance(members[0], TablePart) else None
     is_common = all(
-        isinstance(leaf, TablePart) and leaf.pending is stack and leaf.where == place
+        isinstance(leaf, TablePart) and leaf.pending is stack and (leaf.where is place or leaf.where == place)
         for leaf, place in zip(members, places, strict=True)
     )
     return stack if is_common else None

@@ -33,9 +33,9 @@ class TablePart(StandingLeaf[Leaf]):
       where: Its place among them.
     """
 
-    def __init__(self, stack: Leaf, where: StackPlace) -> None:
-        shape = (where.shape.extents[where.table], *stack.shape[1:])
-        super().__init__(stack, where.table, jax.ShapeDtypeStruct(shape, stack.dtype))
+    def __init__(self, stack: Leaf, where: StackPlace, aval: Leaf) -> None:
+        """Takes the rows of all tables, the place of its own, and what has its shape and dtype."""
+        super().__init__(stack, where.table, aval)
         self.where = where
 
     @property
