@@ -128,7 +128,12 @@ class Compilations:
 @contextlib.contextmanager
 def _locked(file: int, at: int, end: float) -> Iterator[bool]:
     """Locks a byte of a file, if that succeeds until `end`; yields whether it did."""
-    own, is_locked = os.open(f"/proc/self/fd/{file}", os.O_RDWR), False
+    is_locked = False
+    try:
+        own = os.open(f"/proc/self/fd/{file}", os.O_RDWR)
+    except OSError:  # too many files are open
+        yield False
+        return
     try:
         while not is_locked:
             with contextlib.suppress(BlockingIOError, PermissionError):  # another one has it

@@ -110,6 +110,18 @@ def test_what_a_process_wrote_before_it_died_is_written_over(opened: Callable[..
     assert program.compiled == 2
 
 
+def test_a_process_with_too_many_files_compiles_by_itself(
+    opened: Callable[..., Compilations], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, program = opened(), Program()
+
+    def refused(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("autopar.launch.compilations.os.open", refused)
+    assert program.of(programs) == b"k" * 3000 and program.compiled == 1
+
+
 def test_what_cannot_be_saved_or_loaded_is_told(
     opened: Callable[..., Compilations], caplog: pytest.LogCaptureFixture
 ) -> None:
