@@ -3,7 +3,8 @@
 Their collectives go by gloo, whose AllGathers and AllReduces are rings: N - 1 and 2 (N - 1) messages after each other,
 each of which wakes two threads; and an AllReduce of several arrays, as XLA combines them, is a ring for each. Only its
 all_to_all sends to all at once. So what is gathered is sent to all, and of a sum each device adds up a part, in the
-devices' order, and sends it to all: one and two messages after each other, with the bytes of the rings.
+devices' order, and sends it to all: one and two messages after each other, with the bytes of the rings. Sums of few
+bytes (a loss) are sent whole, and added up by all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from jax.sharding import Mesh
 from autopar.jax_types import Array
 
 Axis = str | tuple[str, ...]
+#: Most bytes of a sum that each device sends whole: a second message costs more.
+_WHOLE = 1 << 10
 
 #: What a name of a compiled all-to-all says it stands for: a collective, and the arrays in it.
 NAMED = re.compile(r"autopar\.sends/(?P<op>all-reduce|all-gather)/(?P<arrays>[^/\"]*)/")
@@ -44,6 +47,8 @@ def added_up(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
     `sent_to_all`."""
     count = jax.lax.axis_size(axis)
     with _named("all-reduce", parts or (value,)):
+        if value.nbytes <= _WHOLE:
+            return functools.reduce(jnp.add, _to_all(value, axis))
         shares = jnp.pad(value, (0, -value.size % count)).reshape(count, -1)
         own = functools.reduce(jnp.add, jax.lax.all_to_all(shares, axis, 0, 0))  # -0.0 stays, unlike by jnp.sum
     with _named("all-reduce", ()):
