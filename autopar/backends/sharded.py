@@ -40,7 +40,7 @@ class Route:
 
     rows: Array  #: int32[Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
     spare: Array  #: int32[1], an untouched row of the owner's shard, which its last padding row reads.
-    load: Array  #: int32[1], the most rows that the device asks an owner for, even above C.
+    load: Array  #: int32[], the most rows that any device asks an owner for, even above C; the same on all devices.
     requested: Array  #: int32[F], sorted places of the rows that the device asks for; one past the last for padding.
     slot: Array  #: int32[F], the place of each requested row in what the device sends; N C for padding.
     back: Array  #: int32[N C], for each id that the owner was asked for its place among `rows`; Uo for none.
@@ -75,19 +75,26 @@ class ShardedRows(RowBackend):
         return received.reshape(parts.shape)
 
     def route(self, params: Params, *ids: Array) -> Route:
+        """Sends ids to their owners. What pads a message tells the sender's load, so that every device learns all.
+
+        A message without padding tells a load of C; one of a device that exceeds C leaves its last id out.
+        """
         count, end, capacity, shard_rows = self._devices.count, self._layout.stored, self._capacity, self._shard_rows
         requested_rows, owned_rows = params["requested"] // count, params["rows"] // count
         requested = sorted_unique(self._places(jnp.concatenate(ids)), requested_rows, end)
         starts = jnp.searchsorted(requested, jnp.arange(count, dtype=jnp.int32) * shard_rows).astype(jnp.int32)
         owner = jnp.minimum(requested // shard_rows, count - 1)
         place = jnp.arange(requested_rows, dtype=jnp.int32) - starts[owner]
-        fits = (requested < end) & (place < capacity)
+        own_load = jnp.max(jnp.where(requested < end, place + 1, 0))
+        fits = (requested < end) & (place < jnp.where(own_load > capacity, capacity - 1, capacity))
         slot = jnp.where(fits, owner * capacity + place, count * capacity)
-        request = jnp.full((count * capacity,), end, jnp.int32).at[slot].set(requested, mode="drop")
-        wanted = self._exchange(request)
+        request = jnp.full((count * capacity,), -1 - own_load).at[slot].set(requested, mode="drop")
+        received = self._exchange(request)
+        last = received.reshape(count, capacity)[:, -1]
+        load = jnp.max(jnp.where(last < 0, -1 - last, capacity))
+        wanted = jnp.where(received < 0, end, received)
         owned = sorted_unique(wanted, owned_rows, end)
         rows = jnp.where(owned < end, owned - self._first(), shard_rows)
-        load = jnp.max(jnp.where(requested < end, place + 1, 0))[None]
         return Route(rows, untouched(rows)[None], load, requested, slot, find(owned, wanted, end))
 
     def pull(self, params: Params, leaf: Array, route: Route) -> Array:
@@ -152,7 +159,7 @@ class ShardedRows(RowBackend):
         return self.join_others(params, result, others, reduced)
 
     def load(self, params: Params, route: Route) -> Array:
-        return jnp.max(route.load)
+        return route.load
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
         return spread_last_row(rows, route.rows, axis=params["axis"], extent=self._shard_rows)

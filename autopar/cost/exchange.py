@@ -109,7 +109,6 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0),
             Term("add gradients at owners", own.scatter(sent, gradient)),
             *_update(own, s, s.owned),
-            *((Term("check capacities", own.all_reduce(1), 0, "all-reduce"),) if s.checks else ()),
         ),
         "allgather": (
             Term("route ids", rates.route(s.ids)),

@@ -48,7 +48,7 @@ def test_a_curve_goes_through_its_points() -> None:
         # (ids, rows, gradients) of 4 x 5 rows; nothing else uses an all_to_all.
         ("all_to_all", {"ps": 20 * (4 + 8 + 8), "allgather": 0, "allreduce_rows": 0, "allreduce": 0}),
         ("all_gather", {"ps": 0, "allgather": 40 * (4 + 8), "allreduce_rows": 4 * 20 * 4, "allreduce": 0}),
-        ("all_reduce", {"ps": 1, "allgather": 0, "allreduce_rows": 81 * 8, "allreduce": 1000 * 8}),
+        ("all_reduce", {"ps": 0, "allgather": 0, "allreduce_rows": 81 * 8, "allreduce": 1000 * 8}),
         ("ps", {"ps": 1, "allgather": 0, "allreduce_rows": 0, "allreduce": 0}),
         ("route", {"ps": 20 + 20, "allgather": 20 + 40, "allreduce_rows": 80, "allreduce": 0}),
         ("gather_row", {"ps": 20 + 10 + 21, "allgather": 81, "allreduce_rows": 81, "allreduce": 0}),

@@ -13,6 +13,9 @@ import pytest
 
 import autopar
 from autopar.backends.background import beside
+from autopar.backends.devices import Mapped
+from autopar.backends.sharded import ShardedRows
+from autopar.ir.layout import RowLayout
 from tests.support.compilations import compilations, finish
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
@@ -82,6 +85,30 @@ def test_a_batch_that_exceeds_the_capacity_is_run_without_limits(donate: bool) -
             (mine, a), (theirs, b) = planned(mine, batch), plain(theirs, batch)
             same((mine, a), (theirs, b))
     assert planned.plan.tables[0].capacity > small
+
+
+@pytest.mark.parametrize("cyclic", [True, False])
+@pytest.mark.parametrize("asked", [0, 1, 7, 8, 9, 30])  # of a capacity of 8
+def test_ids_tell_every_device_the_longest_message(asked: int, cyclic: bool) -> None:
+    """Device 2 asks owner 1 for so many rows, and others for fewer; all devices know it, and none other is told."""
+    mesh, layout = mesh_of(4), RowLayout(160, 4, cyclic=cyclic)
+    backend, capacity = ShardedRows(Mapped(mesh, "data"), layout, 8), 8
+    loads = np.full((4, 4), min(3, asked))
+    loads[2, 1] = asked
+    ids = [layout.row(np.concatenate([40 * k + np.arange(n) for k, n in enumerate(row)])) for row in loads]
+    padded = np.concatenate([np.pad(x, (0, 40 - len(x)), constant_values=160) for x in ids]).astype(np.int32)
+    params = {"requested": 160, "rows": 4 * 33}
+
+    def learnt(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        route = backend.route(params, ids)
+        return backend.load({}, route)[None], route.rows
+
+    found, rows = Mapped(mesh, "data").local(learnt, [0], (0, 0), jnp.asarray(padded))
+    assert found.tolist() == [asked] * 4
+    if asked <= capacity:
+        owned = [np.unique(np.concatenate([np.arange(n) for n in column])).astype(int) for column in loads.T]
+        expected = np.concatenate([np.pad(x, (0, 33 - len(x)), constant_values=40) for x in owned])
+        np.testing.assert_array_equal(rows, expected)
 
 
 def test_what_exceeds_a_capacity_is_compiled_beside_the_steps() -> None:

@@ -299,12 +299,6 @@ def _of_log(walk: Forms, equation: Equation) -> None:
     _write(walk, equation, inputs, itertools.chain(changed, stamps, entries))
 
 
-def _load(walk: Forms, equation: Equation) -> None:
-    part = Var(equation.outputs[0].type)
-    walk.append(dataclasses.replace(equation, inputs=tuple(map(walk.read, equation.inputs)), outputs=(part,)))
-    walk.env[equation.outputs[0]] = walk.reduce(part, "max", equation, owners=True), None
-
-
 def _select(walk: Forms, equation: Equation) -> None:
     which, new, old = equation.inputs
     state = walk.state(old)
@@ -367,7 +361,7 @@ LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
     "ap.record": _each("whole", "whole"),
     "ap.flush": _of_log,
     "ap.next": _each("whole", "whole"),
-    "ap.load": _load,
+    "ap.load": _each("read", "whole"),
     "ap.exceeded": _each("whole", "whole"),
     "ap.plus": _plus,
     "ap.any": _each("whole", "whole"),
