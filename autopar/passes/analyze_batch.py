@@ -1,11 +1,12 @@
 """Follows the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
 Inputs that aren't state are global batches, spread along the user's axis (`ir.examples`) if the devices divide it, or
-if each device's part may be padded and masked (`uneven`). An evaluation has no state, and takes parameters beside the
-batch, which stay in place: arguments with tables, or used like weights, or with leaves of different sizes. A leaf of
-the state with an axis of the batch's size may be carried along with the examples (an LSTM's state between pieces of
-text), or a weight that has this size by chance. So each is guessed to be carried, and the program decides: a carried
-leaf meets the batch along its axis only, and its new value runs over the batch whether or not the old one does.
+if each device's part may be padded and masked (`uneven`). Leaves that all examples share (sampled negatives) stay whole
+on each device. An evaluation has no state, and takes parameters beside the batch, which stay in place: arguments with
+tables, or used like weights, or with leaves of different sizes. A leaf of the state with an axis of the batch's size
+may be carried along with the examples (an LSTM's state between pieces of text), or a weight that has this size by
+chance. So each is guessed to be carried, and the program decides: a carried leaf meets the batch along its axis only,
+and its new value runs over the batch whether or not the old one does.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch, uniform_axes
 from autopar.analysis.row_ids import collect_ids
+from autopar.analysis.work import flops
 from autopar.errors import ArgumentsError
 from autopar.ir.examples import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
@@ -40,8 +42,9 @@ def analyze_batch(
     Args:
       devices: N.
       microbatches: M, into which each device's examples are divided.
-      batch_axis: The axis of the batch's leaves that runs over its examples.
-      always: Also for one device.
+      batch_axis: The axis of the batch's leaves that runs over its examples. If it is a number, leaves that the
+        examples share are left out.
+      always: Also for one device; then all leaves are divided.
       uneven: A batch whose size N doesn't divide is spread, with ceil(B / N) examples on each device: the size of its
         largest leaf, or else the size that most have. Other leaves whose size N doesn't divide are shared.
 
@@ -52,6 +55,9 @@ def analyze_batch(
     if devices * microbatches == 1 and not always:
         return _with_ids(program, {}, devices), "one device"
     parts = devices * microbatches
+    is_asked = always or not isinstance(batch_axis, int)
+    shared = set[Var]() if is_asked else _shared(program.block, named, parts)
+    named = {v: axis for v, axis in named.items() if v not in shared}
     sizes = [v.shape[axis] for v, axis in named.items()]
     undivided = next((n for n in (max(sizes, default=0), common_size(sizes, devices)) if n > 1 and n % devices), 0)
     undivided *= uneven and microbatches == 1
@@ -104,6 +110,30 @@ def common_size(sizes: Iterable[int], devices: int) -> int:
     few."""
     (size, leaves), (_, others) = (*Counter(sizes).most_common(2), (0, 0), (0, 0))[:2]
     return size if leaves > others and size >= MANY * devices else 0
+
+
+def _shared(block: Block, named: Mapping[Var, int], parts: int) -> set[Var]:
+    """Returns leaves that each example meets as a whole, such as sampled negatives.
+
+    They have another size than most, their axis crosses that of the examples (each with each), and no product takes
+    values of theirs alone, which the devices had better divide.
+    """
+    sizes = Counter(v.shape[axis] for v, axis in named.items()).most_common(2)
+    if len(sizes) < 2 or sizes[0][1] == sizes[1][1]:
+        return set()
+    by_size: dict[int, dict[Var, int]] = {}
+    for v, axis in named.items():
+        by_size.setdefault(v.shape[axis], {})[v] = axis
+    examples: BatchAxes = dict(by_size.pop(sizes[0][0]))
+    follow_batch(block.equations, examples, devices=parts)
+    shared: set[Var] = set()
+    for leaves in by_size.values():
+        own: BatchAxes = dict(leaves)
+        follow_batch(block.equations, own, devices=parts)
+        alone = (e for e in block.walk() if own.keys() & set(e.inputs) and not examples.keys() & set(e.inputs))
+        if any(examples.get(v, axis) != axis for v, axis in own.items()) and not any(map(flops, alone)):
+            shared.update(leaves)
+    return shared
 
 
 def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[Var, int]) -> set[str]:

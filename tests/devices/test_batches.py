@@ -13,6 +13,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.measure.collectives import read_collectives
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
@@ -83,6 +84,45 @@ def test_time_major_batches(method: str, axis: Any) -> None:
     requested = {LENGTH * BATCH // 4 + 8, LENGTH * BATCH // 4}
     if method == "ps":
         assert {table.sizes.requested for table in planned.plan.tables} == requested
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize(
+    ("width", "axis", "expected"),
+    [(WIDTH, 0, None), (WIDTH, {"batch/negatives": 0}, 0), (2 * WIDTH, 0, 0)],
+    ids=["looked up", "named", "multiplied"],
+)
+def test_negatives_that_all_examples_share(method: str, width: int, axis: Any, expected: int | None) -> None:
+    """Each device has them all; but if a product takes them alone, each takes its part of it."""
+
+    def sampled(state: Any, batch: Any) -> Any:
+        def loss_fn(p: Any) -> jax.Array:
+            hidden = jnp.tanh(p["emb"][batch["ids"]].mean(1) @ p["w"])
+            wrong = p["inner"][batch["negatives"]]
+            if width > WIDTH:
+                wrong = wrong @ jnp.concatenate([p["u"], p["w"]], 1) @ jnp.concatenate([p["u"], p["w"]], 0)
+            scores = jnp.einsum("bd,nd->bn", hidden, wrong)
+            scores = jnp.where(batch["negatives"] == batch["labels"][:, None], -jnp.inf, scores)
+            right = jnp.sum(hidden * p["inner"][batch["labels"]], -1)
+            return jnp.mean(jax.nn.logsumexp(jnp.concatenate([right[:, None], scores], 1), -1) - right)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, opt = TX.update(grads, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    def batch(seed: int) -> dict[str, Any]:
+        rng = np.random.default_rng(seed)
+        shapes = {"ids": (BATCH, LENGTH), "labels": (BATCH,), "negatives": (12,)}
+        return {name: rng.integers(0, ROWS, shape, np.int32) for name, shape in shapes.items()}
+
+    planned = autopar.parallelize(sampled, strategy=method, mesh=mesh_of(4), batch_axis=axis)
+    mine, theirs = make_state(), make_state()
+    for k in range(3):
+        (mine, a), (theirs, b) = planned(mine, batch(k)), jax.jit(sampled)(theirs, batch(k))
+        same((mine, a), (theirs, b))
+    assert batch_placements(planned) == {"batch/ids": 0, "batch/labels": 0, "batch/negatives": expected}
+    sums = {c.op for c in read_collectives(planned.lower(make_state(), batch(0)).compile().as_text())}
+    assert method != "ps" or ("all-gather" in sums) == (expected == 0), "nothing of the model is gathered"
 
 
 def test_verify_and_explain_know_the_axis() -> None:
