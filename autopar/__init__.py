@@ -22,7 +22,7 @@ __version__ = "0.1.0"
 
 #: Modules of autopar -> their public names (`__init__.pyi` has them for type checkers).
 _HOMES = {
-    "batches.loops": "uninterrupted",
+    "batches.iterator": "uninterrupted",
     "batches.shard": "shard",
     "calibration": "calibrate",
     "errors": "AlphaDriftWarning ArgumentsError AutoparError CapacityWarning CheckpointError DamagedCheckpointError "
@@ -37,10 +37,10 @@ _HOMES = {
     "planning.check": "Check check",
     "planning.explain": "Explanation explain",
     "planning.plan": "plan",
+    "planning.replay": "Staleness staleness",
     "planning.replay_clients": "replay replay_timeline timeline",
     "planning.simulate": "Simulation save_trace simulate",
     "planning.simulate_clients": "SyncSimulation",
-    "planning.staleness": "Staleness staleness",
     "planning.verify": "Verification verify",
     "planning.why": "Why why",
     "report.build": "Report report",

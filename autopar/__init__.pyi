@@ -4,7 +4,7 @@ from autopar import kvstore as kvstore
 from autopar import sync as sync
 from autopar import testing as testing
 from autopar.api import parallelize as parallelize
-from autopar.batches.loops import uninterrupted as uninterrupted
+from autopar.batches.iterator import uninterrupted as uninterrupted
 from autopar.batches.shard import shard as shard
 from autopar.calibration import calibrate as calibrate
 from autopar.errors import (
@@ -82,6 +82,8 @@ from autopar.planning.check import check as check
 from autopar.planning.explain import Explanation as Explanation
 from autopar.planning.explain import explain as explain
 from autopar.planning.plan import plan as plan
+from autopar.planning.replay import Staleness as Staleness
+from autopar.planning.replay import staleness as staleness
 from autopar.planning.replay_clients import replay as replay
 from autopar.planning.replay_clients import replay_timeline as replay_timeline
 from autopar.planning.replay_clients import timeline as timeline
@@ -89,8 +91,6 @@ from autopar.planning.simulate import Simulation as Simulation
 from autopar.planning.simulate import save_trace as save_trace
 from autopar.planning.simulate import simulate as simulate
 from autopar.planning.simulate_clients import SyncSimulation as SyncSimulation
-from autopar.planning.staleness import Staleness as Staleness
-from autopar.planning.staleness import staleness as staleness
 from autopar.planning.verify import Verification as Verification
 from autopar.planning.verify import verify as verify
 from autopar.planning.why import Why as Why

@@ -12,8 +12,8 @@ import jax
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis, check_batch_axis
 from autopar.ir.options import Options
+from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
 from autopar.ir.strategy import Results, Sparse, Strategy, check_choices

@@ -18,10 +18,10 @@ from autopar.backends.devices import Devices
 from autopar.cost.rates import Rates
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, AutoparError
-from autopar.measure.budget import Budget
-from autopar.measure.cache import cache_folder, shown_path
 from autopar.measure.calibrate import rates_of
 from autopar.measure.cluster import Cluster, measure_cluster, missing_links
+from autopar.measure.figures import cache_folder, shown_path
+from autopar.measure.loops import Budget
 
 #: Seconds that measuring may take.
 SECONDS = 60.0

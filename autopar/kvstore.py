@@ -30,8 +30,8 @@ from autopar.ir.balance import balanced
 from autopar.jax_types import Array, Dtype, Leaf, Pytree
 from autopar.launch.group import everyone
 from autopar.measure.cluster import reductions_here
-from autopar.mpi.alone import check_ranks
 from autopar.mpi.exchange import Exchange
+from autopar.mpi.world import check_ranks
 from autopar.servers.keys import KeepKeys, Key, KeySpec, PullKey, PushKey, ReadKey, Rule, SetRules, Update, merged
 from autopar.servers.link import Link
 

@@ -23,7 +23,7 @@ class Replicated(abc.ABC):
     outer: Pytree = None
     fragments: int = 1
     delay: int = 0
-    #: Partners of an exchange: a name in `ir.sync_plan.TOPOLOGIES`, or "center" for servers that keep one.
+    #: Partners of an exchange: a name in `ir.plan.TOPOLOGIES`, or "center" for servers that keep one.
     partners: str = "all"
     #: As for `Hybrid`.
     learning_rate: float | None = None

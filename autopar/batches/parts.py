@@ -11,8 +11,7 @@ import numpy as np
 
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis, example_axes
-from autopar.ir.paths import path_name
+from autopar.ir.paths import BatchAxis, example_axes, path_name
 from autopar.jax_types import Leaf, Pytree
 
 

@@ -16,7 +16,7 @@ from autopar.batches.on_demand import BatchesOnDemand
 from autopar.batches.parts import Held
 from autopar.batches.sources import Examples, Last, Stream, reader_of
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis, check_batch_axis
+from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.jax_types import Pytree
 
 

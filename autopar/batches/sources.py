@@ -16,8 +16,7 @@ import numpy as np
 
 from autopar.batches.parts import Held, Part, axes_of, map_axes, size_of
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis
-from autopar.ir.paths import path_name
+from autopar.ir.paths import BatchAxis, path_name
 from autopar.jax_types import Leaf, Pytree
 
 

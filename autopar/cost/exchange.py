@@ -16,8 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
-from autopar.ir.figures import Term, wire_bytes
-from autopar.ir.sizes import Sizes
+from autopar.ir.figures import Sizes, Term, wire_bytes
 from autopar.ir.strategy import HOSTED, Where
 
 ID_BYTES = 4

@@ -15,7 +15,7 @@ from statistics import NormalDist
 from autopar.cost.exchange import HOSTED, DenseLoad, Term, step_parts, step_terms, with_bounds
 from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
-from autopar.ir.sizes import HEADROOM, Sizes
+from autopar.ir.figures import HEADROOM, Sizes
 from autopar.ir.strategy import ROW_METHODS
 
 #: The backward pass has two of three products.

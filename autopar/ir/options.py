@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.ir.examples import BatchAxis
+from autopar.ir.figures import HEADROOM
+from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal
-from autopar.ir.sizes import HEADROOM
 from autopar.ir.strategy import Results, Sparse, Strategy
 
 

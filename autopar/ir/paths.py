@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
+
+from autopar.errors import ArgumentsError
 
 
 def path_name(path: Sequence[object]) -> str:
@@ -41,3 +43,62 @@ def matches_layers(pattern: str, path: str) -> bool:
     """Returns whether a pattern covers all layers of a path."""
     (general, some), (leaf, own) = split_layers(pattern), split_layers(path)
     return matches(general, leaf) and (some is None or (own is not None and set(own) <= set(some)))
+
+
+# --- the axis of each leaf of a batch that runs over its examples, as the user gives it (`batch_axis=`) ---
+
+
+#: An axis for all leaves, or path pattern -> axis; None: every device has all of the leaf.
+BatchAxis = int | Mapping[str, int | None]
+
+
+def check_batch_axis(batch_axis: object) -> None:
+    """Raises ArgumentsError unless it is an axis or a mapping from patterns to axes."""
+    axes = [a for a in batch_axis.values() if a is not None] if isinstance(batch_axis, Mapping) else [batch_axis]
+    patterns = list(batch_axis) if isinstance(batch_axis, Mapping) else []
+    is_axis = all(isinstance(a, int) and not isinstance(a, bool) for a in axes)
+    if not is_axis or not all(isinstance(p, str) for p in patterns):
+        raise ArgumentsError(
+            f"batch_axis={batch_axis!r}: give an int, or a mapping from patterns over the batch's paths to an int, or "
+            "to None for what every device has all of"
+        )
+
+
+def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
+    """Returns the axis of each leaf (path, shape) that runs over the examples; 0 of leaves that no pattern matches.
+
+    Raises:
+      ArgumentsError: a pattern matches no leaf, or a leaf that is named (or every leaf) lacks the axis.
+    """
+    if isinstance(batch_axis, int):
+        axes = [_axis(batch_axis, shape) for _, shape in leaves]
+        if all(a is None for a in axes) and any(shape for _, shape in leaves):
+            raise ArgumentsError(
+                f"batch_axis={batch_axis}: nothing in the batch has that axis. There are: {_shown(leaves)}"
+            )
+        return axes
+    for pattern in batch_axis:
+        if not any(matches(pattern, path) for path, _ in leaves):
+            raise ArgumentsError(
+                f"batch_axis: {pattern!r} matches nothing in the batch. There are: {_shown(leaves) or 'no leaves'}"
+            )
+    return [_matched(batch_axis, path, shape) for path, shape in leaves]
+
+
+def _matched(patterns: Mapping[str, int | None], path: str, shape: tuple[int, ...]) -> int | None:
+    pattern = next((p for p in patterns if matches(p, path)), None)
+    axis = 0 if pattern is None else patterns[pattern]
+    place = None if axis is None else _axis(axis, shape)
+    if axis is not None and place is None and pattern not in (None, "*", "**"):
+        raise ArgumentsError(
+            f"batch_axis: {path} has no axis {axis}, its shape is {list(shape)} ({pattern!r} names it)"
+        )
+    return place
+
+
+def _axis(axis: int, shape: tuple[int, ...]) -> int | None:
+    return axis % len(shape) if -len(shape) <= axis < len(shape) else None
+
+
+def _shown(leaves: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return ", ".join(f"{path} {list(shape)}" for path, shape in leaves)

@@ -10,21 +10,22 @@ import dataclasses
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NewType
 
 import numpy as np
 
 from autopar.errors import ArgumentsError, PlanError
+from autopar.ir.asynchronous import Calls
 from autopar.ir.cluster import ClusterSpec, state_budget
-from autopar.ir.figures import Alpha, RowGrowth, Term, Work
-from autopar.ir.plan_file import AGAIN, read_plan, write_plan
-from autopar.ir.sizes import Sizes
-from autopar.ir.stage_plan import PipelinePlan
+from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
+from autopar.ir.pipeline import Pipeline
+from autopar.ir.schedule import Places, Schedule
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
-from autopar.ir.sync_plan import ServedPlan, SyncPlan
-from autopar.ir.tensor_plan import TensorPlan
+from autopar.ir.topology import Everyone, Ring, Topology
+from autopar.ir.typed_json import AGAIN, read_plan, write_plan
 
 #: Metadata of fields that follow from others: files don't hold them, and comparisons ignore them.
 _DERIVED: Mapping[str, bool] = {"saved": False}
@@ -402,3 +403,268 @@ def difference(old: Facts, new: Facts) -> PlanDifference:
         before, after = old.get(path, _GONE), new.get(path, _GONE)
         changes += [Change(path, k, before[k], after[k]) for k in before if k in after and before[k] != after[k]]
     return PlanDifference(tuple(changes))
+
+
+# --- products that are divided over the devices of a tensor axis ---
+
+
+@dataclass(frozen=True, slots=True)
+class TensorGroupPlan:
+    """Weights whose products are divided together, if `taken`."""
+
+    #: Path of each leaf -> the axis along which it is divided; optimizer slots and biases among them.
+    axes: Mapping[str, int]
+    weights: tuple[str, ...]  #: Paths of those that products read, in order.
+    taken: bool
+    reason: str  #: Why they are divided, or not.
+    #: Numbers of AllReduces and AllGathers in a step.
+    reduces: int
+    gathers: int
+    sent: int  #: Bytes that each device sends for them in a step.
+    flops: float = 0.0  #: Operations of the products.
+    #: Predicted seconds that dividing the products saves, and that the exchanges take; 0 where nothing is known of the
+    #: devices.
+    saved_s: float = 0.0
+    sent_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlan:
+    """All groups, in the order of their first products, over T devices."""
+
+    devices: int
+    groups: tuple[TensorGroupPlan, ...]
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """The axis of each leaf that is divided, by path."""
+        return {path: axis for group in self.taken for path, axis in group.axes.items()}
+
+    @property
+    def taken(self) -> tuple[TensorGroupPlan, ...]:
+        return tuple(group for group in self.groups if group.taken)
+
+    @property
+    def saved_flops(self) -> float:
+        """Operations that dividing saves each device."""
+        return sum(group.flops for group in self.taken) * (1 - 1 / self.devices)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that each device sends in a step."""
+        return sum(group.sent for group in self.taken)
+
+
+# --- a pipeline's stages: decisions and predictions ---
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlan:
+    """The plan of one stage. Bytes and operations are those of a microbatch, on each device of a tensor axis."""
+
+    devices: tuple[int, ...]  #: By number; several are replicas, which take microbatches in turn.
+    weights: tuple[str, ...]  #: Paths of its parameters, in the order of their first use.
+    #: Kind of task ("F", "B", "W": gradients of weights) -> seconds; empty if the devices' rates aren't known.
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    update_s: float = 0.0  #: Seconds of the update of its weights and slots.
+    flops: float = 0.0  #: Floating-point operations of its products.
+    #: Bytes sent to later stages, and to earlier ones.
+    ahead_bytes: int = 0
+    back_bytes: int = 0
+    state_bytes: int = 0  #: Bytes of its weights, slots and other leaves, and of copies of other stages' weights.
+    gradient_bytes: int = 0  #: Bytes of the sums that it keeps over the microbatches; of tables the touched rows.
+    weight_bytes: int = 0  #: Bytes of its weights.
+    activation_bytes: int = 0  #: Bytes that the forward leaves for its backward.
+    #: Bytes that each device of a tensor axis sends to the others, and the number of exchanges.
+    exchanged_bytes: int = 0
+    exchanges: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """The stages of a step, and their schedule."""
+
+    #: As in `ir.pipeline.Pipeline`.
+    schedule: str
+    microbatches: int
+    stages: tuple[StagePlan, ...]
+    stages_per_device: int = 1
+    remat: bool = False
+    tensor: int = 1  #: T, the devices of each place of a stage, which divide its products.
+    tied_bytes: int = 0  #: Bytes sent in each step for weights that several stages use: copies there, gradients back.
+    send_byte_s: float = 0.0  #: Seconds for each byte from a device to another; 0 if unknown.
+    #: In an asynchronous pipeline, the call of each stage's update, counted from the minibatch's.
+    updates: tuple[int, ...] = ()
+    last: int = 0  #: The call in which all of a minibatch is done, its results included.
+    slack: int = 0  #: In an asynchronous pipeline, extra minibatches in flight for each border between stages.
+    ahead: tuple[
+        tuple[int, int], ...
+    ] = ()  #: Predicted weights: by how many updates, for each stage's (forward, backward).
+    #: Lines of sums over the batch that are taken over each microbatch, which changes the function.
+    statistics: tuple[str, ...] = ()
+    #: If the number of stages was chosen, the candidates in words, and their seconds.
+    candidates: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def places(self) -> Places:
+        return tuple(stage.devices for stage in self.stages)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices of all stages together, those of a tensor axis counted as one."""
+        return len({device for stage in self.stages for device in stage.devices})
+
+    @property
+    def size(self) -> int:
+        """Number of devices, those of the tensor axis included."""
+        return self.devices * self.tensor
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The options of `parallelize` that ask for this plan."""
+        return Pipeline(
+            stages=tuple(stage.weights for stage in self.stages),
+            schedule=self.schedule,
+            microbatches=self.microbatches,
+            replicas=tuple(len(stage.devices) for stage in self.stages),
+            stages_per_device=self.stages_per_device,
+            remat=self.remat,
+            statistics="microbatch" if self.statistics else "batch",
+            ahead=self.ahead or None,
+            slack=self.slack if self.updates else None,
+        )
+
+    @property
+    def calls(self) -> Calls:
+        """The calls in which an asynchronous pipeline issues its tasks."""
+        return Calls(self.places, self.updates, self.last, self.schedule == "stash", self.slack)
+
+    def version_bytes(self, stage: int) -> int:
+        """Counts the bytes of stashed versions, or of the last change, that a device of a stage keeps."""
+        own = self.stages[stage]
+        stashed = self.calls.stashed(stage) * own.weight_bytes if self.updates else 0
+        return stashed + own.gradient_bytes * bool(self.ahead and any(self.ahead[stage]))
+
+    @property
+    def scheduled(self) -> Schedule:
+        """The schedule; of an asynchronous pipeline, with enough minibatches for a steady state."""
+        if self.updates:
+            return self.calls.schedule(3 * (self.calls.last + 1) + 2)
+        return self.pipeline.scheduled(self.microbatches)
+
+    @property
+    def is_timed(self) -> bool:
+        """The devices' rates are known, and so the seconds of tasks."""
+        return all(stage.seconds for stage in self.stages)
+
+
+# --- a step that clients train on replicas of their own, or with servers (`autopar.sync`) ---
+
+
+#: Clients that average weights: `sync.Replicated.partners` -> who with whom. "neighbors" don't wait for each other.
+TOPOLOGIES: Mapping[str, type[Topology]] = {"all": Everyone, "pairs": Ring, "neighbors": Ring}
+
+#: The number of a fragment of the weights; a type of its own, since dicts are also keyed by input numbers.
+FragmentIndex = NewType("FragmentIndex", int)
+
+
+@dataclass(frozen=True, slots=True)
+class SyncPlan:
+    """Says when and how clients average their replicas."""
+
+    name: str  #: The strategy in words; `way` as the user writes it.
+    clients: int  #: C, the number of replicas.
+    #: k and d, in steps.
+    every: int
+    delay: int
+    outer: bool  #: An outer optimizer moves the weights by the mean change.
+    #: Paths of the weights that are averaged together, each fragment k/p steps after the one before.
+    fragments: tuple[tuple[str, ...], ...]
+    fragment_bytes: tuple[int, ...]  #: Bytes of each fragment, with whole tables.
+    mean_bytes: int  #: Bytes of all that is averaged; of tables, at most of the touched rows.
+    by_rows: tuple[str, ...]  #: Paths of the tables of which only the rows that clients touched since are sent.
+    own: tuple[str, ...]  #: Paths of the floating-point leaves of the state that aren't averaged.
+    examples: int  #: Examples of a client's minibatch; 0 if unknown.
+    servers: int = 0  #: Number of servers that keep a centre to exchange weights with; 0: weights are averaged.
+    alpha: float = 0.0  #: The weight of an exchange with the centre.
+    slope: float | None = None  #: eta h, if it was given.
+    server_bytes: tuple[int, ...] = ()  #: Bytes of the centre on each server.
+    way: str = "Average()"
+    partners: str = "all"  #: With whom clients exchange weights, as `sync.Replicated` has it.
+    #: With means in every step, the place where the update isn't linear in the gradients; "" if there is none, or none
+    #: is known.
+    nonlinear: str = ""
+    averages_gradients: bool = False  #: The means are known to equal averaging gradients.
+    server_ranks: tuple[int, ...] = ()  #: Ranks that only serve; (): servers are threads of processes that train.
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that a client sends in a step on average, 2(C-1)/C of the weights every k steps.
+
+        An upper bound where touched rows are sent, some of which steps share. To a centre or a neighbour go all
+        weights.
+        """
+        sent = self.mean_bytes if self.servers else self.topology(self.clients).sent_bytes(self.mean_bytes)
+        return sent / self.every
+
+    @property
+    def asks_neighbors(self) -> bool:
+        """Says whether clients average with neighbors without waiting for them."""
+        return self.partners == "neighbors"
+
+    def topology(self, clients: int) -> Topology:
+        """Says who averages with whom where there are so many clients, and no centre."""
+        return TOPOLOGIES[self.partners](clients)
+
+    def __str__(self) -> str:
+        more = f", {len(self.fragments)} fragments" * (len(self.fragments) > 1) + f", {self.delay} late" * bool(
+            self.delay
+        )
+        return f"{self.clients} client{'s' * (self.clients > 1)}, {self.name}, every {self.every}{more}"
+
+    def due(self, step: int) -> Sequence[FragmentIndex]:
+        """Returns the fragments that are averaged after a step (counted from 1)."""
+        distance = self.every // len(self.fragments)
+        due = (k for k in range(len(self.fragments)) if (step - k * distance) % self.every == 0)
+        return [FragmentIndex(k) for k in due]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlan:
+    """The leaves that a server keeps."""
+
+    leaves: tuple[str, ...]  #: Their paths, with the place of a piece.
+    leaf_bytes: int  #: Bytes of the leaves.
+    #: Bytes that a worker pulls from it and pushes to it in a step.
+    pull_bytes: int
+    push_bytes: int
+    #: Paths of leaves of which it keeps a piece -> the fraction.
+    pieces: Mapping[str, float] = field(default_factory=dict)
+
+    def part_of(self, path: str) -> float:
+        """Returns the fraction of a leaf that it keeps."""
+        return 1.0 if path in self.leaves else self.pieces.get(path, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedPlan:
+    """Says how workers train a state that servers keep."""
+
+    name: str  #: The strategy in words.
+    clients: int  #: N, the number of workers.
+    staleness: int | None  #: s, the bound; None: there is none.
+    servers: tuple[ServerPlan, ...]
+    by_rows: tuple[str, ...]  #: Paths of the tables of which workers pull only rows.
+    clocks: tuple[str, ...]  #: Paths of leaves that every process counts by itself.
+    examples: int  #: Examples of a worker's minibatch; 0 if unknown.
+    #: Ranks of servers that are processes of their own; (): they are threads of the workers.
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that a worker and all servers exchange in a step, those of a server in its own process included."""
+        return sum(server.pull_bytes + server.push_bytes for server in self.servers)
+
+    def __str__(self) -> str:
+        servers = f"{len(self.servers)} server{'s' * (len(self.servers) > 1)}"
+        return f"{self.clients} worker{'s' * (self.clients > 1)}, {servers}, {self.name}"

@@ -2,7 +2,7 @@
 
 Each device runs its own actions in the order of the list; a send is an action of both its ends. So two devices see
 their common sends in the same order, and no message needs a name. A pure function makes a pipeline's list
-(`ir.stage_timeline`) for devices of one process as for ranks; `verify_timeline` checks it before it runs.
+(`ir.pipeline_timeline`) for devices of one process as for ranks; `verify_timeline` checks it before it runs.
 """
 
 from __future__ import annotations

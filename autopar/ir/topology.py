@@ -1,7 +1,7 @@
 """`Topology`: which clients average their weights with which others, and when (`autopar.sync`).
 
 Processes, replays and simulations ask it. Another one is a subclass in a file of its own, and a line of
-`ir.sync_plan.TOPOLOGIES`.
+`ir.plan.TOPOLOGIES`.
 """
 
 from __future__ import annotations

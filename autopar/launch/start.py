@@ -34,9 +34,9 @@ from autopar.jax_types import Comm
 from autopar.launch.binding import bind
 from autopar.launch.compilations import share_compilations
 from autopar.launch.faults import Hooks, report_fault
+from autopar.launch.group import check_same
 from autopar.launch.heartbeat import ALLOWANCE_S, ALLOWANCE_VARIABLE, Heartbeat, allowance
 from autopar.launch.progress import LEFT, PAGE_VARIABLE, PROGRESS, SERVES
-from autopar.launch.sameness import check_same
 from autopar.launch.shutdown import Script, leave
 from autopar.mpi.service import Service, service
 from autopar.mpi.world import SERVERS_VARIABLE, World, claim, job, launched, world

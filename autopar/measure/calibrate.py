@@ -28,11 +28,20 @@ from autopar.backends.messages import by_gloo
 from autopar.cost.rates import Rates, planned_rates
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.measure import loops
-from autopar.measure.budget import AT_FIRST_S, Budget
-from autopar.measure.cache import Advance, cache_file, measuring, write_cache
 from autopar.measure.cluster import are_alike
-from autopar.measure.figures import BASE, DENSE, ROWS, SIDE, Figures, rates_of_figures
-from autopar.measure.loops import agreed_turns, loop_seconds
+from autopar.measure.figures import (
+    BASE,
+    DENSE,
+    ROWS,
+    SIDE,
+    Advance,
+    Figures,
+    cache_file,
+    measuring,
+    rates_of_figures,
+    write_cache,
+)
+from autopar.measure.loops import AT_FIRST_S, Budget, agreed_turns, loop_seconds
 from autopar.mpi.limits import machine_name
 
 #: The purpose of figures: "methods" are compared, or whole "steps" predicted as well.

@@ -22,9 +22,8 @@ from autopar.ir.program import Block, Var
 from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import StoreGroup
 from autopar.launch.notices import LOG
-from autopar.measure.budget import AT_FIRST_S, Budget
 from autopar.measure.cluster import are_alike
-from autopar.measure.loops import product_seconds, walk_seconds
+from autopar.measure.loops import AT_FIRST_S, Budget, product_seconds, walk_seconds
 from autopar.mpi.point_to_point import point_to_point
 
 _SIDE = 512

@@ -1,6 +1,6 @@
 """Follows the batch through the program: which axis of each value runs over its examples (`analysis.batch`).
 
-Inputs that aren't state are global batches, spread along the user's axis (`ir.examples`) if the devices divide it, or
+Inputs that aren't state are global batches, spread along the user's axis (`ir.paths`) if the devices divide it, or
 if each device's part may be padded and masked (`uneven`). Leaves that all examples share (sampled negatives) stay whole
 on each device. An evaluation has no state, and takes parameters beside the batch, which stay in place: arguments with
 tables, or used like weights, or with leaves of different sizes. A leaf of the state with an axis of the batch's size
@@ -21,7 +21,7 @@ from autopar.analysis.batch import BatchAxes, Guesses, follow_batch, uniform_axe
 from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.work import flops
 from autopar.errors import ArgumentsError
-from autopar.ir.examples import BatchAxis, example_axes
+from autopar.ir.paths import BatchAxis, example_axes
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 
 #: Fewest examples for each device that are worth dividing.

@@ -20,12 +20,11 @@ from autopar.ir.figures import wire_bytes
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
-from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.plan import DensePlan, Plan, TablePlan, TensorGroupPlan, TensorPlan
 from autopar.ir.program import Atom, Program, Var
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method, with_hosts, without_hosts
-from autopar.ir.tensor_plan import TensorGroupPlan, TensorPlan
 from autopar.passes.choosing.alike import FEWEST, alike_tables
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 

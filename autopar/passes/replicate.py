@@ -11,12 +11,11 @@ from autopar.analysis.flow import dependent
 from autopar.analysis.local import whole_operands_once
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.balance import balanced, center_shares
-from autopar.ir.examples import BatchAxis
-from autopar.ir.plan import Plan
+from autopar.ir.paths import BatchAxis
+from autopar.ir.plan import Plan, SyncPlan
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Row, Same
-from autopar.ir.sync_plan import SyncPlan
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.sync import Elastic, Replicated
 

@@ -22,10 +22,10 @@ from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Calls
 from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
+from autopar.ir.plan import PipelinePlan, StagePlan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.schedule import AsynchronousRule
 from autopar.ir.slicing import free_values
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
 from autopar.passes.staging.asynchronous import with_prediction, without_flush
 from autopar.passes.staging.loads import DividedLeaves, StageLoad, held_bytes, stage_loads
 from autopar.passes.staging.parts import (

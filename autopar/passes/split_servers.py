@@ -20,11 +20,11 @@ from autopar.analysis.interpreter import union
 from autopar.analysis.rules import ALIGNED
 from autopar.errors import StrategyError
 from autopar.ir.balance import balanced_pieces
+from autopar.ir.plan import ServedPlan, ServerPlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import KeptIndex, Piece, ServedStep, ServerPart
 from autopar.ir.slicing import free_values, nearest_line, needed_equations
-from autopar.ir.sync_plan import ServedPlan, ServerPlan
 from autopar.passes.cut_leaves import CutLeaves, cut_leaves, joined
 from autopar.sync import Async
 

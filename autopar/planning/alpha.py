@@ -100,7 +100,7 @@ def measure_alpha(
     """Measures the rows of each table that one worker touches, that a machine's workers touch together, and that n do.
 
     Only the equations that ids depend on are run. Rows are counted for 1, 2, 4, ... workers up to all of them, as means
-    over disjoint groups, and fitted (`autopar.cost.heaps`): `alpha_at(48)` has an answer after 8 batches.
+    over disjoint groups, and fitted (`autopar.measure.alpha`): `alpha_at(48)` has an answer after 8 batches.
 
     Args:
       step: The step that `parallelize` returned.

@@ -28,11 +28,9 @@ from autopar.backends.devices import Devices
 from autopar.cost.exchange import ID_TERMS
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
-from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan, TensorPlan
 from autopar.ir.program import Block, Equation
 from autopar.ir.reductions import REDUCERS
-from autopar.ir.stage_plan import PipelinePlan
-from autopar.ir.tensor_plan import TensorPlan
 from autopar.ir.timeline import Run, Send, Timeline
 from autopar.jax_types import Pytree
 from autopar.measure.collectives import Collective, read_collectives

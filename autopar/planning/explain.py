@@ -19,10 +19,9 @@ from autopar.cost.model import touched_bytes
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import DensePlan, Plan, TablePlan
+from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan
 from autopar.ir.program import known
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.stage_plan import PipelinePlan
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.notes import (

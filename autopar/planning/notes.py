@@ -10,11 +10,8 @@ from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_bud
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
 from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
+from autopar.ir.plan import PipelinePlan, Plan, ServedPlan, SyncPlan, TensorGroupPlan
 from autopar.ir.schedule import Task
-from autopar.ir.stage_plan import PipelinePlan
-from autopar.ir.sync_plan import ServedPlan, SyncPlan
-from autopar.ir.tensor_plan import TensorGroupPlan
 from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
 from autopar.passes.stack_tables import tables_apart

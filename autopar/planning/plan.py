@@ -28,11 +28,11 @@ from autopar.cost.rates import (
 from autopar.cost.simulate import SIMULATED, TableLoad, Workload
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.figures import bucket_size
 from autopar.ir.local import OncePerRow
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.sizes import bucket_size
 from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, without_hosts
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most

@@ -13,8 +13,7 @@ from autopar.cost.exchange import HOSTED, method_terms
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
-from autopar.ir.plan import Plan, TablePlan
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.ir.plan import PipelinePlan, Plan, StagePlan, TablePlan
 
 
 @dataclass(frozen=True, slots=True)

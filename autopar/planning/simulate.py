@@ -24,8 +24,7 @@ from autopar.cost.stage_time import pipeline_memory, simulate_pipeline
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Term
-from autopar.ir.plan import Plan, require_plan
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.ir.plan import PipelinePlan, Plan, StagePlan, require_plan
 from autopar.ir.strategy import Method
 from autopar.measure.cluster import require_cluster
 from autopar.planning.plan import named_methods, workload

@@ -29,8 +29,7 @@ from autopar.cost.simulate import simulate_step
 from autopar.errors import ArgumentsError
 from autopar.ir.balance import center_shares
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
-from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.plan import Plan, ServedPlan, ServerPlan, SyncPlan
 from autopar.ir.topology import Everyone
 from autopar.planning.plan import client_workload, goes_by_rows, named_methods, untouched_bytes
 from autopar.servers.timeline import Timeline

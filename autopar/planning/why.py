@@ -10,9 +10,8 @@ from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.asynchronous import Calls
 from autopar.ir.figures import Term
-from autopar.ir.plan import Plan, require_plan
+from autopar.ir.plan import PipelinePlan, Plan, require_plan
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule
-from autopar.ir.stage_plan import PipelinePlan
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method
 from autopar.planning.predictions import Prediction, predict_method
 

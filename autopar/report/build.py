@@ -13,7 +13,7 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan
 from autopar.measure.cluster import require_cluster
-from autopar.planning.staleness import Staleness
+from autopar.planning.replay import Staleness
 from autopar.report.tables import Measured, TableRow, parameter_rows, timings
 from autopar.servers.timeline import Timeline
 

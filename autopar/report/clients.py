@@ -13,8 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.plan import Plan
-from autopar.ir.sync_plan import ServedPlan, ServerPlan, SyncPlan
+from autopar.ir.plan import Plan, ServedPlan, ServerPlan, SyncPlan
 from autopar.ir.topology import Ring
 from autopar.jax_types import Json
 from autopar.planning.notes import replica_notes, server_notes

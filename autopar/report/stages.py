@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from matplotlib.patches import Rectangle
 
 from autopar.cost.stage_time import simulate_pipeline
-from autopar.ir.stage_plan import PipelinePlan
-from autopar.planning.staleness import Staleness
+from autopar.ir.plan import PipelinePlan
+from autopar.planning.replay import Staleness
 from autopar.report.build import Parts
 from autopar.report.style import (
     BLUE,

@@ -19,8 +19,8 @@ from autopar.cost.exchange import table_3
 from autopar.cost.model import touched_bytes
 from autopar.cost.simulate import host_sizes_at, sizes_at
 from autopar.errors import ArgumentsError
+from autopar.ir.figures import Sizes
 from autopar.ir.plan import Plan, TablePlan
-from autopar.ir.sizes import Sizes
 from autopar.planning.plan import table_load
 from autopar.planning.predictions import Prediction
 from autopar.planning.simulate import Simulation

@@ -25,8 +25,7 @@ from autopar.errors import ArgumentsError, AutoparError, LoneClientWarning, Stat
 from autopar.ir.printer import block_text, format_program
 from autopar.ir.program import Block, Program
 from autopar.jax_types import Leaf
-from autopar.launch.group import Group, StoreGroup, odd_one
-from autopar.launch.sameness import shown
+from autopar.launch.group import Group, StoreGroup, odd_one, shown
 from autopar.sync import Sync
 from autopar.tables.kinds import is_table
 

@@ -17,8 +17,8 @@ from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
 from autopar.interrupts import uninterrupted
 from autopar.ir.asynchronous import Asynchronous
-from autopar.ir.asynchronous_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
 from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.pipeline_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
 from autopar.ir.program import Var
 from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
 from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef

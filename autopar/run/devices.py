@@ -24,23 +24,21 @@ from jax.sharding import Mesh, NamedSharding
 
 from autopar.analysis.row_ids import collect_ids
 from autopar.analysis.rules import resized
-from autopar.backends.across import is_global, local, place_array
+from autopar.backends.across import is_global, jit_on, local, place_array
 from autopar.backends.background import Compilation, beside
 from autopar.backends.deferred import NEVER
 from autopar.backends.devices import Devices
-from autopar.backends.donation import donation_order
-from autopar.backends.emit import emit
+from autopar.backends.emit import donation_order, emit
 from autopar.backends.indices import sorted_unique
 from autopar.backends.layouts import placed
 from autopar.backends.update_log import DeviceLogPrograms, UpdateLog
-from autopar.backends.watched import jit_on
 from autopar.compile import Compiled
 from autopar.ir.deferred import update_logs
+from autopar.ir.figures import NEAR
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import ArrayType, Atom, Block, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import Access, RowSpace
-from autopar.ir.sizes import NEAR
 from autopar.jax_compat import ConcreteArray
 from autopar.jax_types import AnyType, Array, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_program, is_exact

@@ -12,7 +12,7 @@ from autopar import jax_compat
 from autopar.backends.background import Compilation, beside
 from autopar.compile import Compiled
 from autopar.interrupts import interruptible
-from autopar.ir.sizes import HEADROOM, NEAR
+from autopar.ir.figures import HEADROOM, NEAR
 from autopar.jax_types import Leaf
 from autopar.launch.group import everyone
 from autopar.launch.notices import compiling

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from autopar.backends.donation import donation_order, has_unread_states
+from autopar.backends.emit import donation_order, has_unread_states
 from autopar.interrupts import interruptible
 from autopar.ir.program import Program
 from autopar.jax_types import Leaf, Pytree, PyTreeDef

@@ -26,8 +26,7 @@ from autopar.analysis.keys import may_be_words, use_as_key
 from autopar.analysis.own_sums import own_sums
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StateError, StepError
-from autopar.ir.examples import BatchAxis, example_axes
-from autopar.ir.paths import matches, path_name
+from autopar.ir.paths import BatchAxis, example_axes, matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
 from autopar.jax_types import AnyJaxpr, Leaf, Pytree

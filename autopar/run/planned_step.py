@@ -18,10 +18,10 @@ from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback, without_fallback
 from autopar.backends.spread import mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
+from autopar.ir.figures import HEADROOM
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.sizes import HEADROOM
 from autopar.jax_types import AnyJaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine

@@ -32,7 +32,7 @@ from autopar.launch.progress import mark
 from autopar.measure.cluster import reductions_here
 from autopar.measure.figures import assumed_note
 from autopar.measure.machine import Machine
-from autopar.mpi.alone import check_connected, check_ranks
+from autopar.mpi.world import check_connected, check_ranks
 from autopar.passes.analyze_batch import parameters_of
 from autopar.passes.choose import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain

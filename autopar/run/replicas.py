@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from autopar.backends.across import is_global, local
 from autopar.backends.clients import Clients
 from autopar.errors import StepError
+from autopar.ir.plan import SyncPlan
 from autopar.ir.program import Program
-from autopar.ir.sync_plan import SyncPlan
 from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.slowness import SLOWNESS
 from autopar.measure.curvature import slope_of

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.compile import Compiled
+from autopar.ir.plan import SyncPlan
 from autopar.ir.program import known
-from autopar.ir.sync_plan import SyncPlan
 from autopar.jax_types import Array, Leaf
 from autopar.measure.alpha import id_program, id_reader, is_exact
 from autopar.tables.replica import Rows, Touched

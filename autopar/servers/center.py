@@ -12,8 +12,7 @@ import numpy as np
 from autopar.jax_types import Array
 from autopar.mpi.service import Handler
 from autopar.protocols import Log
-from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Stepped
-from autopar.servers.spec import Spec
+from autopar.servers.messages import Exchange, Kept, Pulled, Read, Reply, Spec, Stepped
 
 
 class Center:
@@ -73,3 +72,174 @@ def _exchanged(center: Sequence[Array], weights: Sequence[Array], alpha: float) 
     """Returns the next centre, c + e, and the moves of the weights: e = alpha (x - c)."""
     moves = [(alpha * (x - c)).astype(c.dtype) for x, c in zip(weights, center, strict=True)]
     return [c + e for c, e in zip(center, moves, strict=True)], moves
+
+
+# --- a passive client's weights in a ring, with which neighbours average theirs (`autopar.sync.ADPSGD`) ---
+
+
+class Earlier:
+    """Keeps rows as they were before their first change. `places`: their numbers, int64[n], ascending."""
+
+    def __init__(self, like: np.ndarray) -> None:
+        self.places = np.zeros(0, np.int64)
+        self._values = like[:0]
+
+    def keep(self, places: np.ndarray, values: np.ndarray) -> None:
+        """Keeps rows that aren't kept yet. `places`: ascending, distinct."""
+        is_new = ~np.isin(places, self.places, assume_unique=True)
+        places = np.concatenate([self.places, places[is_new]])
+        order = np.argsort(places)
+        self.places = places[order]
+        self._values = np.concatenate([self._values, values[is_new]])[order]
+
+    def of(self, places: np.ndarray, now: np.ndarray) -> np.ndarray:
+        """Returns rows as they were before their first change. `now`: the rows as they are."""
+        values = now.copy()
+        known = np.isin(places, self.places, assume_unique=True)
+        values[known] = self._values[np.searchsorted(self.places, places[known])]
+        return values
+
+
+class SharedRows:
+    """A passive client's table `rows`, and for each neighbour the rows that changed since their last exchange.
+
+    After an exchange both ends have the same rows, up to rounding. Rows that neither has changed since don't move, and
+    aren't sent. A row that an exchange has moved counts as changed for the other neighbour: so it goes round until all
+    have it to the bit.
+
+    Args:
+      rows: [rows, ...], floats; copied.
+      neighbors: Numbers of the active clients that exchange; all begin with the same rows.
+    """
+
+    def __init__(self, rows: np.ndarray, neighbors: Sequence[int]) -> None:
+        self.rows = np.array(rows)
+        self._since = {n: Earlier(self.rows) for n in neighbors}
+        self._begun = Earlier(self.rows)
+
+    def exchange(self, neighbor: int, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Moves this table's rows to the mean of both; returns their numbers, and the moves to subtract from the
+        neighbour's.
+
+        Args:
+          neighbor: The active client that asks.
+          places: Rows that it has changed since their last exchange, ascending, distinct.
+          values: [n, ...]: these rows.
+        """
+        earlier = self._since[neighbor]
+        union = np.union1d(places, earlier.places)
+        now = self.rows[union]
+        theirs = earlier.of(union, now)
+        theirs[np.searchsorted(union, places)] = values
+        with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX
+            moves = (now.dtype.type(0.5) * (theirs - now)).astype(now.dtype)
+            differ = np.any(moves != 0, axis=tuple(range(1, moves.ndim)))
+            union, now, moves = union[differ], now[differ], moves[differ]
+            new = now + moves
+        self._since[neighbor] = Earlier(self.rows)
+        for other, each in self._since.items():
+            if other != neighbor:
+                each.keep(union, now)
+        self._begun.keep(union, now)
+        self.rows[union] = new
+        return union, moves
+
+    def step(self, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Adds the changes of the client's own step; returns the numbers and values of rows that differ from the
+        step's.
+
+        Args:
+          places: Rows that the step looked up, ascending, distinct.
+          values: [n, ...]: these rows, as it made them.
+        """
+        begun, now = self._begun, self.rows[places]
+        moved = np.isin(places, begun.places, assume_unique=True)
+        new = np.array(values)
+        with np.errstate(all="ignore"):
+            new[moved] = now[moved] + (values[moved] - begun.of(places[moved], now[moved]))
+        for each in self._since.values():
+            each.keep(places, now)
+        self.rows[places] = new
+        self._begun = Earlier(self.rows)
+        return begun.places, self.rows[begun.places]
+
+
+class Neighbor(Center):
+    """Keeps a passive client's weights, so that an active one can average with them at any time: both become the mean
+    of one pair. Changes by the client's own steps are added in one transaction.
+
+    Messages have the values of all other leaves first, and then the rows' numbers and the rows of each table.
+
+    Args:
+      leaves: Its weights, by any number; copied.
+      workers: C.
+      tables: Leaves that are exchanged by rows -> row axis.
+      neighbors: The active clients that exchange.
+    """
+
+    def __init__(
+        self,
+        leaves: Mapping[int, Array],
+        workers: int,
+        tables: Mapping[int, int] | None = None,
+        neighbors: Sequence[int] = (),
+    ) -> None:
+        self._axes, self._order = tables or {}, tuple(leaves)
+        super().__init__({k: x for k, x in leaves.items() if k not in self._axes}, 0.5, workers)
+        self._tables = {
+            k: SharedRows(np.moveaxis(np.asarray(leaves[k]), axis, 0), neighbors) for k, axis in self._axes.items()
+        }
+        self._begun = self._leaves  # the weights at the beginning of its step under way
+
+    @property
+    def leaves(self) -> dict[int, Array]:
+        rows = {k: np.moveaxis(table.rows, 0, self._axes[k]) for k, table in self._tables.items()}
+        whole = {**super().leaves, **rows}
+        return {k: whole[k] for k in self._order}
+
+    def take(self, message: Exchange | Stepped | Read) -> list[tuple[int, Reply]]:
+        if isinstance(message, Read):
+            return super().take(message)
+        count = len(self._leaves)
+        message, rows = replace(message, values=message.values[:count]), message.values[count:]
+        ((worker, reply),) = self._stepped(message) if isinstance(message, Stepped) else super().take(message)
+        assert isinstance(reply, Pulled), "nobody reads"
+        made = list(reply.values)
+        for table, places, values in zip(self._tables.values(), rows[::2], rows[1::2], strict=True):
+            if isinstance(message, Stepped):
+                made += table.step(places, values)
+            else:
+                made += table.exchange(worker, places, values)
+        return [(worker, replace(reply, values=made))]
+
+    def _stepped(self, message: Stepped) -> list[tuple[int, Reply]]:
+        version = self._log.version
+        self._count(message)
+        new = [jnp.array(x) for x in message.values]
+        if self._leaves is not self._begun:
+            new = _added(self._leaves, new, self._begun)
+        self._leaves = self._begun = new
+        self._log.see(message.worker)
+        return [(message.worker, Pulled(version, [np.array(x) for x in new]))]
+
+
+@jax.jit
+def _added(now: Sequence[Array], stepped: Sequence[Array], begun: Sequence[Array]) -> list[Array]:
+    """Returns the weights after a step during which they were averaged with others."""
+    return [x + (new - old) for x, new, old in zip(now, stepped, begun, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class NeighborSpec(Spec):
+    """Makes a `Neighbor`."""
+
+    leaves: Mapping[int, Array]
+    workers: int
+    tables: Mapping[int, int]
+    neighbors: Sequence[int]
+
+    def handler(self) -> Handler:
+        return self.made(Neighbor).take
+
+    def made(self, kind: type[Neighbor]) -> Neighbor:
+        return kind(self.leaves, self.workers, self.tables, self.neighbors)

@@ -15,11 +15,9 @@ from autopar.backends.clients import Clients
 from autopar.ir.balance import Span, center_shares
 from autopar.jax_types import Array, Leaf
 from autopar.protocols import Compute, Send, Want, elastic_step
-from autopar.servers.center import CenterSpec
+from autopar.servers.center import CenterSpec, NeighborSpec
 from autopar.servers.link import Link
-from autopar.servers.messages import Exchange, Read, Stepped
-from autopar.servers.neighbor import NeighborSpec
-from autopar.servers.spec import Spec
+from autopar.servers.messages import Exchange, Read, Spec, Stepped
 from autopar.servers.timeline import Timeline
 
 

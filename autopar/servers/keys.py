@@ -14,9 +14,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.jax_types import Array, Pytree, Sent
 from autopar.mpi.service import Handler
-from autopar.servers.messages import OfProcess
+from autopar.servers.messages import OfProcess, Spec
 from autopar.servers.server import on_host
-from autopar.servers.spec import Spec
 
 Key = Hashable
 #: The pushed value, the state and the old value -> the new value and state.

@@ -14,8 +14,7 @@ from autopar.jax_types import Leaf, Sent
 from autopar.launch.group import MpiGroup, everyone
 from autopar.launch.progress import PROGRESS
 from autopar.mpi.service import service
-from autopar.servers.messages import Kept, OfProcess, Read
-from autopar.servers.spec import Opening, Spec, addressed
+from autopar.servers.messages import Kept, OfProcess, Opening, Read, Spec, addressed
 
 
 class Link:

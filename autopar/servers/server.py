@@ -13,8 +13,7 @@ from autopar.errors import StateError
 from autopar.jax_types import Array
 from autopar.mpi.service import Handler
 from autopar.protocols import Log
-from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return
-from autopar.servers.spec import Spec
+from autopar.servers.messages import Kept, Leave, Pull, Pulled, Push, Read, Reply, Return, Spec
 
 
 class Server:

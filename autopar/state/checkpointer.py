@@ -28,7 +28,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import jax
 
 from autopar import jax_compat
-from autopar.batches.loops import telling
+from autopar.batches.iterator import telling
 from autopar.batches.on_demand import BatchesOnDemand
 from autopar.errors import (
     ArgumentsError,
@@ -41,8 +41,7 @@ from autopar.errors import (
 )
 from autopar.interrupts import SAY_S, SECOND_S, Handler, Note
 from autopar.ir.plan import Plan
-from autopar.ir.plan_file import plan_text
-from autopar.ir.typed_json import MalformedError, from_json, to_json
+from autopar.ir.typed_json import MalformedError, from_json, plan_text, to_json
 from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.faults import Hooks
 from autopar.launch.group import Group, everyone, go_on

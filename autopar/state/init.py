@@ -12,12 +12,11 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.rules import resized
-from autopar.backends.across import local, place_array
+from autopar.backends.across import jit_on, local, place_array
 from autopar.backends.devices import Devices
 from autopar.backends.host.ranks import Ranks
 from autopar.backends.host.storage import HostRows
 from autopar.backends.layouts import arranger, even_shards, placed
-from autopar.backends.watched import jit_on
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.trace import block_of

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.backends.across import is_global, place_array
 from autopar.backends.clients import Clients
 from autopar.errors import DonatedStateError, donated
-from autopar.ir.sync_plan import FragmentIndex
+from autopar.ir.plan import FragmentIndex
 from autopar.jax_types import Array, Json, Leaf, Pytree
 from autopar.servers.exchanges import CenterSession, RingSession
 from autopar.servers.session import Session

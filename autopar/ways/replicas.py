@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Self
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.cost.units import format_bytes
+from autopar.ir.plan import TOPOLOGIES
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.sync_plan import TOPOLOGIES
 from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
 from autopar.run.asked import Asked
@@ -66,8 +66,7 @@ class InReplicas(WithClients):
 
     def runner(self, planned: PlannedStep) -> Runner:
         """Returns the inner runner, wrapped in the exchange of weights."""
-        from autopar.run.exchanges import ElasticRunner, RingRunner
-        from autopar.run.means import MeansRunner
+        from autopar.run.exchanges import ElasticRunner, MeansRunner, RingRunner
         from autopar.run.touched_rows import TouchedRows
 
         compiled, sync, plan = planned.compiled, self.sync, planned.compiled.plan.sync

@@ -23,8 +23,8 @@ from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep
 from autopar.run.planner import Planner
 from autopar.run.runner import Runner
+from autopar.run.served import GlobalBatchStep, WarmupStep
 from autopar.run.step import ParallelStep
-from autopar.run.worker_batches import GlobalBatchStep, WarmupStep
 from autopar.sync import Async
 from autopar.tables.replica import average
 from autopar.tables.served import ServedLeaf

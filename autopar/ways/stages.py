@@ -21,9 +21,9 @@ from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
+from autopar.ir.pipeline_timeline import stage_timeline
 from autopar.ir.program import Program, Var, known
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.stage_timeline import stage_timeline
 from autopar.ir.strategy import asks_for_hosts
 from autopar.jax_types import Leaf
 from autopar.launch.group import StoreGroup

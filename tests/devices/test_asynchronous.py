@@ -318,7 +318,7 @@ def test_a_state_that_each_stage_reads_is_refused() -> None:
 
 def test_timelines_that_are_wrong_are_refused() -> None:
     """An update seen early, a version dropped while a backward needs it, one that is kept over the end."""
-    from autopar.ir.asynchronous_timeline import asynchronous_timeline, verify_versions
+    from autopar.ir.pipeline_timeline import asynchronous_timeline, verify_versions
     from autopar.ir.timeline import verify_timeline
 
     step, make = language_model(SGD)

@@ -16,8 +16,8 @@ from autopar.api import planned_by
 from autopar.backends.devices import Devices
 from autopar.cost import Rates
 from autopar.measure import calibrate
-from autopar.measure.budget import Budget
 from autopar.measure.calibrate import Probe
+from autopar.measure.loops import Budget
 from tests.support.explained import explained
 from tests.support.meshes import mesh_of
 from tests.support.row_steps import ids_in, make_state, same, step

@@ -12,10 +12,9 @@ import autopar
 from autopar.backends.devices import Devices
 from autopar.cost import Link
 from autopar.measure import cluster as measured_cluster
-from autopar.measure.budget import Budget
-from autopar.measure.cache import cache_file
 from autopar.measure.cluster import Cluster
-from autopar.measure.loops import collective_points, undisturbed
+from autopar.measure.figures import cache_file
+from autopar.measure.loops import Budget, collective_points, undisturbed
 from autopar.mpi.limits import total_bytes
 from tests.support.meshes import mesh_of
 

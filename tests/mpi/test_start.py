@@ -12,7 +12,7 @@ import textwrap
 import pytest
 
 from autopar.errors import LaunchError
-from autopar.launch.sameness import check_same
+from autopar.launch.group import check_same
 from autopar.mpi.world import Launched, World, launched, world
 from tests.support.mpi.jobs import ROOT, Run
 
@@ -57,7 +57,7 @@ def test_launchers(environment: dict[str, str], expected: tuple[int, int | None]
 #: What ranks that don't do the same are told.
 THE_SAME = """
 from autopar.errors import LaunchError
-from autopar.launch.sameness import check_same
+from autopar.launch.group import check_same
 
 def told(facts):
     try:

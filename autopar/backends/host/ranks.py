@@ -20,12 +20,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from autopar import jax_compat
-from autopar.backends.across import is_global
+from autopar.backends.across import is_global, jit_on
 from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.backends.messages import by_gloo
-from autopar.backends.watched import jit_on
 from autopar.ir.stages import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark

@@ -1,7 +1,7 @@
 """Shape buckets: the row counts that programs are compiled for, and the choice of a step's program.
 
 A program is compiled for so many rows that this rank asks for, and so many that it is asked for. Batches that don't fit
-get a larger bucket (`ir.sizes.bucket_size`). Values computed once per distinct row are computed for all rows of the
+get a larger bucket (`ir.figures.bucket_size`). Values computed once per distinct row are computed for all rows of the
 bucket: once most steps have needed far fewer rows, smaller programs are made as well, and each step runs the smallest
 one that it fits. All of it follows from the batches alone: a repeated run compiles the same programs at the same steps.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.sizes import bucket_size, rounded_size
+from autopar.ir.figures import bucket_size, rounded_size
 
 #: Family -> (rows of this owner, rows that this rank asks for).
 Rows = Mapping[int, tuple[int, int]]

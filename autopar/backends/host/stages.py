@@ -17,8 +17,7 @@ import jax
 import numpy as np
 
 from autopar.analysis.values import block_key
-from autopar.backends.donation import donation_order
-from autopar.backends.emit import emit
+from autopar.backends.emit import donation_order, emit
 from autopar.backends.host.ranks import EACH, Place, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first

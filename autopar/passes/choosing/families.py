@@ -21,14 +21,13 @@ from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, liftin
 from autopar.cost.rates import Measurements
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
-from autopar.ir.figures import Term
+from autopar.ir.figures import HEADROOM, Sizes, Term
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import Bounds
 from autopar.ir.rowspace import Access, Refusal, RowIds, RowSpace, host_refusal
-from autopar.ir.sizes import HEADROOM, Sizes
 from autopar.ir.slicing import hoist
 from autopar.ir.strategy import ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from autopar.analysis.stages import NOWHERE, Label
 from autopar.analysis.tensor import Divider, Division
 from autopar.analysis.work import equation_work
-from autopar.cost.partition import Layer
 from autopar.cost.rates import StageRates
+from autopar.cost.stage_time import Layer
 from autopar.ir.program import Equation, Var
 from autopar.ir.schedule import Places
 from autopar.passes.staging.layers import CutProgram

@@ -9,9 +9,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.partition import Chain, Partition, partition
 from autopar.cost.rates import NOMINAL, Measurements, StageRates
-from autopar.cost.stage_time import StageTimes, choose_slack, simulate_schedule
+from autopar.cost.stage_time import Chain, Partition, StageTimes, choose_slack, partition, simulate_schedule
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
 from autopar.ir.asynchronous import Calls
@@ -174,7 +173,7 @@ def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]
 # --- options left to "auto": stages and their devices, microbatches, schedule, rematerialization ---
 #
 # All combinations that fit the devices' memory are predicted: for each number of stages and microbatches the best
-# partition (`cost.partition`), by each schedule in time. Loads are found for two numbers of microbatches; costs that
+# partition (`cost.stage_time`), by each schedule in time. Loads are found for two numbers of microbatches; costs that
 # grow with a microbatch's examples, and fixed ones, such as reading the weights, follow from these.
 #: Numbers of microbatches that are tried; the largest for which loads are found (the other is the smallest).
 COUNTS, REFERENCE = (1, 2, 4, 8, 16, 32, 64), 8

@@ -18,8 +18,8 @@ from autopar.backends.host.stages import StagedProgram
 from autopar.cost import Link
 from autopar.launch.cluster_file import COLLECTIVES, format_toml
 from autopar.measure import cluster
-from autopar.measure.cache import cache_file, write_cache
 from autopar.measure.cluster import Cluster
+from autopar.measure.figures import cache_file, write_cache
 from autopar.mpi.machines import exchange
 from benchmarks.hosts import table, timed
 from tests.support.explained import explained

@@ -15,8 +15,8 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.launch.group import everyone
+from autopar.servers.center import Neighbor, NeighborSpec
 from autopar.servers.messages import Exchange
-from autopar.servers.neighbor import Neighbor, NeighborSpec
 from autopar.sync import ADPSGD, DPSGD
 from tests.support.mpi.replica_task import (
     FOLDER,

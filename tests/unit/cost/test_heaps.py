@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.cost.heaps import fit_growth
+from autopar.measure.alpha import fit_growth
 
 WORKERS = (1, 2, 4, 8)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from autopar.cost.partition import Chain, Layer, partition
+from autopar.cost.stage_time import Chain, Layer, partition
 
 
 def _all_partitions(layers: int, devices: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

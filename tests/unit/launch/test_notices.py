@@ -23,7 +23,7 @@ from rich.logging import RichHandler
 import autopar
 from autopar.launch import notices
 from autopar.launch.notices import noticing, tell
-from autopar.measure.cache import measuring
+from autopar.measure.figures import measuring
 from autopar.run.one_device import OneDeviceRunner
 
 FOREVER = 3600.0

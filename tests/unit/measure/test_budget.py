@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.launch.group import StoreGroup
-from autopar.measure.budget import Budget
+from autopar.measure.loops import Budget
 
 WEIGHTS = (2.0, 2.0, 1.0, 1.0, 9.0, 6.0, 1.0, 1.0, 1.0)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.mpi.alone import check_connected
+from autopar.mpi.world import check_connected
 
 _STEP = {"SLURM_NTASKS": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "2"}
 _KUBEFLOW = {"JAX_COORDINATOR_ADDRESS": "job-0:1234", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "1"}

@@ -15,10 +15,10 @@ import autopar
 from autopar import StrategyError
 from autopar.compile import analyze_program
 from autopar.cost.rates import Curve, Measurements, Rates
+from autopar.ir.figures import HEADROOM
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.sizes import HEADROOM
 from autopar.passes.choose import choose, compares_methods
 from autopar.run.step import ParallelStep
 from autopar.ways.table import way_of

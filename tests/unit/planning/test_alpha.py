@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.cost.heaps import fit_growth
+from autopar.measure.alpha import fit_growth
 
 ROWS = 5000
 
@@ -155,6 +155,6 @@ def test_a_device_of_the_plan_may_have_other_ids_than_a_worker() -> None:
 
 
 def test_docstring_examples() -> None:
-    for name in ("autopar.planning.alpha", "autopar.cost.heaps"):
+    for name in ("autopar.planning.alpha", "autopar.measure.alpha"):
         found = doctest.testmod(importlib.import_module(name))
         assert found.attempted >= 1 and found.failed == 0

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.cost.units import format_bytes
-from autopar.ir.plan import DensePlan, TablePlan
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.ir.plan import DensePlan, PipelinePlan, StagePlan, TablePlan
 from autopar.measure.alpha import Alpha
 from autopar.planning.explain import ExplainedLeaf, Explanation
 from autopar.planning.text import fold_numbers, fold_paths, ranged, without_numbers

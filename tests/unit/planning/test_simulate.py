@@ -27,7 +27,7 @@ from autopar.cost.simulate import (
     simulate_step,
     sizes_at,
 )
-from autopar.ir.sizes import Sizes
+from autopar.ir.figures import Sizes
 from autopar.measure.cluster import Cluster
 from autopar.planning.plan import workload
 from tests.support.explained import explained

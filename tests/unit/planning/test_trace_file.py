@@ -16,8 +16,7 @@ import pytest
 import autopar
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
 from autopar.ir.asynchronous import Calls
-from autopar.ir.plan import Plan
-from autopar.ir.stage_plan import PipelinePlan, StagePlan
+from autopar.ir.plan import PipelinePlan, Plan, StagePlan
 
 WIDTH, EXAMPLES = 64, 32
 CLUSTER = autopar.Cluster.named("parallax-8x6")

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from autopar.servers.minibatches import MinibatchServer, NextMinibatch, Position, Take
+from autopar.batches.on_demand import MinibatchServer, NextMinibatch, Position, Take
 
 INT, TERM = signal.SIGINT, signal.SIGTERM
 

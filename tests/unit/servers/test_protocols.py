@@ -12,11 +12,10 @@ from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_s
 from autopar.errors import TimelineError
 from autopar.ir.topology import Ring
 from autopar.protocols import Receive, Send, Want
-from autopar.servers.center import Center
+from autopar.servers.center import Center, Neighbor
 from autopar.servers.exchanges import message
 from autopar.servers.job import Client, Recorded, run_clients
 from autopar.servers.messages import Message
-from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
 from tests.unit.cost.test_clients import machines
 from tests.unit.servers.test_ring import events_of

@@ -10,9 +10,8 @@ import pytest
 
 from autopar.errors import AutoparError, StabilityWarning
 from autopar.ir.topology import Ring
-from autopar.servers.center import Center
+from autopar.servers.center import Center, Neighbor
 from autopar.servers.messages import Exchange, Kept, Pulled, Read, Stepped
-from autopar.servers.neighbor import Neighbor
 from autopar.servers.timeline import Timeline
 from autopar.sync import ADPSGD, DPSGD, Hybrid, stable_slope
 

@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar import jax_compat
 from autopar.ir.topology import Ring
-from autopar.servers.neighbor import SharedRows
+from autopar.servers.center import SharedRows
 from autopar.sync import ADPSGD
 
 ROWS, RATE = 40, 0.25
