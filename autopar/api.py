@@ -21,10 +21,10 @@ from autopar.jax_types import Pytree
 from autopar.measure.calibrate import rates_of
 from autopar.measure.machine import NOWHERE, Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
+from autopar.run.arguments import donated_arguments, positions_of, static_arguments
 from autopar.run.asked import Asked
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
-from autopar.run.positions import donated_arguments, positions_of, static_arguments
 from autopar.run.step import LazyStep, ParallelStep
 from autopar.sync import Sync
 from autopar.ways.table import way_for, way_of

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import place_axes
+from autopar.analysis.batch import place_axes
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import IDENTITIES, PRIMITIVES, SHAPED
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal

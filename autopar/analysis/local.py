@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED, partners, place_axes
+from autopar.analysis.batch import SUMMED, partners, place_axes
 from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
 from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir import reductions

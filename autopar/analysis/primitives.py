@@ -1,7 +1,7 @@
 """Describes each primitive, for all analyses.
 
 A primitive that isn't here has none of these properties. What one analysis alone knows of a primitive is a rule in its
-own dict, such as `analysis.rules` and `analysis.batch_rules`.
+own dict, such as `analysis.rules` and `analysis.batch`.
 """
 
 from __future__ import annotations

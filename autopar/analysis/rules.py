@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, place_axes
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
 from autopar.ir.program import Equation, Literal
 from autopar.ir.reductions import REDUCTION_PRIMITIVES

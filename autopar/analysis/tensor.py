@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.local import REDUCES, place_spread
 from autopar.analysis.primitives import MOVES

@@ -23,8 +23,7 @@ import numpy as np
 from autopar.backends.across import place_array
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
-from autopar.batches.parts import Held, Part, axes_of, filled, map_axes
-from autopar.batches.sources import Examples, Last, Stream
+from autopar.batches.sources import Examples, Held, Last, Part, Stream, axes_of, filled, map_axes
 from autopar.errors import ArgumentsError
 from autopar.interrupts import SIGNALS, Loop, Tell
 from autopar.ir.paths import BatchAxis, path_name

@@ -13,8 +13,7 @@ from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.batches.iterator import Batches, Options
 from autopar.batches.on_demand import BatchesOnDemand
-from autopar.batches.parts import Held
-from autopar.batches.sources import Examples, Last, Stream, reader_of
+from autopar.batches.sources import Examples, Held, Last, Stream, reader_of
 from autopar.errors import ArgumentsError
 from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.jax_types import Pytree

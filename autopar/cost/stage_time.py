@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.ir.asynchronous import Calls
+from autopar.ir.pipeline import Calls
 from autopar.ir.plan import PipelinePlan
 from autopar.ir.schedule import Kind, Places, Schedule, Task
 

@@ -37,8 +37,8 @@ import autopar
 from autopar.errors import ArgumentsError
 from autopar.interrupts import uninterrupted
 from autopar.jax_types import Leaf, Pytree
+from autopar.run.arguments import NamedArguments
 from autopar.run.object_step import ObjectStep
-from autopar.run.positions import NamedArguments
 from autopar.run.step import ParallelStep
 from autopar.tables.leaf import TableLeaf
 

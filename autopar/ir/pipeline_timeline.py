@@ -1,4 +1,4 @@
-"""Lists the timelines of pipelines: an asynchronous one minibatch by minibatch, while it runs (`ir.asynchronous`); a
+"""Lists the timelines of pipelines: an asynchronous one minibatch by minibatch, while it runs (`ir.pipeline`); a
 synchronous one at once."""
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from autopar.ir.asynchronous import Asynchronous
-from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.pipeline import Asynchronous, StagedStep, StageProgram
 from autopar.ir.program import Var
 from autopar.ir.schedule import Kind, Schedule
 from autopar.ir.timeline import (

@@ -18,10 +18,9 @@ from typing import NewType
 import numpy as np
 
 from autopar.errors import ArgumentsError, PlanError
-from autopar.ir.asynchronous import Calls
 from autopar.ir.cluster import ClusterSpec, state_budget
 from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
-from autopar.ir.pipeline import Pipeline
+from autopar.ir.pipeline import Calls, Pipeline
 from autopar.ir.schedule import Places, Schedule
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
 from autopar.ir.topology import Everyone, Ring, Topology

@@ -249,7 +249,7 @@ class CyclicRule(Rule):
 
 @dataclass(frozen=True, slots=True)
 class AsynchronousRule(Rule):
-    """Lets minibatches follow one another without a flush, each with an update of its own (`ir.asynchronous`)."""
+    """Lets minibatches follow one another without a flush, each with an update of its own (`ir.pipeline`)."""
 
     stashes: bool = False  #: A minibatch's backward sees the weights that its forward saw.
     predicts: bool = False  #: Both see the weights that are predicted for the end of the minibatch.

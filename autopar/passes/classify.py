@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, place_axes
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import PRIMITIVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollowed

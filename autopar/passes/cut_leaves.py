@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.batch import SUMMED
 from autopar.analysis.local import Placed, place_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.local import NotLocal

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.batch import SUMMED
 from autopar.analysis.local import REDUCES, place_spread, resized_params, whole_operands_once
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.local import PARTIAL, LocalFacts, NotLocal, Partial, Spread, State

@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, place_axes
 from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
 from autopar.analysis.work import flops, products
 from autopar.ir.local import OncePerRow

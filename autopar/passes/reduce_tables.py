@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.batch import SUMMED
 from autopar.analysis.local import REDUCES, place_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.layout import RowLayout

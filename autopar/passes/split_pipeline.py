@@ -1,7 +1,7 @@
 """Cuts a step with separate microbatches into the programs of its stages.
 
 `split_update` has made the gradient program of one microbatch. Here its equations go to the forward or backward program
-of a stage (`analysis.stages`), and those of the update to the stages of their leaves. The update adds up gradients that
+of a stage (`staging.parts`), and those of the update to the stages of their leaves. The update adds up gradients that
 are sums over stages (of tied embeddings).
 """
 
@@ -14,14 +14,12 @@ from dataclasses import dataclass, field
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.stages import NOWHERE, Label
 from autopar.analysis.tensor import Division
 from autopar.cost.rates import Measurements
 from autopar.cost.stage_time import choose_slack, pipeline_memory, stage_times, steps_ahead
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
-from autopar.ir.asynchronous import Calls
-from autopar.ir.pipeline import PHASES, Phase, Pipeline, StagedStep, StageProgram
+from autopar.ir.pipeline import PHASES, Calls, Phase, Pipeline, StagedStep, StageProgram
 from autopar.ir.plan import PipelinePlan, StagePlan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.schedule import AsynchronousRule
@@ -29,7 +27,9 @@ from autopar.ir.slicing import free_values
 from autopar.passes.staging.asynchronous import with_prediction, without_flush
 from autopar.passes.staging.loads import DividedLeaves, StageLoad, held_bytes, stage_loads
 from autopar.passes.staging.parts import (
+    NOWHERE,
     SMALL,
+    Label,
     Parts,
     find_parts,
     homes_before,

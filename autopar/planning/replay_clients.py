@@ -25,11 +25,9 @@ from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.verify import Verification, compared_values, replayed
 from autopar.protocols import Compute, Send
 from autopar.run.exchanges import MeansRunner, RingEnd
-from autopar.run.planned_step import PlannedStep
-from autopar.run.replicas import Weights, fragments_of
-from autopar.run.runner import Runner
+from autopar.run.planned_step import PlannedStep, Runner
+from autopar.run.replicas import TouchedRows, Weights, fragments_of
 from autopar.run.step import ParallelStep
-from autopar.run.touched_rows import TouchedRows
 from autopar.servers.center import Center, Neighbor
 from autopar.servers.exchanges import CenterEnd, CenterParts, End, message
 from autopar.servers.job import Client, Job, Recorded, run_clients

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
-from autopar.ir.asynchronous import Calls
 from autopar.ir.figures import Term
+from autopar.ir.pipeline import Calls
 from autopar.ir.plan import PipelinePlan, Plan, require_plan
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule
 from autopar.ir.strategy import METHODS, TENSOR, Method, split_method

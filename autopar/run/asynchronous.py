@@ -1,6 +1,6 @@
 """`AsynchronousRunner`: runs a pipeline without flushes, in which minibatches follow one another through the stages.
 
-A call brings one minibatch and issues the actions that `ir.asynchronous` lists for it. Leaves of the state that it
+A call brings one minibatch and issues the actions that `ir.pipeline` lists for it. Leaves of the state that it
 returns stand for an `AsynchronousFlight`: what devices hold between calls, and the minibatches under way.
 """
 
@@ -16,8 +16,7 @@ import numpy as np
 from autopar.backends.emit import emit
 from autopar.backends.stage_device import StageDevice
 from autopar.interrupts import uninterrupted
-from autopar.ir.asynchronous import Asynchronous
-from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.pipeline import Asynchronous, StagedStep, StageProgram
 from autopar.ir.pipeline_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
 from autopar.ir.program import Var
 from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
@@ -26,7 +25,7 @@ from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
 from autopar.run.pipeline import StageLeaves
-from autopar.run.runner import Runner
+from autopar.run.planned_step import Runner
 from autopar.run.stage_executor import StageExecutor, Values
 from autopar.tables.pending import PendingArray
 from autopar.tables.staged import StageArray

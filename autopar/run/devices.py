@@ -44,7 +44,7 @@ from autopar.jax_types import AnyType, Array, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_program, is_exact
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
-from autopar.run.runner import Runner
+from autopar.run.planned_step import Runner
 from autopar.run.stacked import Moves, StackedLeaves, alone
 from autopar.tables.deferred import DeferredTable, common_log
 from autopar.tables.kinds import copied, is_table

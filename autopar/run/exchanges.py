@@ -19,8 +19,7 @@ from autopar.ir.plan import FragmentIndex
 from autopar.ir.topology import Everyone, Topology
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.protocols import Send, Want, ring_step
-from autopar.run.replicas import ReplicaRunner, Weights
-from autopar.run.touched_rows import TouchedRows
+from autopar.run.replicas import ReplicaRunner, TouchedRows, Weights
 from autopar.servers.center import NeighborSpec
 from autopar.servers.exchanges import CenterSession, End, ExchangeSession, RingSession, pulled
 from autopar.sync import Elastic

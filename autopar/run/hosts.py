@@ -35,7 +35,7 @@ from autopar.mpi.exchange import Requested
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements
-from autopar.run.runner import Runner
+from autopar.run.planned_step import Runner
 from autopar.tables.host import HostTable
 from autopar.tables.kinds import is_table
 from autopar.ways.way import Way

@@ -12,7 +12,7 @@ from autopar.interrupts import interruptible
 from autopar.ir.program import Program
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.buffers import is_shared_buffer, with_own_buffers
-from autopar.run.runner import Runner
+from autopar.run.planned_step import Runner
 
 
 class OneDeviceRunner(Runner):

@@ -30,8 +30,7 @@ from autopar.ir.paths import BatchAxis, example_axes, matches, path_name
 from autopar.ir.program import Block
 from autopar.ir.trace import block_of
 from autopar.jax_types import AnyJaxpr, Leaf, Pytree
-from autopar.run.arguments import Call, States, describe_leaves
-from autopar.run.positions import NamedArguments
+from autopar.run.arguments import Call, NamedArguments, States, describe_leaves
 from autopar.run.state_match import match_states
 
 #: Equations that place values -> what becomes of them.

@@ -20,7 +20,7 @@ from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptArguments
-from autopar.run.runner import Runner
+from autopar.run.planned_step import Runner
 from autopar.run.stage_executor import Arguments, StageExecutor, Values
 from autopar.tables.kinds import copied
 from autopar.tables.staged import StageArray, StagePlace

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -18,6 +20,7 @@ from autopar.backends.emit import emit
 from autopar.backends.fallback import with_fallback, without_fallback
 from autopar.backends.spread import mapped, on_ordinary_arrays, spread
 from autopar.compile import Compiled
+from autopar.errors import StepError
 from autopar.ir.figures import HEADROOM
 from autopar.ir.options import Options
 from autopar.ir.program import Program
@@ -27,7 +30,6 @@ from autopar.measure.alpha import id_inputs
 from autopar.measure.machine import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
-from autopar.run.runner import Runner
 from autopar.run.stacked import on_ordinary_tables
 from autopar.tables.kinds import materialize
 from autopar.ways.way import Way
@@ -193,3 +195,35 @@ class PlannedStep:
 
 def _weak(value: Leaf) -> Leaf:
     return value if jax_compat.is_weak(value) else jax_compat.weak(value)
+
+
+# --- what runs a planned step: the way to run the step makes it (`ways`), once ---
+
+
+class Runner(abc.ABC):
+    """Runs a planned step."""
+
+    #: How a step is said to be that runs in several programs.
+    several_programs: ClassVar[str] = ""
+
+    @abc.abstractmethod
+    def __call__(self, leaves: Sequence[Leaf]) -> Pytree:
+        """Runs the step on flat arguments, arrays and tables; returns its results.
+
+        Raises:
+          RuntimeError, ValueError: from JAX, for a donated buffer, for example.
+        """
+
+    def lower(self) -> Any:
+        """Lowers the step at the plan's shapes, as `jax.jit(step).lower` does.
+
+        Raises:
+          StepError: it runs in several programs.
+        """
+        raise StepError(
+            f"a step {self.several_programs} runs in several programs, and so can't be traced into one (lower, jax.jit)"
+        )
+
+    def loads(self) -> Sequence[int] | None:
+        """Returns the rows that earlier calls needed of measured capacities; None if none came near any."""
+        return None

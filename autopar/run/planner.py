@@ -37,11 +37,10 @@ from autopar.passes.analyze_batch import parameters_of
 from autopar.passes.choose import move_tables, on_hosts
 from autopar.passes.lifting.deferral import NotDeferrable, replayed_in_vain
 from autopar.run.agreement import check_same_call, check_same_plan
-from autopar.run.arguments import Call, States, check_positions, describe_leaves
+from autopar.run.arguments import Call, NamedArguments, States, check_positions, describe_leaves
 from autopar.run.given_shards import in_shards, made_whole, shard_notes, shards_given, warn_of_whole_leaves
 from autopar.run.per_device import CallOfOne, PerDevice, unknown_axis, without_sharding
 from autopar.run.planned_step import PlannedStep
-from autopar.run.positions import NamedArguments
 from autopar.run.state_match import match_states, warn_of_missed_states
 from autopar.tables.host import HostTable
 from autopar.ways.way import Way

@@ -20,8 +20,7 @@ from autopar.ir.paths import example_axes, path_name
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.run.agreement import check_same_arrays, warn_if_alone
 from autopar.run.kept_placements import KeptPlacements
-from autopar.run.planned_step import PlannedStep
-from autopar.run.runner import Runner
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.step import ParallelStep
 from autopar.servers.session import Session
 from autopar.sync import Async

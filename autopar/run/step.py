@@ -27,14 +27,12 @@ from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import everyone
 from autopar.launch.notices import compiling, noticing
 from autopar.launch.progress import mark
-from autopar.run.arguments import Call, call_difference, read_call, static_key
+from autopar.run.arguments import Call, NamedArguments, call_difference, read_call, static_key
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.larger_capacities import LargerCapacities
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
-from autopar.run.positions import NamedArguments
-from autopar.run.runner import Runner
 from autopar.run.slow_plans import warn_of_slow_plan
 from autopar.tables.kinds import is_table, layout_of, materialize, place_of
 from autopar.tables.leaf import TableLeaf

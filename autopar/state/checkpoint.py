@@ -28,11 +28,10 @@ from autopar.launch.progress import PROGRESS
 from autopar.run.replicas import ReplicaRunner
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
-from autopar.state.files.dense import read_dense
+from autopar.state.files.arrays import RowFiles, read_dense
 from autopar.state.files.folder import Folder
 from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest, check_files, rebuild
 from autopar.state.files.places import Place, mapped, named
-from autopar.state.files.rows import RowFiles
 from autopar.state.init import planned_step_of, unbound
 from autopar.state.resize import home_before, resized_axis
 from autopar.state.resize import resize as with_rows_of

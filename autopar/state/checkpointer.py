@@ -49,7 +49,7 @@ from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.checkpoint import restore, template_of
-from autopar.state.files.dense import require_place
+from autopar.state.files.arrays import require_place
 from autopar.state.files.folder import POINTER, Folder
 from autopar.state.files.places import Place, named, place_of, put, remove_all
 from autopar.state.init import init

@@ -28,11 +28,10 @@ from autopar.ir.paths import path_name
 from autopar.ir.typed_json import from_json, to_json
 from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.group import Group
-from autopar.state.files.dense import require_orbax, write_dense
+from autopar.state.files.arrays import array_name, require_orbax, write_dense, write_rows
 from autopar.state.files.folder import Folder, await_visible
 from autopar.state.files.manifest import NUMBERS, FileRecord, LeafRecord, Manifest, Node, describe_tree
 from autopar.state.files.places import Place, mapped, require_tensorstore
-from autopar.state.files.rows import array_name, write_rows
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, average, replicas_of, settled

@@ -25,9 +25,8 @@ from autopar.passes.stack_tables import stack_tables
 from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
 from autopar.run.one_device import OneDeviceRunner
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
-from autopar.run.runner import Runner
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_own_program

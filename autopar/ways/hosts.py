@@ -28,9 +28,8 @@ from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_stages import split_stages
 from autopar.passes.stack_tables import stack_tables
 from autopar.run.asked import Asked
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import ON_DEVICES, Planner
-from autopar.run.runner import Runner
 from autopar.tables.host import HostHome
 from autopar.tables.leaf import Home
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting

@@ -17,8 +17,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Leaf
 from autopar.passes.replicate import replicate
 from autopar.run.asked import Asked
-from autopar.run.planned_step import PlannedStep
-from autopar.run.runner import Runner
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.sync import Elastic, Replicated
 from autopar.tables.replica import Replica
 from autopar.ways.clients import WithClients
@@ -67,7 +66,7 @@ class InReplicas(WithClients):
     def runner(self, planned: PlannedStep) -> Runner:
         """Returns the inner runner, wrapped in the exchange of weights."""
         from autopar.run.exchanges import ElasticRunner, MeansRunner, RingRunner
-        from autopar.run.touched_rows import TouchedRows
+        from autopar.run.replicas import TouchedRows
 
         compiled, sync, plan = planned.compiled, self.sync, planned.compiled.plan.sync
         assert plan is not None and planned.clients is not None, "clients have replicas"

@@ -20,9 +20,8 @@ from autopar.passes.localizing.rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
 from autopar.run.asked import Asked
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
-from autopar.run.runner import Runner
 from autopar.run.served import GlobalBatchStep, WarmupStep
 from autopar.run.step import ParallelStep
 from autopar.sync import Async

@@ -35,9 +35,8 @@ from autopar.passes.staging.loads import DividedLeaves
 from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline
 from autopar.run.asked import Asked
 from autopar.run.kept_placements import KeptArguments
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
-from autopar.run.runner import Runner
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.staged import StageHome, StagePlace, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting

@@ -39,9 +39,8 @@ if TYPE_CHECKING:  # names of those who ask
     from autopar.planning.check import Check
     from autopar.planning.verify import Verification
     from autopar.run.asked import Asked
-    from autopar.run.planned_step import PlannedStep
+    from autopar.run.planned_step import PlannedStep, Runner
     from autopar.run.planner import Planner
-    from autopar.run.runner import Runner
     from autopar.run.step import ParallelStep
     from autopar.servers.timeline import Timeline
     from autopar.state.init import Maker

@@ -22,8 +22,7 @@ from autopar.ir.rowspace import UNKNOWN, Const, Free, Row, RowFacts, Same, Unkno
 from autopar.ir.trace import block_of
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.classify import classify
-from autopar.run.arguments import describe_leaves, find_states, read_call
-from autopar.run.positions import NamedArguments
+from autopar.run.arguments import NamedArguments, describe_leaves, find_states, read_call
 
 ROWS = 5
 TOUCHED = (1, 3)

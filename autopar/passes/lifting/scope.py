@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autopar.analysis.batch_rules import place_axes
+from autopar.analysis.batch import place_axes
 from autopar.analysis.primitives import SHAPED
 from autopar.analysis.rules import RESIZE
 from autopar.ir.layout import RowLayout

@@ -17,8 +17,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.errors import StrategyError
-from autopar.ir.asynchronous import Asynchronous, Calls
-from autopar.ir.pipeline import StagedStep, StageProgram
+from autopar.ir.pipeline import Asynchronous, Calls, StagedStep, StageProgram
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
 from autopar.ir.schedule import Places
 from autopar.ir.slicing import eliminate_dead, needed_equations

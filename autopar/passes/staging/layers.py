@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.batch_rules import SUMMED
+from autopar.analysis.batch import SUMMED
 from autopar.analysis.local import REDUCES, place_spread, resized_params
 from autopar.ir.local import NotLocal
 from autopar.ir.paths import layers_path

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.analysis.stages import NOWHERE, Label
 from autopar.analysis.tensor import Divider, Division
 from autopar.analysis.work import equation_work
 from autopar.cost.rates import StageRates
@@ -16,7 +15,7 @@ from autopar.cost.stage_time import Layer
 from autopar.ir.program import Equation, Var
 from autopar.ir.schedule import Places
 from autopar.passes.staging.layers import CutProgram
-from autopar.passes.staging.parts import Parts, homes_before, read_by
+from autopar.passes.staging.parts import NOWHERE, Label, Parts, homes_before, read_by
 
 
 @dataclass(slots=True)

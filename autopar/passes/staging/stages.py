@@ -13,9 +13,8 @@ from autopar.cost.rates import NOMINAL, Measurements, StageRates
 from autopar.cost.stage_time import Chain, Partition, StageTimes, choose_slack, partition, simulate_schedule
 from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
-from autopar.ir.asynchronous import Calls
 from autopar.ir.paths import matches, matches_layers, split_layers
-from autopar.ir.pipeline import AUTO, Pipeline
+from autopar.ir.pipeline import AUTO, Calls, Pipeline
 from autopar.ir.program import Program, Var
 from autopar.ir.schedule import SCHEDULES, Rule
 from autopar.passes.staging.layers import CutProgram, Ends, Stack, cut_layers, find_stacks, why_whole

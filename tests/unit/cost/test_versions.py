@@ -12,7 +12,7 @@ from autopar.cost.stage_time import (
     simulate_versions,
     steps_ahead,
 )
-from autopar.ir.asynchronous import Calls
+from autopar.ir.pipeline import Calls
 from autopar.ir.schedule import Task
 
 

@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar.cost.stage_time import pipeline_seconds, simulate_pipeline
-from autopar.ir.asynchronous import Calls
+from autopar.ir.pipeline import Calls
 from autopar.ir.plan import PipelinePlan, Plan, StagePlan
 
 WIDTH, EXAMPLES = 64, 32

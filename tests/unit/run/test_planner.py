@@ -18,9 +18,9 @@ from autopar.backends.stage_device import StageDevice
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline
 from autopar.measure.machine import NOWHERE
+from autopar.run.arguments import NamedArguments
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner
-from autopar.run.positions import NamedArguments
 from autopar.ways.hosts import OnHosts
 from autopar.ways.replicas import InReplicas
 from autopar.ways.servers import OnServers

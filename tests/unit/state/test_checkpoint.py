@@ -26,8 +26,8 @@ from autopar.ir.layout import RowLayout
 from autopar.launch.progress import PROGRESS
 from autopar.state import checkpoint, saving
 from autopar.state.files import rows
+from autopar.state.files.arrays import RowFiles, array_name, write_rows
 from autopar.state.files.manifest import LeafRecord
-from autopar.state.files.rows import RowFiles, array_name, write_rows
 from autopar.tables.host import HostTable
 from tests.support.checkpoints import (
     ROWS,
