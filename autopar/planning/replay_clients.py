@@ -36,6 +36,7 @@ from autopar.sync import Elastic
 from autopar.tables.kinds import copied, materialize
 from autopar.tables.replica import Replica, Replicas, average, replicas_of
 from autopar.tables.served import session_of
+from autopar.ways.way import AllCalls, Replayed
 
 #: The references, for messages: for replicas, and for a state that servers keep.
 _MEANS = "a sequential replay of all clients' steps and means, since replicas are another function than the plain step"
@@ -223,12 +224,8 @@ def replay_timeline(
 
 
 def replay_served(
-    planned: PlannedStep,
-    start: Sequence[Leaf],
-    calls: Sequence[Sequence[Sequence[Leaf]]],
-    timeline: Timeline,
-    programs: ServedPrograms,
-) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+    planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, programs: ServedPrograms
+) -> Replayed:
     """Replays a timeline of servers by `programs`. Arguments and results as of `replay_center`; results have None for
     the state.
 
@@ -253,12 +250,8 @@ def replay_served(
 
 
 def replay_center(
-    sync: Elastic,
-    planned: PlannedStep,
-    start: Sequence[Leaf],
-    calls: Sequence[Sequence[Sequence[Leaf]]],
-    timeline: Timeline,
-) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+    sync: Elastic, planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline
+) -> Replayed:
     """Replays a timeline of clients with a centre. Arguments as for `Way.followed`.
 
     Returns:
@@ -279,9 +272,7 @@ def replay_center(
     return _ended(start, clients, {k: jnp.asarray(x) for k, x in centre.items()})
 
 
-def replay_ring(
-    planned: PlannedStep, start: Sequence[Leaf], calls: Sequence[Sequence[Sequence[Leaf]]], timeline: Timeline
-) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+def replay_ring(planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline) -> Replayed:
     """Replays a timeline of a ring. Arguments, results and errors as of `replay_center`."""
     weights, count, plan = _weights(planned, start), timeline.workers, planned.compiled.plan.sync
     assert plan is not None, "clients have replicas"
@@ -307,7 +298,7 @@ def _weights(planned: PlannedStep, start: Sequence[Leaf]) -> dict[int, Array]:
 def _run(
     planned: PlannedStep,
     start: Sequence[Leaf],
-    calls: Sequence[Sequence[Sequence[Leaf]]],
+    calls: AllCalls,
     ends: Sequence[End],
     servers: Sequence[Center],
     timeline: Timeline,
@@ -350,9 +341,7 @@ class _Client:
             self.results.append(results)
 
 
-def _ended(
-    start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[int, Array]
-) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+def _ended(start: Sequence[Leaf], clients: Sequence[_Client], centre: Mapping[int, Array]) -> Replayed:
     """Returns a replay's results. Leaves without a centre become the clients' mean, or the first client's if they
     aren't floats."""
     made = list(start)

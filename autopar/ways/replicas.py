@@ -21,6 +21,7 @@ from autopar.run.planned_step import PlannedStep, Runner
 from autopar.sync import Elastic, Replicated
 from autopar.tables.replica import Replica
 from autopar.ways.clients import WithClients
+from autopar.ways.way import AllCalls, Replayed
 
 if TYPE_CHECKING:
     from autopar.backends.clients import Clients
@@ -88,13 +89,8 @@ class InReplicas(WithClients):
         return compare_served(planned, leaves, steps)
 
     def followed(
-        self,
-        planned: PlannedStep,
-        start: Sequence[Leaf],
-        calls: Sequence[Sequence[Sequence[Leaf]]],
-        timeline: Timeline,
-        clients: Clients | None,
-    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+        self, planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, clients: Clients | None
+    ) -> Replayed:
         from autopar.planning.replay_clients import replay_center, replay_ring
 
         if isinstance(self.sync, Elastic):

@@ -28,7 +28,7 @@ from autopar.sync import Async
 from autopar.tables.replica import average
 from autopar.tables.served import ServedLeaf
 from autopar.ways.clients import WithClients
-from autopar.ways.way import in_microbatches, lifting, rewriting
+from autopar.ways.way import AllCalls, Replayed, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
     from autopar.planning.check import Check
@@ -125,13 +125,8 @@ class OnServers(WithClients):
         return ServedRunner(planned.compiled, self.sync, planned.clients, planned.out_tree)
 
     def followed(
-        self,
-        planned: PlannedStep,
-        start: Sequence[Leaf],
-        calls: Sequence[Sequence[Sequence[Leaf]]],
-        timeline: Timeline,
-        clients: Clients | None,
-    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+        self, planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, clients: Clients | None
+    ) -> Replayed:
         """Replays with the programs of this process's worker, or with those of a step that isn't run here."""
         from autopar.planning.replay_clients import programs_here, replay_served
         from autopar.run.served import ServedRunner

@@ -45,6 +45,11 @@ if TYPE_CHECKING:  # names of those who ask
     from autopar.servers.timeline import Timeline
     from autopar.state.init import Maker
 
+#: For each client the flat arguments of its calls.
+AllCalls = Sequence[Sequence[Sequence[Leaf]]]
+#: A replay's final flat arguments, and for each client the flat results of its calls.
+Replayed = tuple[list[Leaf], list[list[list[Leaf]]]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Way:
@@ -237,13 +242,8 @@ class Way:
         return None
 
     def followed(
-        self,
-        planned: PlannedStep,
-        start: Sequence[Leaf],
-        calls: Sequence[Sequence[Sequence[Leaf]]],
-        timeline: Timeline,
-        clients: Clients | None,
-    ) -> tuple[list[Leaf], list[list[list[Leaf]]]]:
+        self, planned: PlannedStep, start: Sequence[Leaf], calls: AllCalls, timeline: Timeline, clients: Clients | None
+    ) -> Replayed:
         """Replays a recorded timeline.
 
         Args:
