@@ -16,11 +16,11 @@ import pytest
 import autopar
 from autopar import kvstore
 from autopar.batches.on_demand import MinibatchServer
+from autopar.kvstore import KeyServer
 from autopar.launch.group import everyone
 from autopar.mpi.service import service
 from autopar.mpi.world import job, world
 from autopar.servers.center import Center
-from autopar.servers.keys import KeyServer
 from autopar.servers.server import Server
 from autopar.sync import Async, Average, Elastic
 from tests.support.mpi.replica_task import RANK, RANKS, alike, make_state, minibatch, same, step_of, trained
