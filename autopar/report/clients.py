@@ -19,42 +19,21 @@ from autopar.jax_types import Json
 from autopar.planning.notes import replica_notes, server_notes
 from autopar.planning.plan import goes_by_rows, untouched_bytes
 from autopar.planning.simulate_clients import ClientOptions, SyncSimulation, sent_bytes, simulate_clients
+from autopar.report import style
 from autopar.report.build import Parts
-from autopar.report.style import (
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    INK,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    ReportFigure,
-    blank,
-    fit_size,
-    format_seconds,
-    format_share,
-    label_ends,
-    lay_bars,
-    legend_above,
-    log_axes,
-    name_axes,
-    write,
-)
 from autopar.report.tables import TableRow
 from autopar.servers.timeline import Timeline
 
 #: Most bars; beyond that staleness is drawn in groups, and workers have no numbers.
 _MOST_BARS = 30
 #: Colour and dashes of plans.
-_STYLES = ((BLUE, "-"), (ORANGE, "--"), (GREEN, "-."), (PURPLE, ":"))
+_STYLES = ((style.BLUE, "-"), (style.ORANGE, "--"), (style.GREEN, "-."), (style.PURPLE, ":"))
 #: Parts of a step in order: column -> label, colour.
 _PARTS = {
-    "gradients, ms": ("gradients", BLUE),
-    "update, ms": ("update", SKY),
-    "communication waited for, ms": ("communication", ORANGE),
-    "slower clients, ms": ("slower clients", PALE),
+    "gradients, ms": ("gradients", style.BLUE),
+    "update, ms": ("update", style.SKY),
+    "communication waited for, ms": ("communication", style.ORANGE),
+    "slower clients, ms": ("slower clients", style.PALE),
 }
 _HIDDEN = "communication hidden, ms"
 #: Factors by which one worker is slower.
@@ -132,59 +111,59 @@ def _add_stragglers(made: Parts, plan: Plan, cluster: ClusterSpec | None) -> Non
     )
 
 
-def straggler_figure(found: Stragglers) -> ReportFigure:
+def straggler_figure(found: Stragglers) -> style.ReportFigure:
     """Draws all clients' minibatches against c, by plan, beside the two formulas; this plan's line is thick."""
-    figure, (axes,) = blank()
+    figure, (axes,) = style.blank()
     for values in (found.free, found.tied):
-        axes.plot(FACTORS, values, color=PALE, linewidth=2.5, zorder=1)
-    ends = [(found.free[-1], "(n-1) + 1/c", GREY), (found.tied[-1], "n/c", GREY)]
+        axes.plot(FACTORS, values, color=style.PALE, linewidth=2.5, zorder=1)
+    ends = [(found.free[-1], "(n-1) + 1/c", style.GREY), (found.tied[-1], "n/c", style.GREY)]
     for way, (colour, dashes) in zip(found.found, itertools.cycle(_STYLES), strict=False):
         speedups = found.speedups(way)
         wide = 1.8 if way == found.own else 1.0
         axes.plot(FACTORS, speedups, color=colour, linestyle=dashes, linewidth=wide, marker="o", markersize=2.5)
         ends.append((speedups[-1], "this plan" if way == found.own else way, colour))
     axes.set_xlim(FACTORS[0], FACTORS[-1])
-    log_axes(axes)
-    label_ends(axes, ends)
-    name_axes(axes, "c: times that one client is slower", "speed-up (minibatches a second)")
-    return fit_size(figure)
+    style.log_axes(axes)
+    style.label_ends(axes, ends)
+    style.name_axes(axes, "c: times that one client is slower", "speed-up (minibatches a second)")
+    return style.fit_size(figure)
 
 
-def staleness_figure(timeline: Timeline) -> ReportFigure:
+def staleness_figure(timeline: Timeline) -> style.ReportFigure:
     """Draws the share of pushes by their staleness, and the mean."""
     late = timeline.staleness
     width = -(-(int(late.max()) + 1) // _MOST_BARS)
     counts = np.bincount(late // width)
-    figure, (axes,) = blank()
+    figure, (axes,) = style.blank()
     lefts = width * np.arange(len(counts)) - 0.5  # a number is in the middle of its bar
-    axes.bar(lefts, counts / len(late), width=0.9 * width, align="edge", color=BLUE)
-    axes.axvline(late.mean(), color=INK, linewidth=0.8)
+    axes.bar(lefts, counts / len(late), width=0.9 * width, align="edge", color=style.BLUE)
+    axes.axvline(late.mean(), color=style.INK, linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.yaxis.set_major_formatter(lambda value, _: format_share(value))
+    axes.yaxis.set_major_formatter(lambda value, _: style.format_share(value))
     axes.set_xlim(left=-0.7)
     axes.margins(y=0.12)
     top = axes.get_ylim()[1]
-    write(axes, f"mean {late.mean():.2f}", (late.mean(), top), (3, -2), up="top")
-    name_axes(axes, "staleness: pushes of others since the pull", "pushes")
-    return fit_size(figure)
+    style.write(axes, f"mean {late.mean():.2f}", (late.mean(), top), (3, -2), up="top")
+    style.name_axes(axes, "staleness: pushes of others since the pull", "pushes")
+    return style.fit_size(figure)
 
 
-def worker_figure(timeline: Timeline, noun: str) -> ReportFigure:
+def worker_figure(timeline: Timeline, noun: str) -> style.ReportFigure:
     steps = timeline.steps
-    figure, (axes,) = blank(height=0.8 + 0.22 * min(len(steps), _MOST_BARS))
-    axes.barh(range(len(steps)), steps, color=BLUE, height=0.65)
+    figure, (axes,) = style.blank(height=0.8 + 0.22 * min(len(steps), _MOST_BARS))
+    axes.barh(range(len(steps)), steps, color=style.BLUE, height=0.65)
     if len(steps) <= _MOST_BARS:
         axes.set_yticks(range(len(steps)))
         for worker, count in enumerate(steps):
-            write(axes, f"{count:,}", (float(count), worker), (3, 0), up="center")
+            style.write(axes, f"{count:,}", (float(count), worker), (3, 0), up="center")
     axes.invert_yaxis()
     axes.margins(x=0.2)
     axes.set_xlim(left=0)
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.set_xlabel(noun, fontsize=FONT)
-    axes.set_ylabel("worker", fontsize=FONT)
-    return fit_size(figure)
+    axes.set_xlabel(noun, fontsize=style.FONT)
+    axes.set_ylabel("worker", fontsize=style.FONT)
+    return style.fit_size(figure)
 
 
 def exchange_rows(plan: Plan) -> Sequence[TableRow]:
@@ -287,9 +266,9 @@ def step_rows(found: Stragglers) -> Sequence[TableRow]:
     return rows
 
 
-def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
+def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> style.ReportFigure:
     """Draws a bar for each row, by parts of the step; a thin one above shows what is hidden beside them."""
-    figure, (axes,) = blank(height=1.1 + 0.3 * len(rows))
+    figure, (axes,) = style.blank(height=1.1 + 0.3 * len(rows))
     values: list[dict[str, Json]] = [dict(row) for row in rows]
     left = [0.0] * len(rows)
     for part, (label, colour) in _PARTS.items():
@@ -300,13 +279,13 @@ def step_figure(found: Stragglers, rows: Sequence[TableRow]) -> ReportFigure:
     hidden = [row[_HIDDEN] for row in values]
     if any(hidden):
         above = [k - 0.34 for k in range(len(rows))]
-        axes.barh(above, hidden, color=PURPLE, height=0.14, label="hidden")
+        axes.barh(above, hidden, color=style.PURPLE, height=0.14, label="hidden")
     for k, total in enumerate(left):
-        write(axes, format_seconds(total / 1e3), (total, k), (3, 0), up="center")
+        style.write(axes, style.format_seconds(total / 1e3), (total, k), (3, 0), up="center")
     axes.set_yticks(range(len(rows)), [_name(found, row) for row in values])
-    lay_bars(axes, "simulated time of a step (ms)")
-    legend_above(axes, columns=2)
-    return fit_size(figure)
+    style.lay_bars(axes, "simulated time of a step (ms)")
+    style.legend_above(axes, columns=2)
+    return style.fit_size(figure)
 
 
 def _name(found: Stragglers, row: TableRow) -> str:

@@ -20,34 +20,8 @@ from autopar.ir.cluster import ClusterSpec
 from autopar.ir.plan import Plan, TablePlan
 from autopar.planning.predictions import Prediction, predict
 from autopar.planning.simulate import Simulation, simulate_devices
+from autopar.report import style
 from autopar.report.build import Parts
-from autopar.report.style import (
-    BLUE,
-    FONT,
-    GREEN,
-    GREY,
-    HEIGHT,
-    INK,
-    METHOD_STYLES,
-    ORANGE,
-    PALE,
-    PURPLE,
-    SKY,
-    WIDTH,
-    ReportFigure,
-    blank,
-    fit_size,
-    format_count,
-    format_seconds,
-    format_share,
-    keep_apart,
-    label_ends,
-    lay_bars,
-    legend_above,
-    log_axes,
-    name_axes,
-    write,
-)
 from autopar.report.tables import (
     NEAR,
     Curves,
@@ -210,90 +184,92 @@ def add_measured(made: Parts, measured: Sequence[Timing]) -> None:
     )
 
 
-def bytes_figure(curves: Curves, axis: str) -> ReportFigure:
+def bytes_figure(curves: Curves, axis: str) -> style.ReportFigure:
     """Draws bytes by method against "alpha" or "devices", with circles where another method sends least, and a dot for
     the plan."""
-    figure, (axes,) = blank()
+    figure, (axes,) = style.blank()
     for method, sent in curves.sent.items():
         _line(axes, curves.x, sent, method)
     for crossing in curves.crossings:
-        axes.plot(crossing.x, crossing.sent, "o", color="white", markeredgecolor=INK, markersize=6, zorder=4)
+        axes.plot(crossing.x, crossing.sent, "o", color="white", markeredgecolor=style.INK, markersize=6, zorder=4)
     axes.set_xlim(curves.x[0], curves.x[-1])
     least = min(size for sent in curves.sent.values() for size in sent if size)
     axes.set_ylim(bottom=least / (8 if curves.crossings else 2))  # room for words below the curves
-    log_axes(axes, "share" if axis == "alpha" else "count", "bytes", most=4)
-    _mark_crossings(axes, curves, format_share if axis == "alpha" else format_count)
+    style.log_axes(axes, "share" if axis == "alpha" else "count", "bytes", most=4)
+    _mark_crossings(axes, curves, style.format_share if axis == "alpha" else style.format_count)
     if curves.own_sent:
-        axes.plot(curves.own, curves.own_sent, "o", color=METHOD_STYLES[curves.method][0], markersize=5, zorder=5)
+        axes.plot(curves.own, curves.own_sent, "o", color=style.METHOD_STYLES[curves.method][0], markersize=5, zorder=5)
         _note(axes, "this plan", curves.own, curves.own_sent, bold=True)
-    label_ends(axes, [(sent[-1], method, METHOD_STYLES[method][0]) for method, sent in curves.sent.items() if sent[-1]])
+    style.label_ends(
+        axes, [(sent[-1], method, style.METHOD_STYLES[method][0]) for method, sent in curves.sent.items() if sent[-1]]
+    )
     x = "rows that a device touches (alpha)" if axis == "alpha" else "devices (N)"
-    name_axes(axes, x, _SENT, title=curves.path)
-    return fit_size(figure)
+    style.name_axes(axes, x, _SENT, title=curves.path)
+    return style.fit_size(figure)
 
 
 def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -> None:
     foot = axes.get_ylim()[0]
     for k, crossing in enumerate(curves.crossings):
-        axes.plot([crossing.x] * 2, [foot, crossing.sent], color=INK, linewidth=0.6, linestyle=(0, (1, 2)))
+        axes.plot([crossing.x] * 2, [foot, crossing.sent], color=style.INK, linewidth=0.6, linestyle=(0, (1, 2)))
         left = _across(axes, crossing.x) < 0.55
         words = f"{crossing.new} from {shown(float(f'{crossing.x:.2g}') if crossing.x < 1 else crossing.x)}"
         at, offset = (crossing.x, foot), (3 if left else -3, 2 + 10 * (k % 2))
-        write(axes, words, at, offset, across="left" if left else "right")
+        style.write(axes, words, at, offset, across="left" if left else "right")
 
 
-def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> ReportFigure:
+def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> style.ReportFigure:
     """Draws a panel for each method for which the paper's table differs from our bytes."""
-    figure, panels = blank(height=HEIGHT, width=max(WIDTH, 1.75 * len(theirs)), panels=len(theirs))
+    figure, panels = style.blank(height=style.HEIGHT, width=max(style.WIDTH, 1.75 * len(theirs)), panels=len(theirs))
     for axes, (method, values) in zip(panels, theirs.items(), strict=True):
         _line(axes, ours.x, ours.sent[method], method)
-        axes.plot(ours.x, values, color=PALE, linewidth=2.5, zorder=1)
+        axes.plot(ours.x, values, color=style.PALE, linewidth=2.5, zorder=1)
     for axes, (method, values) in zip(panels, theirs.items(), strict=True):
-        log_axes(axes, "count", "bytes", most=3)
+        style.log_axes(axes, "count", "bytes", most=3)
         at = 2 * len(ours.x) // 3
-        pair = {"sent": (ours.sent[method][at], METHOD_STYLES[method][0]), "table 3": (values[at], GREY)}
+        pair = {"sent": (ours.sent[method][at], style.METHOD_STYLES[method][0]), "table 3": (values[at], style.GREY)}
         highest = max(pair, key=lambda name: pair[name][0])
         for name, (y, colour) in pair.items():
             if name == highest:
-                write(axes, name, (ours.x[at], y), (-3, 3), across="right", colour=colour)
+                style.write(axes, name, (ours.x[at], y), (-3, 3), across="right", colour=colour)
             else:
-                write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
-        name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
-    return fit_size(figure)
+                style.write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
+        style.name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
+    return style.fit_size(figure)
 
 
-def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> ReportFigure:
+def updates_figure(rows: Sequence[Mapping[str, str | int | float]]) -> style.ReportFigure:
     """Draws bytes that updates read and write: for each table a wide bar for a plain step, and a thin one for the
     plan."""
     shown = rows[:_LABELLED]
     names = [str(row["leaves"]) for row in shown]
     plain, planned = ([float(row[f"bytes of {of}"]) for row in shown] for of in ("a plain step", "this plan"))
-    figure, (axes,) = blank(height=1.0 + 0.24 * len(shown))
-    axes.barh(names, plain, color=PALE, height=0.7, label="plain step")
-    axes.barh(names, planned, color=BLUE, height=0.35, label="this plan")
+    figure, (axes,) = style.blank(height=1.0 + 0.24 * len(shown))
+    axes.barh(names, plain, color=style.PALE, height=0.7, label="plain step")
+    axes.barh(names, planned, color=style.BLUE, height=0.35, label="this plan")
     for k, (before, now) in enumerate(zip(plain, planned, strict=True)):
-        write(axes, f"{format_bytes(before)}, {format_bytes(now)}", (before, k), (3, 0), up="center")
-    lay_bars(axes, "bytes that an update reads and writes")
+        style.write(axes, f"{format_bytes(before)}, {format_bytes(now)}", (before, k), (3, 0), up="center")
+    style.lay_bars(axes, "bytes that an update reads and writes")
     axes.set_xticks([])
-    legend_above(axes)
-    return fit_size(figure)
+    style.legend_above(axes)
+    return style.fit_size(figure)
 
 
-def parts_figure(step: Prediction) -> ReportFigure:
+def parts_figure(step: Prediction) -> style.ReportFigure:
     seconds = {part.name: part.seconds or 0.0 for part in step.parts}
-    figure, (axes,) = blank(height=0.5 + 0.24 * len(seconds))
+    figure, (axes,) = style.blank(height=0.5 + 0.24 * len(seconds))
     names = list(seconds)
-    axes.barh(names, [1e3 * s for s in seconds.values()], color=BLUE, height=0.65)
+    axes.barh(names, [1e3 * s for s in seconds.values()], color=style.BLUE, height=0.65)
     for k, value in enumerate(seconds.values()):
-        write(axes, format_seconds(value) if value else "0", (1e3 * value, k), (3, 0), up="center")
-    lay_bars(axes, f"predicted time (ms), {format_seconds(sum(seconds.values()))} in all")
-    return fit_size(figure)
+        style.write(axes, style.format_seconds(value) if value else "0", (1e3 * value, k), (3, 0), up="center")
+    style.lay_bars(axes, f"predicted time (ms), {style.format_seconds(sum(seconds.values()))} in all")
+    return style.fit_size(figure)
 
 
-def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> ReportFigure:
+def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -> style.ReportFigure:
     """Draws a bar for each method of a table: exchanges, and work on rows."""
-    figure, (axes,) = blank(height=1.0 + 0.24 * len(terms))
-    kinds = {"exchanges": BLUE, "rows": SKY, "fixed": PALE}
+    figure, (axes,) = style.blank(height=1.0 + 0.24 * len(terms))
+    kinds = {"exchanges": style.BLUE, "rows": style.SKY, "fixed": style.PALE}
     split = [_split(seconds) for seconds in terms.values()]
     left = [0.0] * len(split)
     for kind, colour in kinds.items():
@@ -303,12 +279,12 @@ def methods_figure(path: str, taken: str, terms: Mapping[str, Sequence[Term]]) -
         left = [a + b for a, b in zip(left, wide, strict=True)]
     for k, (method, total) in enumerate(zip(terms, left, strict=True)):
         own = method == taken
-        words = f"{format_seconds(total / 1e3)}{', this plan' if own else ''}"
-        write(axes, words, (total, k), (3, 0), up="center", bold=own)
-    lay_bars(axes, "predicted time in a step (ms)")
-    axes.set_title(path, fontsize=FONT, loc="left", pad=18)  # above the legend
-    legend_above(axes)
-    return fit_size(figure)
+        words = f"{style.format_seconds(total / 1e3)}{', this plan' if own else ''}"
+        style.write(axes, words, (total, k), (3, 0), up="center", bold=own)
+    style.lay_bars(axes, "predicted time in a step (ms)")
+    axes.set_title(path, fontsize=style.FONT, loc="left", pad=18)  # above the legend
+    style.legend_above(axes)
+    return style.fit_size(figure)
 
 
 def _split(terms: Sequence[Term]) -> Mapping[str, float]:
@@ -318,52 +294,58 @@ def _split(terms: Sequence[Term]) -> Mapping[str, float]:
     return seconds
 
 
-def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> ReportFigure:
+def speedup_figure(devices: Sequence[int], speedups: Sequence[float], limits: Sequence[str]) -> style.ReportFigure:
     """Draws speed-up against N beside the ideal one, with colours and names for what takes most of a step."""
-    figure, (axes,) = blank()
-    axes.plot(devices, [n / devices[0] for n in devices], color=PALE, linewidth=1.2)
-    axes.plot(devices, speedups, color=INK, linewidth=0.8, zorder=2)
-    for limit, colour in zip(dict.fromkeys(limits), itertools.cycle((BLUE, ORANGE, GREEN, PURPLE, INK)), strict=False):
+    figure, (axes,) = style.blank()
+    axes.plot(devices, [n / devices[0] for n in devices], color=style.PALE, linewidth=1.2)
+    axes.plot(devices, speedups, color=style.INK, linewidth=0.8, zorder=2)
+    for limit, colour in zip(
+        dict.fromkeys(limits),
+        itertools.cycle((style.BLUE, style.ORANGE, style.GREEN, style.PURPLE, style.INK)),
+        strict=False,
+    ):
         at = [k for k, limit_ in enumerate(limits) if limit_ == limit]
         x, y = [devices[k] for k in at], [speedups[k] for k in at]
         axes.plot(x, y, "o", color=colour, markersize=4, zorder=3, label=limit)
-    log_axes(axes)
-    label_ends(axes, [(devices[-1] / devices[0], "ideal", GREY), (speedups[-1], "simulated", INK)])
-    legend = {"title": "most of a step", "title_fontsize": FONT, "alignment": "left", "handlelength": 0.8}
-    axes.legend(fontsize=FONT, frameon=False, loc="upper left", **legend)
-    name_axes(axes, "devices (N), as many examples on each", "speed-up (examples a second)")
-    return fit_size(figure)
+    style.log_axes(axes)
+    style.label_ends(axes, [(devices[-1] / devices[0], "ideal", style.GREY), (speedups[-1], "simulated", style.INK)])
+    legend = {"title": "most of a step", "title_fontsize": style.FONT, "alignment": "left", "handlelength": 0.8}
+    axes.legend(fontsize=style.FONT, frameon=False, loc="upper left", **legend)
+    style.name_axes(axes, "devices (N), as many examples on each", "speed-up (examples a second)")
+    return style.fit_size(figure)
 
 
-def measured_figure(measured: Sequence[Timing]) -> ReportFigure:
+def measured_figure(measured: Sequence[Timing]) -> style.ReportFigure:
     """Draws predicted against measured times, with the diagonal and a band of 20%. If there are many, only those
     outside of the band have labels, and none that would cover another."""
-    figure, (axes,) = blank(height=3.0)
+    figure, (axes,) = style.blank(height=3.0)
     times = [s for t in measured for s in (t.predicted_s, t.measured_s)]
     ends = [min(times) / 1.6, max(times) * 1.6]
     low, high = ([(1 + sign * NEAR) * x for x in ends] for sign in (-1, 1))
-    axes.fill_between(ends, low, high, color=PALE, alpha=0.5, linewidth=0)
-    axes.plot(ends, ends, color=GREY, linewidth=0.8)
+    axes.fill_between(ends, low, high, color=style.PALE, alpha=0.5, linewidth=0)
+    axes.plot(ends, ends, color=style.GREY, linewidth=0.8)
     for timing in measured:
-        axes.plot(timing.measured_s, timing.predicted_s, "o", color=BLUE if timing.near else ORANGE, markersize=4)
+        axes.plot(
+            timing.measured_s, timing.predicted_s, "o", color=style.BLUE if timing.near else style.ORANGE, markersize=4
+        )
     axes.set_xlim(*ends)
     axes.set_ylim(*ends)
-    log_axes(axes, "seconds", "seconds")
+    style.log_axes(axes, "seconds", "seconds")
     axes.set_aspect("equal")
     labelled = sorted(
         measured if len(measured) <= _LABELLED else [t for t in measured if not t.near], key=lambda t: t.near
     )
     labels = [_note(axes, timing.label, timing.measured_s, timing.predicted_s) for timing in labelled]
-    name_axes(axes, "measured time of a step", "predicted time of a step")
-    fit_size(figure)
-    keep_apart(labels)
+    style.name_axes(axes, "measured time of a step", "predicted time of a step")
+    style.fit_size(figure)
+    style.keep_apart(labels)
     return figure
 
 
 def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> Annotation:
     if _across(axes, x) < 0.55:
-        return write(axes, words, (x, y), (4, -3), up="top", bold=bold)
-    return write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
+        return style.write(axes, words, (x, y), (4, -3), up="top", bold=bold)
+    return style.write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
 
 
 def _across(axes: Axes, x: float) -> float:
@@ -373,6 +355,6 @@ def _across(axes: Axes, x: float) -> float:
 
 
 def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) -> None:
-    colour, dashes = METHOD_STYLES[method]
+    colour, dashes = style.METHOD_STYLES[method]
     pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # 0 has no place on a log axis
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)

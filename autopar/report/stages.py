@@ -10,25 +10,11 @@ from matplotlib.patches import Rectangle
 from autopar.cost.stage_time import simulate_pipeline
 from autopar.ir.plan import PipelinePlan
 from autopar.planning.replay import Staleness
+from autopar.report import style
 from autopar.report.build import Parts
-from autopar.report.style import (
-    BLUE,
-    FONT,
-    GREEN,
-    INK,
-    ORANGE,
-    PALE,
-    WIDTH,
-    ReportFigure,
-    blank,
-    fit_size,
-    format_seconds,
-    label_ends,
-    name_axes,
-)
 from autopar.report.tables import TableRow
 
-_COLOURS: Mapping[str, str] = {"F": BLUE, "B": ORANGE, "W": GREEN}
+_COLOURS: Mapping[str, str] = {"F": style.BLUE, "B": style.ORANGE, "W": style.GREEN}
 _WORDS: Mapping[str, str] = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 #: Inches for each device.
 _HIGH = 0.32
@@ -70,10 +56,10 @@ def add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None)
     return f"in {where}"
 
 
-def schedule_figure(plan: PipelinePlan) -> ReportFigure:
+def schedule_figure(plan: PipelinePlan) -> style.ReportFigure:
     """Draws each device's tasks in time, as in SpecTrain's figure 6 and GPipe's figure 2; numbers are microbatches."""
     simulated = simulate_pipeline(plan)
-    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices, width=2 * WIDTH)
+    figure, (axes,) = style.blank(height=0.8 + _HIGH * plan.devices, width=2 * style.WIDTH)
     is_numbered = max(2 * plan.microbatches, len(plan.scheduled.orders[-1])) <= _NUMBERED
     for task, start in simulated.starts.items():
         replicas = plan.stages[task.stage].devices
@@ -83,60 +69,64 @@ def schedule_figure(plan: PipelinePlan) -> ReportFigure:
         axes.add_patch(Rectangle((start, device - 0.4), length, 0.8, facecolor=colour, edgecolor="white", lw=0.5))
         if is_numbered and length > _NARROW * simulated.seconds:
             middle = start + length / 2
-            axes.text(middle, device, str(task.microbatch), fontsize=FONT - 2, color="white", ha="center", va="center")
+            axes.text(
+                middle, device, str(task.microbatch), fontsize=style.FONT - 2, color="white", ha="center", va="center"
+            )
     axes.set_xlim(0, simulated.seconds)
     axes.set_ylim(plan.devices - 0.4, -0.6)
     axes.set_yticks(range(plan.devices))
     if plan.is_timed:
-        axes.xaxis.set_major_formatter(lambda value, _: format_seconds(value) if value else "0")
+        axes.xaxis.set_major_formatter(lambda value, _: style.format_seconds(value) if value else "0")
     else:
         axes.set_xticks([])
     kinds = [kind for kind in _COLOURS if any(task.kind == kind for task in simulated.starts)]
     axes.legend(
         [Rectangle((0, 0), 1, 1, facecolor=_COLOURS[kind]) for kind in kinds],
         [_WORDS[kind] for kind in kinds],
-        fontsize=FONT,
+        fontsize=style.FONT,
         frameon=False,
         ncols=len(kinds),
         loc="lower right",
         bbox_to_anchor=(1, 1),
     )
-    name_axes(axes, "time" if plan.is_timed else "time (rates of the devices aren't known)", "device")
-    return fit_size(figure)
+    style.name_axes(axes, "time" if plan.is_timed else "time (rates of the devices aren't known)", "device")
+    return style.fit_size(figure)
 
 
-def device_figure(plan: PipelinePlan) -> ReportFigure:
+def device_figure(plan: PipelinePlan) -> style.ReportFigure:
     """Draws how long each device computes and waits, as in SpecTrain's figure 10."""
     simulated = simulate_pipeline(plan)
-    figure, (axes,) = blank(height=0.8 + _HIGH * plan.devices)
+    figure, (axes,) = style.blank(height=0.8 + _HIGH * plan.devices)
     for device, busy in enumerate(simulated.busy):
-        axes.barh(device, busy, color=BLUE, height=0.7)
-        axes.barh(device, simulated.seconds - busy, left=busy, color=PALE, height=0.7)
+        axes.barh(device, busy, color=style.BLUE, height=0.7)
+        axes.barh(device, simulated.seconds - busy, left=busy, color=style.PALE, height=0.7)
         share = f"{1 - busy / simulated.seconds:.0%} waits" if simulated.seconds else ""
-        axes.text(simulated.seconds, device, f" {share}", fontsize=FONT, color=INK, va="center")
+        axes.text(simulated.seconds, device, f" {share}", fontsize=style.FONT, color=style.INK, va="center")
     axes.set_ylim(plan.devices - 0.4, -0.6)
     axes.set_yticks(range(plan.devices))
     axes.set_xticks([])
-    name_axes(axes, "time of the microbatches", "device")
-    return fit_size(figure)
+    style.name_axes(axes, "time of the microbatches", "device")
+    return style.fit_size(figure)
 
 
-def staleness_figure(measured: Staleness) -> ReportFigure:
+def staleness_figure(measured: Staleness) -> style.ReportFigure:
     """Draws the distance of weights to those that they stand for, as they are and as predicted (SpecTrain, figure 8):
     of each stage's forwards, or of backwards if these miss nothing."""
     tasks = {task.stage: task for task in reversed(measured.tasks)}
     shown = [tasks[stage] for stage in sorted(tasks)]
-    figure, panels = blank(width=max(WIDTH, 1.75 * len(shown)), panels=len(shown))
+    figure, panels = style.blank(width=max(style.WIDTH, 1.75 * len(shown)), panels=len(shown))
     for axes, task in zip(panels, shown, strict=True):
         updates = range(1, len(task.stale) + 1)
-        axes.plot(updates, task.stale, color=ORANGE, linewidth=1.2)
-        axes.plot(updates, task.predicted, color=BLUE, linewidth=1.2)
+        axes.plot(updates, task.stale, color=style.ORANGE, linewidth=1.2)
+        axes.plot(updates, task.predicted, color=style.BLUE, linewidth=1.2)
         axes.set_ylim(bottom=0)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.2g}")
         what = f"{task.kind} of stage {task.stage}, s = {task.ahead}"
-        name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
-    label_ends(panels[-1], [(shown[-1].stale[-1], "stale", ORANGE), (shown[-1].predicted[-1], "predicted", BLUE)])
-    return fit_size(figure)
+        style.name_axes(axes, "updates", "RMSE" if axes is panels[0] else "", title=what)
+    style.label_ends(
+        panels[-1], [(shown[-1].stale[-1], "stale", style.ORANGE), (shown[-1].predicted[-1], "predicted", style.BLUE)]
+    )
+    return style.fit_size(figure)
 
 
 def staleness_rows(measured: Staleness) -> Sequence[TableRow]:
