@@ -15,21 +15,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from autopar.backends import indices
 from autopar.backends.devices import OwnPart
-from autopar.backends.indices import (
-    along,
-    as_bits,
-    find,
-    find_own,
-    gather_rows,
-    local_index,
-    pull_rows,
-    scatter_rows,
-    set_at,
-    sorted_unique,
-    spread_last_row,
-    untouched,
-)
 from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.program import RouteType
 from autopar.jax_types import Array, Params
@@ -53,27 +40,27 @@ class SingleDevice(RowBackend):
 
     def route(self, params: Params, *ids: Array) -> Route:
         flat = jnp.concatenate([i.astype(jnp.int32) for i in ids]) if ids else jnp.zeros((0,), jnp.int32)
-        rows = sorted_unique(flat, params["rows"], params["extent"])
-        return Route(rows, untouched(rows))
+        rows = indices.sorted_unique(flat, params["rows"], params["extent"])
+        return Route(rows, indices.untouched(rows))
 
     def pull(self, params: Params, leaf: Array, route: Route) -> Array:
-        return pull_rows(leaf, route.rows, route.spare, params["axis"], params["state"])
+        return indices.pull_rows(leaf, route.rows, route.spare, params["axis"], params["state"])
 
     def fetch(self, params: Params, rows: Array, route: Route) -> Array:
         return rows
 
     def lookup(self, params: Params, fetched: Array, route: Route, index: Array) -> Array:
-        return gather_rows(params, fetched, local_index(params, route.rows, index))
+        return indices.gather_rows(params, fetched, indices.local_index(params, route.rows, index))
 
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
-        number = find(route.rows, ids, jnp.iinfo(jnp.int32).max)
-        return fetched.at[along(params["axis"], number)].get(mode="clip")
+        number = indices.find(route.rows, ids, jnp.iinfo(jnp.int32).max)
+        return fetched.at[indices.along(params["axis"], number)].get(mode="clip")
 
     def push(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
-        return scatter_rows(params, base, local_index(params, route.rows, index), updates)
+        return indices.scatter_rows(params, base, indices.local_index(params, route.rows, index), updates)
 
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:
-        return set_at(base, params["axis"], find(route.rows, ids, jnp.iinfo(jnp.int32).max), updates)
+        return indices.set_at(base, params["axis"], indices.find(route.rows, ids, jnp.iinfo(jnp.int32).max), updates)
 
     def row_numbers(self, route: Route, extent: int) -> Array:
         return jnp.where(route.rows < extent, route.rows, route.spare)
@@ -85,14 +72,14 @@ class SingleDevice(RowBackend):
         extent = params["extent"]
 
         def reduced(rows: Array, some: Route) -> Array:
-            which = (some.rows < extent) & (find_own(route.rows, some.rows) == route.rows.shape[0])
+            which = (some.rows < extent) & (indices.find_own(route.rows, some.rows) == route.rows.shape[0])
             return reduce_some(params, rows, which)
 
         routed = reduce_routed(params, rows, route.rows < extent, extent, *alone)
         return self.join_others(params, routed, others, reduced)
 
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
-        return spread_last_row(rows, route.rows, params["axis"], params["extent"])
+        return indices.spread_last_row(rows, route.rows, params["axis"], params["extent"])
 
     def blocks(self, rows: int, extent: int) -> int:
         return -(-extent // rows)
@@ -126,20 +113,20 @@ class GatheredRows(SingleDevice):
         if params["requested"] is None:  # nothing is spread
             return super().route(params, *ids)
         count, extent = self._devices.count, params["extent"]
-        requested = sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
+        requested = indices.sorted_unique(jnp.concatenate(ids).astype(jnp.int32), params["requested"] // count, extent)
         theirs = jax.lax.all_gather(requested, self._devices.axis, tiled=True)
-        rows = sorted_unique(theirs, params["rows"], extent)
-        return GatheredRoute(rows, untouched(rows), requested, find(rows, theirs, extent))
+        rows = indices.sorted_unique(theirs, params["rows"], extent)
+        return GatheredRoute(rows, indices.untouched(rows), requested, indices.find(rows, theirs, extent))
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
         assert isinstance(route, GatheredRoute), "gradients of this device alone are aggregated"
-        return scatter_rows(params, base, local_index(params, route.requested, index), updates)
+        return indices.scatter_rows(params, base, indices.local_index(params, route.requested, index), updates)
 
     def deliver(self, params: Params, sums: Array, route: Route, base: Array | None = None) -> Array:
         assert isinstance(route, GatheredRoute), "gradients of this device alone are delivered"
         axis, touched = params["axis"], route.rows.shape[0]
         gather = functools.partial(jax.lax.all_gather, axis_name=self._devices.axis, tiled=True)
-        rows = as_bits(gather, jnp.moveaxis(sums, axis, 0))
+        rows = indices.as_bits(gather, jnp.moveaxis(sums, axis, 0))
         start = jnp.zeros((touched, *rows.shape[1:]), rows.dtype) if base is None else jnp.moveaxis(base, axis, 0)
         return jnp.moveaxis(start.at[route.back].add(rows, mode="drop"), 0, axis)
 
