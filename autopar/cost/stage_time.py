@@ -246,18 +246,6 @@ class Chain:
     byte_s: float = 0.0  #: Seconds for each byte that is sent from a device to another.
     memory: float | None = None  #: Bytes of each device; None: no limit.
 
-    def stage_seconds(self, start: int, end: int, replicas: int) -> float:
-        """Returns the seconds of a stage for each microbatch."""
-        own = self.layers[start:end]
-        reduced = 2 * (replicas - 1) / replicas * sum(x.gradient for x in own) * self.byte_s / self.microbatches
-        return sum(x.seconds for x in own) / replicas + reduced
-
-    def stage_bytes(self, start: int, end: int, replicas: int, before: int) -> float:
-        """Returns the memory of each device of a stage by 1F1B. `before`: devices of the stages ahead of it."""
-        own = self.layers[start:end]
-        held = -(-min(self.microbatches, self.devices - before) // replicas)
-        return sum(x.state + x.gradient + held * x.activation for x in own)
-
 
 def partition(chain: Chain, stages: int | None = None, replicas: Sequence[int] | None = None) -> Partition | None:
     """Finds the best partition into `stages` stages (default: any number), with given `replicas` (default: any).

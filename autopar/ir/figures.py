@@ -100,11 +100,6 @@ class Work:
     #: iterations count each; gradients of lookups don't count.
     sums: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def reduced_bytes(self) -> int:
-        """Bytes of all sums over examples."""
-        return sum(size * count for size, count in self.sums)
-
     def on(self, devices: int) -> float:
         """Returns the operations of each of `devices` devices."""
         return self.examples / devices + self.parameters

@@ -18,7 +18,7 @@ from typing import NewType
 import numpy as np
 
 from autopar.errors import ArgumentsError, PlanError
-from autopar.ir.cluster import ClusterSpec, state_budget
+from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
 from autopar.ir.pipeline import Calls, Pipeline
 from autopar.ir.schedule import Places, Schedule
@@ -221,11 +221,6 @@ class Plan:
         ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
         about = (self.devices, self.microbatches, self.strategy, limits, *ways)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
-
-    @property
-    def missing_bytes(self) -> int:
-        """Bytes by which the state exceeds a device's budget; 0 if it fits, or without a cluster."""
-        return 0 if self.cluster is None else max(0, self.state_bytes - state_budget(self.cluster.device.memory_bytes))
 
     def table(self, path: str) -> TablePlan:
         """Returns the table of a path.

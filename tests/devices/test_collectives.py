@@ -101,7 +101,7 @@ def test_sums_over_examples_are_counted(model: str, tolerance: float) -> None:
     planned = autopar.parallelize(case.step, strategy="ps", mesh=mesh_of(2))
     state, batch = case.state, case.batches(0)
     text = planned.lower(state, batch).compile().as_text()
-    counted = autopar.plan(planned, state, batch).work.reduced_bytes
+    counted = sum(size * count for size, count in autopar.plan(planned, state, batch).work.sums)
     assert counted == pytest.approx(result_bytes(text)["all-reduce"], rel=tolerance)
 
 

@@ -23,11 +23,14 @@ def _seconds(chain: Chain, ends: Sequence[int], replicas: Sequence[int]) -> floa
     """Of the slowest stage or send; infinity where a stage exceeds the memory."""
     slowest, start = 0.0, 0
     for k, (end, own) in enumerate(zip(ends, replicas, strict=True)):
-        size = chain.stage_bytes(start, end, own, sum(replicas[:k]))
+        layers = chain.layers[start:end]
+        held = -(-min(chain.microbatches, chain.devices - sum(replicas[:k])) // own)  # microbatches, by 1F1B
+        size = sum(x.state + x.gradient + held * x.activation for x in layers)
         if chain.memory is not None and size > chain.memory:
             return np.inf
         send = chain.layers[start].sent * chain.byte_s if start else 0.0
-        slowest, start = max(slowest, chain.stage_seconds(start, end, own), send), end
+        reduced = 2 * (own - 1) / own * sum(x.gradient for x in layers) * chain.byte_s / chain.microbatches
+        slowest, start = max(slowest, sum(x.seconds for x in layers) / own + reduced, send), end
     return slowest
 
 
