@@ -22,7 +22,7 @@ def format_program(program: Program) -> str:
     """Returns the program's text, nested blocks indented, inputs and outputs with their paths."""
     names: dict[Var, str] = {}
     lines = [f"program {program.name}"]
-    for var, leaf in zip(program.block.inputs, program.inputs, strict=True):
+    for var, leaf in program.named_inputs:
         lines.append(f"  in  {_name(var, names)}:{var.type} {leaf.role} {leaf.path}")
     lines += format_block(program.block, names, "  ")
     for atom, leaf in zip(program.block.outputs, program.outputs, strict=True):

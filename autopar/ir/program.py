@@ -324,6 +324,11 @@ class Program:
         return known(self.rows)
 
     @property
+    def named_inputs(self) -> list[tuple[Var, Input]]:
+        """The variable of each input, and what it is."""
+        return list(zip(self.block.inputs, self.inputs, strict=True))
+
+    @property
     def new_states(self) -> dict[int, int]:
         """Index of a state input -> index of the output that is its new value."""
         return {o.state: k for k, o in enumerate(self.outputs) if o.state is not None}

@@ -67,7 +67,7 @@ def analyze_batch(
         if v.shape[axis] and (v.shape[axis] % parts == 0 or v.shape[axis] == undivided)
     }
     if microbatches > 1:
-        paths = {v: x.path for v, x in zip(program.block.inputs, program.inputs, strict=True)}
+        paths = {v: x.path for v, x in program.named_inputs}
         _check_divides(paths, named, starts, devices, microbatches)
     axes = _follow(program, starts, parts)
     over = f"{devices} devices" if microbatches == 1 else f"{parts} parts"
@@ -80,15 +80,12 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch.
     """
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    inputs = [(v, input_.path) for v, input_ in pairs if input_.role == "batch"]
+    inputs = [(v, input_.path) for v, input_ in program.named_inputs if input_.role == "batch"]
     places = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
     if program.new_states or not isinstance(batch_axis, int):
         return named
-    arguments = {
-        v: input_.path.partition("/")[0] for v, input_ in zip(program.block.inputs, program.inputs, strict=True)
-    }
+    arguments = {v: input_.path.partition("/")[0] for v, input_ in program.named_inputs}
     parameters = _parameters(program, arguments, named)
     return {v: axis for v, axis in named.items() if arguments[v] not in parameters} or named
 
@@ -145,7 +142,7 @@ def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[V
       arguments: Input -> its argument.
       named: Leaf that may have examples -> their axis.
     """
-    tables = {arguments[v] for v, x in zip(program.block.inputs, program.inputs, strict=True) if x.role == "table"}
+    tables = {arguments[v] for v, x in program.named_inputs if x.role == "table"}
     tables |= _used_as_parameters(program.block, arguments, named)
     if tables:
         return tables
@@ -204,8 +201,7 @@ def _note(program: Program, over: str, named: Mapping[Var, int], starts: Mapping
     if named and not starts:
         sizes = ", ".join(map(str, sorted({v.shape[axis] for v, axis in named.items()})))
         return f"nothing is spread: {over} don't divide the batch ({sizes})"
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    carried = [input_.path for v, input_ in pairs if input_.role == "state" and v in axes]
+    carried = [input_.path for v, input_ in program.named_inputs if input_.role == "state" and v in axes]
     count = len(axes) - len(starts) - len(carried)
     note = f"{len(starts)} inputs are spread over {over}, and {count} values that follow from them"
     return f"{note}; carried along with the examples: {', '.join(carried)}" if carried else note

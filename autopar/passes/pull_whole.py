@@ -85,7 +85,7 @@ def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
     of_tables = {"*", "**", None, *(asked_of(strategy, path).pattern for path in tables)}
     read = {a for e in program.block.equations for a in e.inputs}
     wanted: dict[int, bool] = {}
-    for k, (leaf, input_) in enumerate(zip(program.block.inputs, program.inputs, strict=True)):
+    for k, (leaf, input_) in enumerate(program.named_inputs):
         asked = asked_of(strategy, input_.path)
         if input_.role not in ("state", "table") or input_.path in tables or asked.where != "hosts":
             continue

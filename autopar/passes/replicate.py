@@ -77,7 +77,7 @@ def replicate(
     gradients = backward_pass(program) if is_in_every_step else set()
     broken = first_nonlinear(program, gradients, found) if gradients else None
     floating = [k for k in program.new_states if jnp.issubdtype(block.inputs[k].dtype, jnp.floating)]
-    batch = [v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"]
+    batch = [v for v, input_ in program.named_inputs if input_.role == "batch"]
     plan = SyncPlan(
         name=sync.name,
         clients=clients,
@@ -213,7 +213,7 @@ def first_nonlinear(program: Program, gradients: Collection[Equation], weights: 
     block, new = program.block, program.new_states
     slots = (v for k, v in enumerate(block.inputs) if k in new and k not in weights)
     own = {v for v in slots if jnp.issubdtype(v.dtype, jnp.floating)}
-    batch = {v for v, input_ in zip(block.inputs, program.inputs, strict=True) if input_.role == "batch"}
+    batch = {v for v, input_ in program.named_inputs if input_.role == "batch"}
     varying: set[Var] = own | batch
     broken: dict[Var, Equation] = {}
     for equation in block.equations:

@@ -73,9 +73,8 @@ class LookupRewriter(Rewriter):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        pairs = zip(program.block.inputs, program.inputs, strict=True)
         #: Functions of the state alone.
-        self.pure: set[Atom] = {var for var, input_ in pairs if input_.role in ("state", "table")}
+        self.pure: set[Atom] = {var for var, input_ in program.named_inputs if input_.role in ("state", "table")}
         self.uniform: dict[Atom, Atom] = {}  #: Value -> the scalar that all its elements are.
 
     def run(self, program: Program) -> tuple[Program, int]:

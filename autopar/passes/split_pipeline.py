@@ -127,7 +127,7 @@ def _plan(
     division: Division,
     measured: Measurements,
 ) -> PipelinePlan:
-    paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
+    paths = {v: leaf.path for v, leaf in program.named_inputs}
     rates, stages = measured.stages, []
     for k, load in enumerate(loads):
         stages.append(

@@ -157,8 +157,7 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
     """
     plain = [e for e in before if not e.op.startswith(PREFIX)]
     of_batch = dependent(plain, walk.whole_values)
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    of_weights = dependent(before, [v for v, input_ in pairs if input_.role != "batch" and not _counts(v)])
+    of_weights = dependent(before, _weights(program))
     for equation in plain:
         is_work = equation.op in PRODUCTS or equation.bodies
         if is_work and all(not some.isdisjoint(equation.inputs) for some in (of_batch, of_weights)):
@@ -281,11 +280,9 @@ class _Microbatch(Localizer):
 
     def __init__(self, shared: Shared, program: Program) -> None:
         super().__init__(shared)
-        pairs = zip(program.block.inputs, program.inputs, strict=True)
-        weights = [v for v, input_ in pairs if input_.role != "batch" and not _counts(v)]
         #: Values of the global program that are known before any microbatch, in order.
         self.whole_values: dict[Var, None] = {}
-        self._of_weights = dependent(program.block.equations, weights)
+        self._of_weights = dependent(program.block.equations, _weights(program))
 
     @property
     def may_repeat(self) -> bool:
@@ -331,5 +328,7 @@ def _called(op: str) -> str:
     return f"a {op} loop" if op in ("scan", "while") else f"a {op}"
 
 
-def _counts(var: Var) -> bool:
-    return jax_compat.is_key(var.dtype) or np.dtype(var.dtype).kind in "iub"
+def _weights(program: Program) -> list[Var]:
+    """Returns inputs besides the batch, but for counters and random keys."""
+    apart = [v for v, input_ in program.named_inputs if input_.role != "batch"]
+    return [v for v in apart if not jax_compat.is_key(v.dtype) and np.dtype(v.dtype).kind not in "iub"]

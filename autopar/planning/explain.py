@@ -185,8 +185,7 @@ def _log_bytes(planned: PlannedStep, family: int) -> int:
         whole = known(stacked.program.facts.space_of(stacked.input_of(space.leaves[0])))
         family, share = whole.family, space.extent / whole.extent
     lead = f"update log {family}/"
-    pairs = zip(program.inputs, program.block.inputs, strict=True)
-    return round(share * sum(v.type.nbytes for input_, v in pairs if input_.path.startswith(lead)))
+    return round(share * sum(v.type.nbytes for v, input_ in program.named_inputs if input_.path.startswith(lead)))
 
 
 @dataclass(frozen=True, slots=True)

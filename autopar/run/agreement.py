@@ -45,10 +45,9 @@ def check_same_call(
     """
     name = program.name
     text = _plain(block_text(program.block, _contents))
-    pairs = list(zip(program.inputs, program.block.inputs, strict=True))
     mine = {
         "options": {"JAX": jax.__version__, **options},
-        "arguments": [f"{input_.path} {var.type}" for input_, var in pairs],
+        "arguments": [f"{input_.path} {var.type}" for var, input_ in program.named_inputs],
         "program": _digest("\n".join(text).encode()),
         "leaves": [_contents(leaf) for leaf in leaves],
     }

@@ -218,6 +218,5 @@ def _families(program: Program) -> list[_Family]:
     if any(e.effects for e in program.block.equations):
         return []
     families = [_Family(program, space) for space in program.facts.spaces if space.accesses and space.refusal is None]
-    pairs = zip(program.inputs, program.block.inputs, strict=True)
-    plain = [input_.role not in ("state", "table") and not jax_compat.is_key(var.type.dtype) for input_, var in pairs]
+    plain = [i.role not in ("state", "table") and not jax_compat.is_key(v.dtype) for v, i in program.named_inputs]
     return [f for f in families if any(f.used) and all(p for p, u in zip(plain, f.used, strict=True) if u)]

@@ -41,8 +41,7 @@ class ServedRunner(Runner):
         copies = [0 if devices is None else 1 if along is not None else devices.mesh.size for along in placements]
         self._kept = KeptPlacements(compiled.analysed, copies)
         self.programs = ServedPrograms(compiled.program, compiled.analysed, devices, self._kept.placed)
-        inputs = zip(self._analysed.inputs, self._analysed.block.inputs, strict=True)
-        shapes = ", ".join(f"{input_.path} {v.type}" for input_, v in inputs if input_.role != "state")
+        shapes = ", ".join(f"{i.path} {v.type}" for v, i in self._analysed.named_inputs if i.role != "state")
         self._mode = f"{compiled.plan.served}, {shapes} (program {self.programs.digest})"
         states = self._analysed.new_states
         self._types = {k: self._analysed.block.outputs[out].type for k, out in states.items()}

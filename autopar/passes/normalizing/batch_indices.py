@@ -44,8 +44,7 @@ _SCATTER = _Names("inserted_window_dims", "scatter_dims_to_operand_dims", "scatt
 
 def batch_indices(program: Program, counting: Counting) -> tuple[Program, int]:
     """Returns the program with such gathers and scatters batched, and their number."""
-    given = zip(program.block.inputs, program.inputs, strict=True)
-    sizes = {v.shape[0] for v, i in given if i.role == "batch" and v.shape and v.shape[0] > 1}
+    sizes = {v.shape[0] for v, i in program.named_inputs if i.role == "batch" and v.shape and v.shape[0] > 1}
     return _Batch(program.block, counting, sorted(sizes, reverse=True)).run(program)
 
 

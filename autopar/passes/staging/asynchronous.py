@@ -45,7 +45,7 @@ class _Cutter:
     def __init__(self, staged: StagedStep, program: Program, soonest: Calls) -> None:
         self._staged, self._program, self._soonest = staged, program, soonest
         block = program.block
-        self._paths = {v: leaf.path for v, leaf in zip(block.inputs, program.inputs, strict=True)}
+        self._paths = {v: leaf.path for v, leaf in program.named_inputs}
         self._states = {block.inputs[leaf]: block.outputs[out] for leaf, out in program.new_states.items()}
         self._constants = frozenset(old for old, new in self._states.items() if new is old)
         self._clocks = dict(self._without_gradients())

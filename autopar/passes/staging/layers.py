@@ -110,7 +110,7 @@ def cut_layers(program: Program, ends: Mapping[Var, Ends]) -> CutProgram:
     inputs = tuple(cutter.parts.get(v, v) for v in program.block.inputs)
     own: list[Input] = []
     numbers: dict[int, int] = {}
-    for k, (var, leaf) in enumerate(zip(program.block.inputs, program.inputs, strict=True)):
+    for k, (var, leaf) in enumerate(program.named_inputs):
         numbers[k] = len(own)
         own += [dataclasses.replace(leaf, path=p) for p in layers_path(leaf.path, ends[var])] if var in ends else [leaf]
     outputs: list[Atom | tuple[Atom, ...]] = []

@@ -56,7 +56,7 @@ def used_weights(program: Program, parts: Parts) -> list[Var]:
     use."""
     whole = {v for v, axis in zip(parts.body.inputs, parts.step.params["axes"], strict=True) if axis is None}
     outer = read_by(parts)
-    states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state" and v.shape]
+    states = [v for v, input_ in program.named_inputs if input_.role == "state" and v.shape]
     reached = {v: dependent(parts.before, [v]) for v in states}
     order: dict[Var, None] = {}
     for equation in parts.body.equations:
@@ -130,7 +130,7 @@ def update_homes(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
 
 def other_homes(program: Program, parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """Returns the stage of the state's other leaves, that of the weight whose update reads them."""
-    states = [v for k, v in enumerate(program.block.inputs) if program.inputs[k].role == "state"]
+    states = [v for v, input_ in program.named_inputs if input_.role == "state"]
     groups = _elementwise((*parts.before, *parts.after), [*homes, *states, *parts.step.outputs])
     stages = {groups[v]: homes[v] for v in homes if v in groups}
     return {v: stages.get(groups.get(v, -1), 0) for v in states if v not in homes}

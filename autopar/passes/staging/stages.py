@@ -130,7 +130,7 @@ def _asked_ends(
     program: Program, stacks: Sequence[Stack], stages: Sequence[Sequence[str]]
 ) -> Iterator[tuple[Var, Ends]]:
     """Yields where to cut stacked leaves: at the ends of the layers that patterns name."""
-    paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
+    paths = {v: leaf.path for v, leaf in program.named_inputs}
     named = {pattern: split_layers(pattern) for patterns in stages for pattern in patterns}
     for stack in stacks:
         ranges = []
@@ -149,7 +149,7 @@ def _asked_ends(
 def _by_patterns(cut: CutProgram, whole: Program, stages: Sequence[Sequence[str]]) -> dict[Var, int]:
     """Returns the stage of each weight of a program whose leaves are cut where patterns name layers."""
     program = cut.program
-    paths = {v: leaf.path for v, leaf in zip(program.block.inputs, program.inputs, strict=True)}
+    paths = {v: leaf.path for v, leaf in program.named_inputs}
     weights = used_weights(program, find_parts(program))
     homes = {}
     for var in weights:
@@ -198,9 +198,8 @@ def microbatch_counts(program: Program, pipeline: Pipeline) -> list[int]:
     """Returns the numbers of microbatches to try: those that divide the batch of an analysed program."""
     if pipeline.microbatches != AUTO or pipeline.is_asynchronous:
         return [pipeline.microbatch_count]
-    pairs = zip(program.block.inputs, program.inputs, strict=True)
-    sizes = [v.shape[program.batch[v]] for v, input_ in pairs if input_.role == "batch" and v in program.batch]
-    examples = math.gcd(*sizes)
+    batch = [v for v, input_ in program.named_inputs if input_.role == "batch" and v in program.batch]
+    examples = math.gcd(*(v.shape[program.batch[v]] for v in batch))
     return [count for count in COUNTS if examples % count == 0]
 
 
