@@ -196,6 +196,12 @@ def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom
     return list(copy.equations), env.get(output, output) if isinstance(output, Var) else output
 
 
+def copied(equation: Equation, inputs: Iterable[Atom]) -> Equation:
+    """Returns an equation on other operands, with results and bodies of its own."""
+    outputs, bodies = tuple(Var(v.type) for v in equation.outputs), tuple(clone(b)[0] for b in equation.bodies)
+    return dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=bodies)
+
+
 def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
     """Returns a copy with variables of its own, except for those that `env` replaces."""
     env = {} if env is None else env

@@ -24,7 +24,7 @@ from autopar.ir.local import NotLocal, Spread, State
 from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.slicing import clone, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
+from autopar.ir.slicing import clone, copied, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
 from autopar.passes.localize import Localizer
 from autopar.passes.localizing.local_forms import Shared
 from autopar.passes.localizing.local_rows import push_partial
@@ -202,7 +202,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
     own = [e for e in local.equations if e.op == _REDUCE or _is_own(e, varying)]
     read = {a for e in own for a in e.inputs if isinstance(a, Var) and a in after}
     made = {v for e in own if e.op != _REDUCE for v in e.outputs}
-    copied = {id(e) for e in needed_equations(local.equations, read - made)}
+    twice = {id(e) for e in needed_equations(local.equations, read - made)}
     new: dict[Atom, Atom] = {}
     equations: list[Equation] = []
     lines: dict[Source | None, None] = {}
@@ -213,16 +213,16 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
             equations.append(dataclasses.replace(equation, inputs=inputs))
         else:
             equations.append(equation)
-        if id(equation) not in copied or is_own or after.isdisjoint(equation.outputs):
+        if id(equation) not in twice or is_own or after.isdisjoint(equation.outputs):
             continue
         # A copy for the microbatch itself, beside the one over the batch that the update reads.
-        outputs = tuple(Var(v.type) for v in equation.outputs)
-        new.update(zip(equation.outputs, outputs, strict=True))
+        copy = copied(equation, inputs)
+        new.update(zip(equation.outputs, copy.outputs, strict=True))
         if equation.op == _REDUCE:
             lines[_line(local, equation.outputs[0])] = None
-            equations.append(_times(inputs[0], count if equation.params["op"] == "sum" else 1, outputs[0]))
+            equations.append(_times(inputs[0], count if equation.params["op"] == "sum" else 1, copy.outputs[0]))
         else:
-            equations.append(_with_own_bodies(dataclasses.replace(equation, inputs=inputs, outputs=outputs)))
+            equations.append(copy)
     return Block(local.inputs, tuple(equations), tuple(local.outputs)), tuple(lines)
 
 

@@ -18,7 +18,7 @@ from autopar.ir.operations import plain_name
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
 from autopar.ir.program_plan import FamilyPlan
 from autopar.ir.rowspace import Free, Index, Row, RowFacts, RowSpace, can_be_run_again
-from autopar.ir.slicing import clone
+from autopar.ir.slicing import copied
 from autopar.ir.writer import Writer
 from autopar.jax_types import AnyType, Leaf
 
@@ -350,12 +350,7 @@ class Scope(Writer):
 
     def copy(self, equation: Equation) -> Equation:
         """Appends an equation on dense values, with results and bodies of its own."""
-        copy = dataclasses.replace(
-            equation,
-            inputs=tuple(self.get(a) for a in equation.inputs),
-            outputs=tuple(Var(v.type) for v in equation.outputs),
-            bodies=tuple(clone(b)[0] for b in equation.bodies),
-        )
+        copy = copied(equation, map(self.get, equation.inputs))
         self.append(copy)
         return copy
 

@@ -10,7 +10,7 @@ from autopar.analysis.flow import dependent
 from autopar.analysis.primitives import MOVES
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.schedule import Kind
-from autopar.ir.slicing import clone, eliminate_dead, halves, needed_equations
+from autopar.ir.slicing import copied, eliminate_dead, halves, needed_equations
 
 #: Operations that relate rows of a table to all of it.
 _ROWS = ("ap.pull", "ap.commit")
@@ -217,11 +217,9 @@ class _Copier:
             equation = made[0]
             # Recomputation for gradients of inputs isn't delayed to "W".
             label = Label("B", reader.stage) if id(equation) in self._for_inputs else reader
-            inputs = tuple(self.again(a, reader) for a in equation.inputs)
-            outputs = tuple(Var(v.type) for v in equation.outputs)
-            bodies = tuple(clone(body)[0] for body in equation.bodies)
-            self._new.update(zip(equation.outputs, outputs, strict=True))
-            self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies), label)
+            copy = copied(equation, [self.again(a, reader) for a in equation.inputs])
+            self._new.update(zip(equation.outputs, copy.outputs, strict=True))
+            self.append(copy, label)
         return self._new[atom]
 
     def _read_for(self, direction: str, parts: Parts, labels: Mapping[Equation, Label]) -> set[int]:
