@@ -19,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.strategy import Results, Sparse, Strategy, check_choices
 from autopar.jax_types import Pytree
 from autopar.measure.calibrate import rates_of
-from autopar.measure.machine import NOWHERE, Machine, memory_of
+from autopar.measure.figures import NOWHERE, Machine, memory_of
 from autopar.measure.stage_rates import stage_rates_of
 from autopar.run.arguments import donated_arguments, positions_of, static_arguments
 from autopar.run.asked import Asked

@@ -16,8 +16,8 @@ from jax.sharding import Mesh
 from autopar.api import planned_by
 from autopar.backends.devices import Devices
 from autopar.cost.rates import Rates
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, AutoparError
+from autopar.ir.figures import format_bytes
 from autopar.measure.calibrate import rates_of
 from autopar.measure.cluster import Cluster, measure_cluster, missing_links
 from autopar.measure.figures import cache_folder, shown_path

@@ -13,9 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec, Link
-from autopar.ir.figures import wire_bytes
+from autopar.ir.figures import format_bytes, wire_bytes
 
 #: Measured AllReduces between ranks: by MPI, and in rings (`autopar.mpi.exchange`).
 _OF_RANKS = ("mpi_all_reduce", "ring_all_reduce")

@@ -175,3 +175,15 @@ class Sizes:
         owned = min(shard_rows, self.devices * capacity) + 1
         checks = capacity < min(requested, shard_rows)
         return dataclasses.replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)
+
+
+# --- figures for people ---
+
+
+def format_bytes(size: float) -> str:
+    """Writes 1536 as '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"

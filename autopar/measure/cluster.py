@@ -25,9 +25,8 @@ from autopar.ir.cluster import PCIE, ClusterSpec, Device, Link
 from autopar.jax_types import Comm, Json, Pytree
 from autopar.launch.cluster_file import DEVICE_COLLECTIVES, RANK_COLLECTIVES, format_toml, read_cluster
 from autopar.launch.group import Group, MpiGroup, everyone
-from autopar.measure.figures import cache_file, measuring, write_cache
+from autopar.measure.figures import cache_file, measuring, memory_of, write_cache
 from autopar.measure.loops import Budget, collective_points, product_seconds, undisturbed, walk_seconds
-from autopar.measure.machine import memory_of
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.limits import cores, machine_name, total_bytes
 

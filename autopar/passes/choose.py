@@ -13,10 +13,9 @@ from autopar.analysis.tensor import TensorGroup, divide_products
 from autopar.cost.memory import Shardable, choose_sharded, is_open, leaf_bytes, state_bytes
 from autopar.cost.model import EXCHANGES_MARGIN, MOST_EXCHANGES_S
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
-from autopar.cost.units import format_bytes
 from autopar.errors import PlanError, StrategyError
 from autopar.ir.cluster import STATE_SHARE, state_budget
-from autopar.ir.figures import wire_bytes
+from autopar.ir.figures import format_bytes, wire_bytes
 from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches

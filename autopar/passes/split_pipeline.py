@@ -17,8 +17,8 @@ from autopar import jax_compat
 from autopar.analysis.tensor import Division
 from autopar.cost.rates import Measurements
 from autopar.cost.stage_time import choose_slack, pipeline_memory, stage_times, steps_ahead
-from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
+from autopar.ir.figures import format_bytes
 from autopar.ir.pipeline import PHASES, Calls, Phase, Pipeline, StagedStep, StageProgram
 from autopar.ir.plan import PipelinePlan, StagePlan
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Var

@@ -26,15 +26,15 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.cost.exchange import ID_TERMS
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan, TensorPlan
 from autopar.ir.program import Block, Equation
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.timeline import Run, Send, Timeline
 from autopar.jax_types import Pytree
 from autopar.measure.collectives import Collective, read_collectives
-from autopar.measure.machine import NOWHERE
+from autopar.measure.figures import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.planning.predictions import predict_method
 from autopar.run.asynchronous import AsynchronousRunner

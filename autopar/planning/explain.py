@@ -16,9 +16,9 @@ from rich.text import Text
 
 from autopar.cost.exchange import table_3
 from autopar.cost.model import touched_bytes
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan
 from autopar.ir.program import known
 from autopar.ir.rowspace import RowSpace

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
-from autopar.cost.units import format_bytes
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import PipelinePlan, Plan, ServedPlan, SyncPlan, TensorGroupPlan
 from autopar.ir.schedule import Task
 from autopar.ir.topology import Everyone

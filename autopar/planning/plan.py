@@ -37,7 +37,7 @@ from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, without_hosts
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
-from autopar.measure.machine import NOWHERE, Machine
+from autopar.measure.figures import NOWHERE, Machine
 from autopar.passes.choosing.capacity import device_ids
 from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.planned_step import PlannedStep

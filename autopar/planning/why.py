@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
-from autopar.ir.figures import Term
+from autopar.ir.figures import Term, format_bytes
 from autopar.ir.pipeline import Calls
 from autopar.ir.plan import PipelinePlan, Plan, require_plan
 from autopar.ir.schedule import SCHEDULES, AsynchronousRule

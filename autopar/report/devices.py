@@ -14,9 +14,9 @@ from matplotlib.text import Annotation
 
 from autopar.cost import Term
 from autopar.cost.simulate import StepTime
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import Plan, TablePlan
 from autopar.planning.predictions import Prediction, predict
 from autopar.planning.simulate import Simulation, simulate_devices

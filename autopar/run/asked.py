@@ -14,7 +14,7 @@ from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.strategy import TENSOR, split_method
-from autopar.measure.machine import Machine
+from autopar.measure.figures import Machine
 from autopar.run.drift import AlphaWatch
 from autopar.run.planner import Planner
 from autopar.run.step import ParallelStep

@@ -17,8 +17,8 @@ import numpy as np
 
 from autopar.backends.across import is_global
 from autopar.backends.stage_device import StageDevice
-from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.figures import format_bytes
 from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import ArrayType, Program, Var
 from autopar.jax_compat import ConcreteArray

@@ -27,7 +27,7 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import AnyJaxpr, Leaf, Pytree, PyTreeDef
 from autopar.measure.alpha import id_inputs
-from autopar.measure.machine import NOWHERE, Machine
+from autopar.measure.figures import NOWHERE, Machine
 from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
 from autopar.run.stacked import on_ordinary_tables

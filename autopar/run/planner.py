@@ -18,9 +18,9 @@ from autopar.backends.across import local
 from autopar.backends.clients import Clients
 from autopar.backends.devices import Devices
 from autopar.compile import Compiled, analyze_program, compile_program
-from autopar.cost.units import format_bytes
 from autopar.errors import ArgumentsError, SlowPlanWarning, StepError, StrategyError, warn
 from autopar.ir.cluster import state_budget
+from autopar.ir.figures import format_bytes
 from autopar.ir.layout import even_axis
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
@@ -32,8 +32,7 @@ from autopar.launch.group import StoreGroup, everyone
 from autopar.launch.notices import tell
 from autopar.launch.progress import mark
 from autopar.measure.cluster import reductions_here
-from autopar.measure.figures import assumed_note
-from autopar.measure.machine import Machine
+from autopar.measure.figures import Machine, assumed_note
 from autopar.mpi.world import check_connected, check_ranks
 from autopar.passes.analyze_batch import parameters_of
 from autopar.passes.choose import move_tables, on_hosts

@@ -11,8 +11,8 @@ import jaxlib.version
 import numpy as np
 
 from autopar.cost.model import touched_bytes
-from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.figures import format_bytes
 from autopar.ir.strategy import ROW_METHODS, asked_of
 from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size

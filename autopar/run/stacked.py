@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from autopar.backends.across import is_global
 from autopar.backends.devices import Devices
 from autopar.backends.layouts import placed
-from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom
 from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace

@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar import explicit_meshes, jax_compat
 from autopar.backends import across
-from autopar.cost.units import format_bytes
 from autopar.errors import CheckpointError, SlowPlanWarning, warn
+from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Index, Leaf, Pytree
 

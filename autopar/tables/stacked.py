@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.across import jit_on
 from autopar.backends.devices import Devices
-from autopar.backends.watched import jit_on
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
 from autopar.ir.stacked import StackPlace

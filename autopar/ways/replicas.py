@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Self
 
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
-from autopar.cost.units import format_bytes
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import TOPOLOGIES
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan

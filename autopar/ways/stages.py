@@ -27,7 +27,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.strategy import asks_for_hosts
 from autopar.jax_types import Leaf
 from autopar.launch.group import StoreGroup
-from autopar.measure.machine import Machine, memory_of
+from autopar.measure.figures import Machine, memory_of
 from autopar.measure.stage_rates import first_rates, profiled_rates, stage_rates_of
 from autopar.passes.localizing.tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline

@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.jax_types import Leaf
-from autopar.measure.machine import looked_up
+from autopar.measure.figures import looked_up
 from autopar.passes.analyze_batch import analyze_batch
 from autopar.passes.analyze_rows import analyze_rows
 from autopar.passes.choose import compares_methods

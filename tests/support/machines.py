@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autopar.measure.machine import Machine
+from autopar.measure.figures import Machine
 from autopar.run.planner import Planner
 
 

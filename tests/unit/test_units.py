@@ -21,7 +21,7 @@ from autopar.cost.model import (
     lifting_pays_on_accelerators,
     touched_bytes,
 )
-from autopar.cost.units import format_bytes
+from autopar.ir.figures import format_bytes
 from autopar.ir.paths import matches
 from tests.support.pairs import pairwise
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.update_log import AnyLog
-from autopar.cost.units import format_bytes
 from autopar.errors import SlowPlanWarning, warn
+from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import aligned, allocate_table, require_pages

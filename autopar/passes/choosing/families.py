@@ -19,9 +19,8 @@ from autopar.analysis.values import Numbering
 from autopar.cost.exchange import REPLAY, sent_bytes, step_seconds, step_terms
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
-from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
-from autopar.ir.figures import HEADROOM, Sizes, Term
+from autopar.ir.figures import HEADROOM, Sizes, Term, format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopar.cost.rates import NOMINAL, Measurements, StageRates
 from autopar.cost.stage_time import Chain, Partition, StageTimes, choose_slack, partition, simulate_schedule
-from autopar.cost.units import format_bytes
 from autopar.errors import StrategyError
+from autopar.ir.figures import format_bytes
 from autopar.ir.paths import matches, matches_layers, split_layers
 from autopar.ir.pipeline import AUTO, Calls, Pipeline
 from autopar.ir.program import Program, Var

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cost.units import format_bytes
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import DensePlan, PipelinePlan, StagePlan, TablePlan
 from autopar.measure.alpha import Alpha
 from autopar.planning.explain import ExplainedLeaf, Explanation

@@ -17,7 +17,7 @@ from autopar.backends.devices import Devices
 from autopar.backends.stage_device import StageDevice
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline
-from autopar.measure.machine import NOWHERE
+from autopar.measure.figures import NOWHERE
 from autopar.run.arguments import NamedArguments
 from autopar.run.per_device import PerDevice
 from autopar.run.planner import Planner

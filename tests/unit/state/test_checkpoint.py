@@ -25,7 +25,7 @@ from autopar.backends.host.storage import HostRows
 from autopar.ir.layout import RowLayout
 from autopar.launch.progress import PROGRESS
 from autopar.state import checkpoint, saving
-from autopar.state.files import rows
+from autopar.state.files import arrays
 from autopar.state.files.arrays import RowFiles, array_name, write_rows
 from autopar.state.files.manifest import LeafRecord
 from autopar.tables.host import HostTable
@@ -122,7 +122,7 @@ def test_a_manifest_names_its_layout_as_it_always_did(tmp_path: Path) -> None:
 def test_rows_of_any_number_of_ranks_are_read_by_any_other(
     cyclic: bool, dtype: str, extent: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rows, "CHUNK", 2 * 2 * np.dtype(dtype).itemsize)  # two rows
+    monkeypatch.setattr(arrays, "CHUNK", 2 * 2 * np.dtype(dtype).itemsize)  # two rows
     table = np.arange(extent * 2).reshape(extent, 2).astype(dtype)
     for ranks in (1, 2, 3, 4):
         layout = RowLayout(extent, ranks, cyclic)
@@ -142,7 +142,7 @@ def test_rows_of_any_number_of_ranks_are_read_by_any_other(
         np.testing.assert_array_equal(read.part((slice(0, 1), slice(1, 2))), table[:1, 1:])
 
 
-WRITERS = ((saving, "write_dense"), (saving, "write_rows"), (rows, "_open"))
+WRITERS = ((saving, "write_dense"), (saving, "write_rows"), (arrays, "_open"))
 
 
 def test_a_save_that_is_interrupted_anywhere_leaves_a_whole_checkpoint(

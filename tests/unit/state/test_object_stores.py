@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.state.files import rows
+from autopar.state.files import arrays
 from autopar.state.files.places import ObjectPath, place_of
 from tests.support.checkpoints import batch_of, everything, hosted, make_state, same, saved_value
 from tests.support.object_store import ObjectStore, object_store
@@ -58,7 +58,7 @@ def bucket(request: Any, server: ObjectStore, environment: Callable[..., None]) 
 
 
 def test_every_kind_of_leaf_comes_back(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "CHUNK", 100)  # of several rows, and several chunks
+    monkeypatch.setattr(arrays, "CHUNK", 100)  # of several rows, and several chunks
     state = everything() | {"table": hosted(2.5)["t"], "w": np.arange(300.0).reshape(100, 3)}
     state["numpy"][3] = state["numpy"][3].astype(np.int32)  # in this machine's order of bytes
     autopar.save(bucket.url, state, position={"epoch": 1, "batch": 2})
