@@ -99,14 +99,15 @@ def parallelize(
       tensor_axis: Another axis of the mesh, over whose devices matrix products are divided, as `strategy` says; with
         it "auto" divides those for which that is predicted to pay. By default the mesh's first other axis, where a
         strategy says "tensor", and else none: along other axes devices do the same.
-      axis_name: Of a step that is written for one device of several, as for `jax.pmap(step, axis_name=...)`, the name
-        by which it reduces over them. What is run is what `pmap` computes over the mesh's devices; the state is given
-        once, the batch whole. Results that differ from device to device come stacked, [devices, ...].
+      axis_name: The name by which the step reduces over devices, if it is written for one of several, as for
+        `jax.pmap(step, axis_name=...)`. It computes what `pmap` computes over the mesh's devices, but is given the
+        state once and the batch whole. Results that differ from device to device come stacked, [devices, ...].
       batch_axis: The axis of the batch's leaves that runs over its examples, leaves without it being on every device;
         or a mapping from patterns over the batch's paths to an axis or None (every device has all of it):
         `{"batch/ids": 1, "batch/negatives": None}`; the first match wins, 0 where there is none.
-      results: Across processes, where results with a value for each example are: "whole" on every process, where NumPy
-        reads them (the default of functions without state), or "spread", each where its example is (that of steps).
+      results: Where results with a value for each example are, if there are several processes. "whole": on every
+        process, so that NumPy can read them (the default of functions without state). "spread": each value where its
+        example is (the default of steps).
       strategy: "auto" (the default), or the method of every sparse parameter ("ps", "allgather", "allreduce_rows": on
         its touched rows, even where that doesn't pay; "allreduce": dense; ("ps", "hosts"): with its rows in host
         memory, owned by the ranks of an MPI job, or by this process), or a mapping from patterns over parameter paths
@@ -120,12 +121,12 @@ def parallelize(
       donate: Whether the state is updated in place.
       donate_argnums, donate_argnames: As for `jax.jit`: arguments that the step may overwrite. If they don't name all
         of the state, none of it is updated in place. Those of a `jax.jit` around the step hold as well.
-      state_argnums: Positions of the state, where it can't be found by its coming back.
+      state_argnums: Positions of the state, where it isn't recognised because the step returns it.
       batch_argnums: Positions of arguments that are no state, though the step returns something like them.
       static_argnums, static_argnames: As for `jax.jit`: arguments that are no arrays, by position and by name; each
         value of theirs is planned by itself. Those of a `jax.jit` around the step are static here, too.
-      replan: What is done where batches come to touch other numbers of rows than the one that the plan was made by:
-        "warn" (an `AlphaDriftWarning`, which says what to do) or "off": nobody watches. Across processes nobody does.
+      replan: What to do once batches touch more or fewer rows than the plan was made for: "warn" (an
+        `AlphaDriftWarning`, which says what to do) or "off". Over several processes rows aren't watched.
       microbatches: M parts into which the batch (on N devices each device's examples) is divided. They run one after
         the other, their gradients are summed, and the update runs once: the same function in a M-th of the memory of
         activations (gradient accumulation). A step whose examples depend on one another, as by batch norm, is a

@@ -43,7 +43,7 @@ class HasPasses(Protocol):
         ...
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
-        """Returns the program that is run in its place, whose tables are stacked; None if there is none."""
+        """Returns the program that is run instead, whose tables are stacked; None if there is none."""
         ...
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:

@@ -120,7 +120,7 @@ class AlphaDriftWarning(UserWarning):
     """Batches touch many more or many fewer rows of a table than the one that the plan was made by."""
 
 
-#: Where frames are no place of the user's: autopar itself, and JAX, which calls it back.
+#: Where no frame is the user's: autopar itself, and JAX, which calls it back.
 _OURS = tuple(str(Path(file).parent) + os.sep for file in (__file__, jax.__file__))
 _LIBRARIES = tuple(os.path.realpath(path) + os.sep for path in (Path(__file__).parent, sysconfig.get_paths()["stdlib"]))
 

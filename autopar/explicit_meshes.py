@@ -46,7 +46,7 @@ def outside_mesh(call: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _on_mesh(leaf: Leaf, mesh: Any) -> Leaf:
-    """Returns an array on a mesh over the same devices, without a copy, if that mesh can express its place."""
+    """Returns an array on a mesh over the same devices, without a copy, if that mesh can express its sharding."""
     old = leaf.sharding if isinstance(leaf, jax.Array) else None
     if not isinstance(old, NamedSharding):
         return leaf

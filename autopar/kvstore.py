@@ -1,4 +1,4 @@
-"""A distributed key-value store, of which `autopar.sync` is made: for writing a way of training by hand.
+"""A distributed key-value store, as below `autopar.sync`, for writing a way of training by hand.
 
 After MXNET-MPI (section 4 and its figures 2 to 8). Servers are threads in the ranks, or dedicated processes (`launch
 --servers`). Calls of one rank take effect in their order.
@@ -71,7 +71,8 @@ def create(kind: Kind = "sync", *, clients: int | None = None, servers: int | No
       servers: Number of ranks that keep keys, the first ones (of dedicated servers, if the job has some); None: all.
 
     Raises:
-      ArgumentsError: there is no such kind, the clients don't divide the ranks, or there are fewer servers.
+      ArgumentsError: there is no such kind, the clients don't divide the ranks, or more servers are asked for
+        than there are.
       LaunchError: these processes are no ranks of an MPI job.
     """
     if kind not in get_args(Kind):

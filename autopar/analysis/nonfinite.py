@@ -37,7 +37,7 @@ class NonfiniteOutcome:
     zero: bool = False
     events: frozenset[Event] = _NOTHING  #: Events that may affect it.
     nan: frozenset[Event] = _NOTHING  #: Those that make all of it NaN.
-    even: frozenset[Event] = _NOTHING  #: Those that leave all rows finite, or make all NaN, at each place of a row.
+    even: frozenset[Event] = _NOTHING  #: Those that leave all rows finite, or make all NaN, at each element of a row.
     alike: frozenset[Event] = _NOTHING  #: Those that leave all rows equal.
     zero_or_nan: frozenset[Event] = _NOTHING  #: Those that leave all of it 0, or make all of it NaN.
     #: Rows that loops carry or slice (inputs of loops' bodies) on which it depends.

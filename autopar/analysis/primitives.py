@@ -30,15 +30,15 @@ class Linear(enum.Enum):
 class Primitive:
     """The description of a primitive."""
 
-    elementwise: bool = False  #: Each element of the result depends on the operands' elements in the same place.
-    moves: bool = False  #: Its results have the operands' elements unchanged, in any places.
+    elementwise: bool = False  #: Each element of the result depends on the operands' elements at the same index.
+    moves: bool = False  #: Its results have the operands' elements unchanged, in any order.
     #: If it works on each array of a stack, the rank of one (of the first operand's): all axes ahead of it are the
     #: stack's, in all operands and results.
     core: int | None = None
     linear: Linear = Linear.NO
     keeps_zero: bool = False  #: Zeros give zeros.
-    #: A NaN in any operand gives NaN (in the places that depend on it), and finite floats give finite ones except at a
-    #: pole.
+    #: A NaN in any operand gives NaN in the elements that depend on it, and finite floats give finite ones except at
+    #: a pole.
     keeps_nan: bool = False
     compares: bool = False  #: A NaN gives the same answer whatever it is compared with.
     sizes: str = ""  #: The parameter with the sizes of the result's axes; "" if none has.

@@ -385,7 +385,7 @@ def _updated(flow: RowFlow, families: set[int]) -> dict[int, int]:
 
 # --- the abstract interpreter: runs `analysis.rules` over a program, values in place of arrays ---
 #
-# It finds each variable's place in row space, which equations touch rows, and which need all of them.
+# It finds each variable's row axis and family, which equations touch rows, and which need all of them.
 #: The remedy for a table in a while loop.
 _NO_WHILE = (
     "use lax.scan, or lax.fori_loop with bounds that are known when the step is traced; what ends earlier can skip the "

@@ -475,7 +475,7 @@ def leaves_of(body: Block, changed: int, read: int, zero: Sequence[int]) -> list
 #
 # The walk above assumes that some leaves are zero. Here they needn't be: with each value the same walk carries a bound
 # on its distance from the value that it would then be. For each of these leaves it is a number, *reach*, times the
-# leaf's element in the same place. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and within 1e4 |m| where v is
+# leaf's element at the same index. m / (sqrt(v) + 1e-8) is within 1e8 |m| of zero, say, and within 1e4 |m| where v is
 # at least 1e-8: reaches are computed for several such *floors*.
 
 

@@ -56,7 +56,7 @@ class Devices:
         return 1 if self.tensor_axis is None else self.mesh.shape[self.tensor_axis]
 
     def position(self) -> Array:
-        """Returns the device's number, int32[], in the program of one device."""
+        """Returns the device's index, int32[], in the program of one device."""
         return jax.lax.axis_index(self.axis).astype(jnp.int32)
 
     @functools.cached_property
@@ -85,7 +85,7 @@ class Devices:
         Args:
           fun: Takes and returns local arrays; may use collectives over `axis`.
           axes: For each operand the axis along which it is spread; None: every device has all of it.
-          returned: The same for the results: one for a single result, else a tuple.
+          returned: The axis of each result, as a tuple; a single result's axis as it is.
           *operands: Global arrays.
         """
         return self.mapped(fun, axes, returned)(*operands)
@@ -138,7 +138,7 @@ class OwnPart(Devices, abc.ABC):
 
     @property
     def by_ranks(self) -> OwnPart:
-        """The view by ranks, for values that are spread over these."""
+        """The view in which a rank counts as one device, for values that are spread over ranks."""
         return self
 
     def share(self, value: Array, axis: int) -> Array:

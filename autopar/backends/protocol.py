@@ -127,7 +127,7 @@ class RowBackend(abc.ABC):
 
     @abc.abstractmethod
     def densify(self, params: Params, rows: Array, route: Route) -> Array:
-        """Returns all rows: the routed ones in their places, the padding row's value elsewhere."""
+        """Returns all rows: the routed ones as they are, the padding row's value elsewhere."""
 
     def fill(self, params: Params, leaf: Array, rows: Array, route: Route, *unless: Array) -> Array:
         """Makes all rows equal to the padding row, in place, unless one of some conditions holds."""

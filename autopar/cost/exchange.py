@@ -20,15 +20,15 @@ from autopar.ir.figures import Sizes, Term, wire_bytes
 from autopar.ir.strategy import HOSTED, Where
 
 ID_BYTES = 4
-#: The term of deferred rows, and how many memory passes bringing one up to date takes. Measured on 2 cores, 4 devices,
-#: with AdamW: 30 ns a number, which is read and written in 0.4 ns.
+#: The name of the term of deferred rows; bringing one up to date takes as long as this many passes over it. Measured on
+#: 2 cores, 4 devices, with AdamW: 30 ns a number, which is read and written in 0.4 ns.
 REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 #: Terms that send ids alone, which families of the same ids may share.
 ID_TERMS = ("send ids", "gather ids")
 
 
 def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
-    """Maps methods by which a family may go to the bytes that each device, or rank, sends in a step."""
+    """Maps the methods that a family may be trained by to the bytes that each device, or rank, sends in a step."""
     terms = method_terms(sizes, where)
     methods = terms if where == "devices" else (HOSTED, "allgather", "allreduce")[:: 2 if sizes.constant else 1]
     return {method: sum(t.sent for t in terms[method]) for method in methods}
@@ -37,7 +37,8 @@ def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
 def method_terms(
     sizes: Sizes, where: Where, rates: Rates = NO_TIME, hosts: HostRates = NO_HOST_TIME
 ) -> Mapping[str, tuple[Term, ...]]:
-    """Maps methods to their terms in a step, of a family that is on devices, or on hosts and might be on devices."""
+    """Maps methods to their terms in a step. A family on hosts has its own terms beside those it would have on
+    devices."""
     if where == "devices":
         return step_terms(rates, sizes)
     return {HOSTED: host_terms(sizes, hosts), **step_terms(rates, sizes.on_devices())}
@@ -201,8 +202,8 @@ def step_parts(
 
 
 def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> tuple[Term, ...]:
-    """Adds up sums over examples; rates measured in whole steps hold for each sum by itself, as XLA runs them, where
-    sums don't share messages."""
+    """Lists the sums over examples. Rates that were measured in whole steps hold for each sum by itself, since XLA runs
+    them so, unless sums share messages."""
     size = dense.gradient_bytes
     sent = int(wire_bytes("all-reduce", devices, size))
     if not size:

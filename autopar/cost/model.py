@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 
-#: The lifted step is faster from this number, over the square root of a row's bytes (slots' rows included), of rows per
-#: looked-up id on. Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512, 4 at 2048.
+#: The lifted step is faster if the table has at least this number, divided by the square root of a row's bytes (slots'
+#: rows included), of rows per looked-up id. Measured on 2 CPU cores with Adagrad: 24 rows per id at 64 bytes, 9 at 512,
+#: 4 at 2048.
 ROWS_PER_ID = 192.0
 #: Deferred rows pay from this many bytes of a table and its slots on, at DEFERRED_ROWS times as many rows per id (at
 #: most MOST_DEFERRED_ROWS). Measured on 2 CPU cores with AdamW: five tables of 24,000 x 16 among 26 took as long as
@@ -21,8 +22,9 @@ SMALL_DEFERRED_BYTES, DEFERRED_ROWS, MOST_DEFERRED_ROWS = 1 << 23, 4.0, 32.0
 #: looked-up element. Measured on 2 cores, 4 devices, with AdamW: 3.4 ms for 512 ids of 192 numbers, 0.6 ms for 128 of
 #: 16; on one device 23 to 66 ns for an element.
 DEFERRED_S, DEFERRED_ELEMENT_S = 5e-4, 30e-9
-#: Their exchange must save this many times their cost, since both predictions are rough: a GPT with AdamW whose rows
-#: were predicted to save 1.70 ms and to cost 1.48 took 2.7 ms longer than plain data parallelism (2 cores, 4 devices).
+#: The exchange of deferred rows must save this many times their cost, since both predictions are rough: a GPT with
+#: AdamW whose rows were predicted to save 1.70 ms and to cost 1.48 took 2.7 ms longer than plain data parallelism (2
+#: cores, 4 devices).
 DEFERRED_MARGIN = 2.0
 #: On several CPU devices all exchanges of rows in a step must together save the time of this many smallest AllReduces.
 #: Dense gradients share one AllReduce; for an exchange of rows the devices wait for each other one to three times more,
@@ -33,8 +35,8 @@ DEFERRED_MARGIN = 2.0
 EXCHANGES_MARGIN = 40.0
 #: Upper limit of that time in seconds: between processes the smallest AllReduce alone takes milliseconds.
 MOST_EXCHANGES_S = 5e-3
-#: Seconds of a flush for each row, and of a step for each step that an update log may hold. Measured on 2 CPU cores,
-#: which other programs used as well.
+#: Seconds that a flush takes for each row; seconds that a longer update log adds to a step, for each step that it
+#: holds. Measured on 2 CPU cores, which other programs used as well.
 FLUSH_ROW_S, ENTRY_S = 36e-9, 20e-9
 #: Least and most steps in an update log.
 LOG_STEPS = 64, 1024
@@ -51,7 +53,7 @@ SMALL_FAMILY_BYTES = 1 << 16
 def log_steps(extent: int) -> int:
     """Returns the length of an update log, a power of two, that minimizes the time of flushes and steps of V rows.
 
-    The best length is the root of the ratio of their costs.
+    Flushes cost as the inverse of the length, steps as the length: the best one is the root of the ratio.
     """
     low, high = LOG_STEPS
     best = math.sqrt(extent * FLUSH_ROW_S / ENTRY_S)

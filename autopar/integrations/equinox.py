@@ -11,7 +11,7 @@
     model, opt_state, loss = train_step(model, opt_state, batch)
 
 `autopar.parallelize` takes a model as it is if all of its leaves are arrays. Here other leaves (activation functions,
-flags, Python numbers) are static: each set of them has one ordinary step, of the arguments with None in their place, as
+flags, Python numbers) are static: each set of them has one ordinary step, of the arguments with None instead, as
 by `eqx.partition`. Results may hold such leaves, too. Equinox itself is not imported.
 """
 
@@ -37,7 +37,7 @@ from autopar.tables.kinds import is_table
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Static:
-    """A tree's structure, and its leaves that are no arrays with their places."""
+    """A tree's structure, and its leaves that are no arrays with their indices."""
 
     tree: Pytree
     leaves: tuple[tuple[int, Leaf], ...]

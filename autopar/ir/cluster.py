@@ -1,7 +1,7 @@
 """Describes machines, devices, memories and links for the cost model.
 
-Figures hold in one direction; their `source` says whether they were measured or come from data sheets. All machines are
-alike. `autopar.Cluster` (`measure/cluster.py`) is found here, known by name, or read from a file.
+Bandwidths are those of one direction; `source` says whether figures were measured or come from data sheets. All
+machines are alike. `autopar.Cluster` (`measure/cluster.py`) measures this machine, knows some by name, or reads a file.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class ScaleOnly:
 class Fading:
     """Rows that are nearly scale-only: leaves that should be zero are too small to move others.
 
-    In a step a fading leaf moves another at most by *reach* times its element in the same place, and is itself
+    In a step a fading leaf moves another at most by *reach* times its element at the same index, and is itself
     multiplied by a number. Where the sum over all steps to come is less than a rounding, the row needn't be replayed
     either, up to the end of the update log. Where the other leaf is divided by a third (Adam's second moment), a larger
     divisor means a smaller reach: there is one for each lower bound in FLOORS.

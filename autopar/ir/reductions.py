@@ -33,7 +33,7 @@ class Reducer:
     reduce: Callable[[Array, tuple[int, ...]], Array]  #: Reduces an array over axes, in its own dtype.
     neutral: Callable[[np.dtype], np.ndarray]  #: Returns the neutral element of a dtype, as an array without axes.
     repeated: Callable[[Array, Array], Array] = _once  #: Joins a result with itself, `count` times.
-    #: JAX's collective over axes of a mesh, which may lose a NaN unless it adds.
+    #: JAX's collective over axes of a mesh; one other than `psum` may lose a NaN.
     across: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:

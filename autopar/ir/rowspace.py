@@ -166,7 +166,7 @@ class RowSpace:
 class RowFacts:
     """The findings of `analyze_rows`."""
 
-    values: Mapping[Var, Value]  #: Variable -> its place in row space; others are dense.
+    values: Mapping[Var, Value]  #: Variable -> its row axis and family; others are dense.
     #: Equation in row space -> how it is lifted: 'rows', 'lookup', 'push', 'reduce', 'contract' or 'dense' (a dense
     #: read of a whole leaf).
     roles: Mapping[Equation, str]
@@ -180,7 +180,7 @@ class RowFacts:
         return representative(self.parents, family)
 
     def value(self, atom: Atom) -> Value:
-        """Returns a variable's place in row space; None: it is dense, as constants are."""
+        """Returns a variable's row axis and family; None: it is dense, as constants are."""
         return self.values.get(atom) if isinstance(atom, Var) else None
 
     def space_of(self, leaf: int) -> RowSpace | None:

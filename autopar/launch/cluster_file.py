@@ -98,7 +98,7 @@ class HostFile:
 
 @dataclass(frozen=True)
 class _HostTable:
-    """A [[host]] table. Its checks raise ValueErrors, to which `from_json` adds the place."""
+    """A [[host]] table. Its checks raise ValueErrors, to which `from_json` adds where."""
 
     name: str = ""
     address: str = ""

@@ -87,7 +87,7 @@ class Group(abc.ABC):
     @property
     @abc.abstractmethod
     def rank(self) -> int:
-        """This process's place in the group."""
+        """This process's index in the group."""
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
         """Returns each process's value, in order. Collective.
@@ -192,7 +192,7 @@ class Group(abc.ABC):
         return self._read([result], about, read)[0]
 
     def _read(self, sent: Sequence[S], about: str, read: Callable[[S], T], first: int = 0) -> list[T]:
-        """Returns messages of processes, from the place `first` on, as `read` reads them; raises LaunchError if one
+        """Returns messages of processes, from the index `first` on, as `read` reads them; raises LaunchError if one
         isn't autopar's."""
         values = []
         for number, value in enumerate(sent, first):
@@ -278,7 +278,7 @@ class StoreGroup(Group):
 
     @property
     def rank(self) -> int:
-        """This process's place in the group; raises ArgumentsError if it has none."""
+        """This process's index in the group; raises ArgumentsError if it has none."""
         me = jax.process_index()
         if me not in self.members:
             raise ArgumentsError(
@@ -333,7 +333,7 @@ class StoreGroup(Group):
 
 
 def odd_one(values: Sequence[object]) -> int | None:
-    """Returns the place of the first value that differs from the first one; None if all are equal."""
+    """Returns the index of the first value that differs from the first one; None if all are equal."""
     return next((k for k, value in enumerate(values) if value != values[0]), None)
 
 

@@ -57,7 +57,7 @@ class Script:
         return exit_code(self._error)
 
     def _returned(self) -> bool:
-        """Says whether the script ended by its last line, by the place at which its frame stopped."""
+        """Says whether the script ended by its last line, by the line at which its frame stopped."""
         frame = self._frame
         return frame is None or dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
 

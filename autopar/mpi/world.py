@@ -1,4 +1,4 @@
-"""`world` and `job`: this process's place among the processes that an MPI launcher started.
+"""`world` and `job`: this process's rank among the processes that an MPI launcher started.
 
 The last processes of a job may be dedicated servers (`AUTOPAR_SERVERS`), which run nothing of the user's script: `job`
 has all processes, and `world` the workers alone, with the same numbers.

@@ -1,8 +1,9 @@
 """Brings a program into the form that later passes read, without dead and repeated equations.
 
 Lookups become gathers (`recognise_lookups`) in the tables themselves (`follow_joins`, `follow_reshapes`), sums over
-shards move to where these are made (`sink_sums`), accesses by examples' numbers are batched (`batch_indices`),
-gradients of slices are put together (`join_pads`), and broadcasts are explicit (`expand_broadcasts`).
+shards move to where these are made (`sink_sums`), gathers and scatters at each example's own index get batch axes
+(`batch_indices`), gradients of slices are put together (`join_pads`), and broadcasts are explicit
+(`expand_broadcasts`).
 
 Dead code goes first, so that an unused metric over a table can't refuse it; effects stay. Then equal pure equations of
 one block become one, so that the ids of a forward lookup and of its backward scatter are one value. Nested blocks are

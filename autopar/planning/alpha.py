@@ -1,6 +1,6 @@
 """`measure_alpha`: the share of each table's rows that workers touch, alone and together, over several batches.
 
-Parallax (5.3.1) calls alpha the sparsity. N workers touch fewer than n times the rows of one, as they share frequent
+Parallax (5.3.1) calls alpha the sparsity. n workers touch fewer than n times the rows of one, as they share frequent
 rows.
 """
 
@@ -32,8 +32,8 @@ class TableAlpha:
 
     Attributes:
       path: The table's path.
-      growth: Rows by number of workers.
-      workers, per_machine: Number of workers that were measured, and of workers on a machine.
+      growth: Number of workers -> distinct rows that they touch together.
+      workers, per_machine: Number of workers that were measured, and of workers on one machine.
       worker, machine, union: Distinct rows that one worker touches, that a machine's workers touch together, and that
         all measured workers do; means over workers and machines. `machine` is predicted if fewer workers were measured
         than a machine has.
@@ -174,7 +174,7 @@ class _Reader:
         self._readers: dict[PlannedStep, list[tuple[RowSpace, RowIds, Callable[..., Any]]]] = {}
 
     def read(self, args: Sequence[Pytree], number: int) -> None:
-        """Reads the rows of the call with this number."""
+        """Reads the rows of a call; `number`: its index among the batches."""
         pure, arrays, named = unwrapped(self._step, args, {}, "measure_alpha")
         own = self._own.setdefault(pure, on_devices(pure, self._spread))
         with warnings.catch_warnings():

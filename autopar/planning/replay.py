@@ -53,7 +53,7 @@ def replay(
 ) -> dict[Value, Array]:
     """Returns the results of a timeline.
 
-    The programs are the devices', compiled for one place. Values are moved and dropped where the timeline says so.
+    The programs are the devices', compiled for one device. Values are moved and dropped where the timeline says so.
 
     Args:
       step: The stages' programs.

@@ -1,9 +1,8 @@
 """`KeptPlacements`: places arguments that stay the same from call to call only once.
 
 JAX arrays and Tables are immutable. Their placements are kept by identity for as long as they live, and are shared by
-all steps that take them to the same place. NumPy arrays can change and are placed in each call; a warning names large
-ones that don't change. Global arrays aren't kept: placing them is collective, and processes might differ in what they
-have kept.
+all steps that place them alike. NumPy arrays can change and are placed in each call; a warning names large ones that
+don't change. Global arrays aren't kept: placing them is collective, and processes might differ in what they have kept.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _COMPARED = 256
 
 @dataclass(eq=False)
 class _Kept:
-    """An array's placements by place, dropped once the array is gone."""
+    """An array's placements, dropped once the array is gone."""
 
     source: weakref.ref[Pytree]
     placed: dict[Hashable, Array]
@@ -47,7 +46,7 @@ class _Kept:
         return _Kept(weakref.ref(leaf, lambda _: placed.clear()), placed)
 
 
-#: An array's id -> what it was placed as, while a step keeps that.
+#: An array's id -> its placements, while a step keeps them.
 _known: weakref.WeakValueDictionary[int, _Kept] = weakref.WeakValueDictionary()
 
 
@@ -60,7 +59,7 @@ def forget(leaves: Iterable[Leaf]) -> None:
 
 
 class KeptPlacements:
-    """Keeps a step's arguments where it takes them. `copies`: for each input how many devices hold all of it."""
+    """Keeps a step's placed arguments. `copies`: for each input how many devices hold all of it."""
 
     def __init__(self, program: Program, copies: Sequence[int]) -> None:
         self._program = program
@@ -76,8 +75,8 @@ class KeptPlacements:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
         Args:
-          k, leaf: Number of the input; an array or a Table.
-          where: Key of the place, equal for all steps that share it.
+          k, leaf: The input's index; an array or a Table.
+          where: Key of the placement, equal for all steps that share it.
           place: Brings the leaf there. Its result must not share memory with a NumPy view of the leaf, which would keep
             the leaf alive.
         """

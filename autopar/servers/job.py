@@ -15,7 +15,7 @@ from autopar.servers.messages import Kept, Leave, Message, Pull, Pulled, Push, R
 from autopar.servers.server import on_host, served, state_of
 from autopar.servers.timeline import Timeline
 
-#: Messages that could arrive next, each with its server -> the place of the one that does; None: none may.
+#: Messages that could arrive next, each with its server -> the index of the one that does; None: none may.
 Choice = Callable[[Sequence[tuple[int, Message]]], int | None]
 #: Yields messages by server; or None to wait, which the servers' answers end, in their order.
 Client = Generator[Mapping[int, Message] | None, Sequence[Sequence[Array]], None]

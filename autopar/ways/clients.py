@@ -80,7 +80,7 @@ class WithClients(Way):
 
     @property
     def has_timeline(self) -> bool:
-        """True even for one client, although `is_asynchronous` may be False for it."""
+        """True, also where there is one client and `is_asynchronous` is False."""
         return self.sync.is_asynchronous
 
     @property

@@ -54,8 +54,8 @@ class OnServers(WithClients):
 
     @classmethod
     def step(cls, asked: Asked) -> ParallelStep:
-        """Returns the step that a user calls: workers; data parallelism over all minibatches (staleness 0); or the
-        latter as a warm-up of the former."""
+        """Returns the step that a user calls: one of workers; with staleness 0 data parallelism over all minibatches;
+        or the latter as a warm-up of the former."""
         sync = asked.sync
         assert isinstance(sync, Async), "servers are asked for"
         if not sync.is_joined:
@@ -81,7 +81,7 @@ class OnServers(WithClients):
 
     @property
     def divides(self) -> bool:
-        """Always follows the batch: the step is cut at its gradients."""
+        """True: the step is cut at its gradients, so the batch is followed in any case."""
         return True
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
@@ -147,7 +147,7 @@ class OnServers(WithClients):
         return compare_served(planned, leaves, steps) if alone.ok else alone
 
     def sends(self, planned: PlannedStep, name: str) -> Check:
-        """Refuses."""
+        """Raises: what workers send is in no compiled program."""
         raise ArgumentsError(
             f"{name} trains with servers: what workers pull and push goes in messages, and is in no compiled program. "
             f"autopar.explain({name}, ...) tells what a worker sends; to check a step of one program, leave sync= out"

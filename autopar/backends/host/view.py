@@ -25,7 +25,7 @@ class RouteView:
     Attributes:
       rows: int32[U], the owner's rows in its shard; the shard's size for padding.
       spare: int32[1], a row of the shard that the step doesn't touch.
-      requested: int32[F], sorted places of the rows that this rank asked for; one past the last for padding.
+      requested: int32[F], sorted storage indices of the rows that this rank asked for; one past the last for padding.
     """
 
     rows: Array

@@ -1,1 +1,1 @@
-"""A checkpoint's files: their places, the folder with its versions, the manifest, rows of tables, ordinary arrays."""
+"""A checkpoint's files: locations, the folder with its versions, the manifest, rows of tables, ordinary arrays."""
