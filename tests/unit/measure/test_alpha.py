@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.measure import alpha, machine
+from autopar.measure import alpha, figures
 
 
 def test_ids_of_all_tables_are_those_of_each(monkeypatch: Any) -> None:
@@ -30,10 +30,10 @@ def test_ids_of_all_tables_are_those_of_each(monkeypatch: Any) -> None:
     single = {s.family: alpha.example_ids(program, program.ids[s.family], leaves) for s in program.facts.spaces}
     calls, jit = [], jax.jit
     monkeypatch.setattr(jax, "jit", lambda fun: calls.append(fun) or jit(fun))
-    found = machine.looked_up(program, leaves)
+    found = figures.looked_up(program, leaves)
     assert len(calls) == 1 and len(found) == 2 and sum(ids is None for ids in single.values()) == 1
     for family, ids in found.items():
         known = single[family]
         assert known is not None and len(ids) == len(known) > 0, "of all its lookups"
         assert all(np.array_equal(a, b) for a, b in zip(ids, known, strict=True))
-    assert machine.looked_up(program, None) == {}
+    assert figures.looked_up(program, None) == {}
