@@ -108,7 +108,7 @@ class PlannedStep:
     def run(self) -> Callable[..., Sequence[Leaf]]:
         """The planned step on flat arrays. A step without lifted tables runs as JAX traced it."""
         bound, ran, stacked = self.compiled.bound, self.compiled.as_run, self.compiled.stacked
-        if bound.plan.defers:  # ordinary arrays have no deferred rows
+        if bound.plan.defers or (stacked is not None and self.devices is None):  # ordinary arrays don't wait, or lie so
             return self.plain
         if self.devices is not None:
             run = on_ordinary_arrays(self.run_stored, ran.bound, ran.analysed, self.devices)

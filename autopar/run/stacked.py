@@ -186,8 +186,10 @@ def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgra
 
 
 def _side_by_side(leaves: Sequence[Array], of: StackedTable) -> Array:
-    """Joins tables along their rows, each padded to its place."""
-    shape, rows = of.places[0].shape, [leaves[k] for k in of.inputs]
-    spare = [shape.layout_of(place.table).stored - shape.extents[place.table] for place in of.places]
-    widths = [[(0, count)] + [(0, 0)] * (x.ndim - 1) for x, count in zip(rows, spare, strict=True)]
+    """Joins tables along their rows, each padded to its place; tables that aren't given are zeros."""
+    shape, like = of.places[0].shape, leaves[of.inputs[0]]
+    given = {place.table: leaves[k] for k, place in zip(of.inputs, of.places, strict=True)}
+    rows = [given.get(n, jnp.zeros((0, *like.shape[1:]), like.dtype)) for n in range(len(shape.extents))]
+    spare = [shape.layout_of(n).stored - len(x) for n, x in enumerate(rows)]
+    widths = [[(0, count)] + [(0, 0)] * (like.ndim - 1) for count in spare]
     return jnp.concatenate([jnp.pad(x, width) for x, width in zip(rows, widths, strict=True)])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar import jax_compat
 from autopar.backends.across import jit_on
 from autopar.backends.devices import Devices
 from autopar.errors import donated
@@ -50,6 +51,7 @@ class TablePart(StandingLeaf[Leaf]):
         self.pending.block_until_ready()
         return self
 
+    @jax_compat.outside_traces()
     def current(self) -> jax.Array | Table:
         """Returns a copy of its rows, up to date: an array, or, of rows that are spread over devices, a `Table`."""
         layout, start = self.where.shape.layout_of(self.place), self.where.shape.starts[self.place]

@@ -106,6 +106,22 @@ def test_an_evaluation_of_one_table_of_a_stack() -> None:
     np.testing.assert_allclose(added(given[0], ids) * 0 + added(mixed, ids), wanted, rtol=1e-4)
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ps"])
+@pytest.mark.parametrize("devices", [4, 1])
+def test_an_evaluation_of_some_tables_within_a_trace(devices: int, strategy: str) -> None:
+    """Those before them in the stack aren't read at all."""
+    step = planned(step_of(ADAMW), devices)
+    state, ids = trained(step, start(ADAMW), 2), jnp.arange(8)
+
+    def some(state: Any, ids: Any) -> Any:
+        return state["params"]["tables"]["t2"][ids].sum() + state["params"]["tables"]["t4"][ids].sum()
+
+    evaluation = planned(some, devices, strategy=strategy)
+    wanted = some(trained(jax.jit(step_of(ADAMW)), start(ADAMW), 2), ids)
+    np.testing.assert_allclose(evaluation(state, ids), wanted, rtol=1e-4)
+    np.testing.assert_allclose(jax.jit(lambda ids: evaluation(state, ids))(ids), wanted, rtol=1e-4)
+
+
 def test_arguments_stay_if_they_are_not_donated() -> None:
     """A table that comes twice is two tables."""
     step = planned(step_of(ADAGRAD), donate=False)
