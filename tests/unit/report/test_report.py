@@ -288,8 +288,10 @@ def changed(plan: Plan, **sizes: Any) -> Plan:
 
 def test_methods_that_send_nothing_are_not_drawn(plan: Plan) -> None:
     """Where every device has the whole batch, only "ps" sends something; nothing has no place on a log axis."""
-    found = autopar.report(changed(plan, spread=False))
-    assert [text.get_text() for text in found.figures["bytes_by_devices"].axes[0].texts] == ["ps"]
+    for method, words in {"allgather": ["ps"], "ps": ["this plan", "ps"]}.items():
+        tables = tuple(dataclasses.replace(t, method=method) for t in plan.tables)
+        found = autopar.report(changed(dataclasses.replace(plan, tables=tables), spread=False))
+        assert [text.get_text() for text in found.figures["bytes_by_devices"].axes[0].texts] == words
     assert {row["method"]: row["bytes a device sends"] for row in found.tables["methods"]}["allgather"] == 0
 
 
