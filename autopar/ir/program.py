@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # they are made of programs
     from autopar.ir.pipeline import StagedStep
     from autopar.ir.rowspace import Refusal, RowFacts, RowIds
     from autopar.ir.served import ServedStep
-    from autopar.ir.stacked import StackPlace
+    from autopar.ir.stacked import StackIndex
     from autopar.ir.stages import Stages
     from autopar.ir.trace import Origin
 
@@ -266,7 +266,7 @@ class Input:
     #: 'batch' (everything else).
     role: str
     layout: tuple[RowLayout, int] | None = None  #: A table's layout and row axis.
-    place: StackPlace | None = None  #: Where a table lies that is only read, in a stack of tables.
+    stack_index: StackIndex | None = None  #: Where a table lies that is only read, in a stack of tables.
 
     @property
     def entry_axis(self) -> int | None:

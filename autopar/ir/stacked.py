@@ -44,8 +44,8 @@ class StackShape:
 
 
 @dataclass(frozen=True)
-class StackPlace:
-    """The place of a leaf among the leaves of a stack."""
+class StackIndex:
+    """The index of a leaf among the leaves of a stack."""
 
     shape: StackShape
     table: int  #: Number of its table.
@@ -57,7 +57,7 @@ class StackedTable:
     """An input that stands for the same leaf of several tables' families: for the tables, or for one of their slots."""
 
     inputs: tuple[int, ...]  #: Those leaves, inputs of the program before, in the order in which their rows lie.
-    places: tuple[StackPlace, ...]  #: Their places.
+    indices: tuple[StackIndex, ...]  #: Their indices in the stack.
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from autopar.ir.program import Block, Equation, Input, Program, Var
 from autopar.ir.program_plan import ProgramPlan
-from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace
+from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
 from autopar.passes.choosing.alike import is_plain_gather
@@ -34,14 +34,14 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
     read = {*block.outputs, *(a for e in block.equations for a in e.inputs)}
     others = {*block.outputs, *(a for e in block.equations for a in e.inputs[1 if is_plain_gather(e) else 0 :])}
     groups: dict[tuple[object, ...], list[int]] = {}
-    unread, seen = set[int](), dict[StackPlace, int]()
+    unread, seen = set[int](), dict[StackIndex, int]()
     for k, (leaf, input_) in enumerate(zip(block.inputs, program.inputs, strict=True)):
-        place = input_.place
-        if leaf not in read and (place is not None or input_.layout is not None):
+        index = input_.stack_index
+        if leaf not in read and (index is not None or input_.layout is not None):
             unread.add(k)
-        elif place is not None and leaf not in others:
-            seen[place] = seen.get(place, -1) + 1  # another state's table may have the same place in its stack
-            groups.setdefault((place.shape, place.slot, seen[place], leaf.type.resized(0, 0)), []).append(k)
+        elif index is not None and leaf not in others:
+            seen[index] = seen.get(index, -1) + 1  # another state's table may have the same index in its stack
+            groups.setdefault((index.shape, index.slot, seen[index], leaf.type.resized(0, 0)), []).append(k)
     if not groups and not unread:
         return None
     stack_of = {k: group for group in groups.values() for k in group}
@@ -53,7 +53,7 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
         elif group[0] == k:
             inputs.append(_stack(program, group))
     stacks = {j: leaf for of, leaf, _ in inputs if isinstance(of, StackedTable) for j in of.inputs}
-    tables = {block.inputs[k]: (leaf, program.inputs[k].place) for k, leaf in stacks.items()}
+    tables = {block.inputs[k]: (leaf, program.inputs[k].stack_index) for k, leaf in stacks.items()}
     equations = tuple(new for e in block.equations for new in _in_stacks(e, tables))
     before = program.facts
     program = dataclasses.replace(
@@ -75,30 +75,31 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
 
 def _stack(program: Program, group: Sequence[int]) -> tuple[StackedTable, Var, Input]:
     """Returns the input that stands for tables of one stack."""
-    places = tuple(place for k in group if (place := program.inputs[k].place) is not None)
-    shape, first = places[0].shape, program.inputs[group[0]]
+    indices = tuple(index for k in group if (index := program.inputs[k].stack_index) is not None)
+    shape, first = indices[0].shape, program.inputs[group[0]]
     path = f"{first.path} (and {len(group) - 1} more)" if len(group) > 1 else first.path
     layout = None if first.layout is None else (shape.layout, 0)
     leaf = Var(program.block.inputs[group[0]].type.resized(0, shape.rows))
-    return StackedTable(tuple(group), places), leaf, dataclasses.replace(first, path=path, layout=layout, place=None)
+    input_ = dataclasses.replace(first, path=path, layout=layout, stack_index=None)
+    return StackedTable(tuple(group), indices), leaf, input_
 
 
-def _in_stacks(equation: Equation, tables: Mapping[Var, tuple[Var, StackPlace | None]]) -> Iterator[Equation]:
+def _in_stacks(equation: Equation, tables: Mapping[Var, tuple[Var, StackIndex | None]]) -> Iterator[Equation]:
     """Yields what makes an equation's results of stacks."""
     table = equation.inputs[0] if equation.inputs else None
     if not (isinstance(table, Var) and table in tables):
         yield equation
         return
-    stack, place = tables[table]
-    assert place is not None, "it lies in a stack"
-    start, high, fill = place.shape.starts[place.table], table.shape[0] - 1, fill_of(equation)
+    stack, index = tables[table]
+    assert index is not None, "it lies in a stack"
+    start, high, fill = index.shape.starts[index.table], table.shape[0] - 1, fill_of(equation)
     numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
 
     def placed(ids: Array) -> Array:
         return jnp.clip(ids, 0, min(high, int(jnp.iinfo(ids.dtype).max))).astype(jnp.int32) + start
 
-    def rows(stack: Array, places: Array) -> Array:
-        return jax.lax.gather(stack, places, numbers, sizes, mode="clip")
+    def rows(stack: Array, indices: Array) -> Array:
+        return jax.lax.gather(stack, indices, numbers, sizes, mode="clip")
 
     ids = equation.inputs[1]
     made = expand(placed, equation, (ids,))

@@ -30,7 +30,7 @@ from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Va
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowFacts
 from autopar.ir.slicing import eliminate_dead
-from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace, StackShape
+from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackShape
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
 from autopar.passes.choose import input_placements
@@ -188,7 +188,7 @@ class _Stack:
         self._placed: dict[tuple[int, Atom], Var] = {}
         self._joined: dict[tuple[tuple[int, Atom], ...], Var] = {}
         self.leaves = [
-            StackedTable(inputs, tuple(StackPlace(shape, k, slot) for k in range(len(inputs))))
+            StackedTable(inputs, tuple(StackIndex(shape, k, slot) for k in range(len(inputs))))
             for slot, inputs in enumerate(zip(*(m.space.leaves for m in self.members), strict=True))
         ]
         first = self.members[0]

@@ -22,9 +22,9 @@ from autopar.errors import ArgumentsError, StateError
 from autopar.ir.layout import RowLayout
 from autopar.ir.paths import path_name
 from autopar.ir.program import ArrayType, Block, Input, Output
-from autopar.ir.stacked import StackPlace
+from autopar.ir.stacked import StackIndex
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
-from autopar.tables.kinds import is_table, layout_of, place_of, spread_as
+from autopar.tables.kinds import is_table, layout_of, spread_as, stack_index_of
 
 #: A layout and its row axis.
 Layout = tuple[RowLayout, int]
@@ -33,7 +33,7 @@ Layout = tuple[RowLayout, int]
 @dataclass(frozen=True, slots=True, eq=False)
 class Argument:
     """One flattened argument. `position` is None for a keyword argument; `layouts` are those of leaves that are Tables,
-    `spread` those that arrays amount to, and `places` those of leaves in stacks of tables."""
+    `spread` those that arrays amount to, and `stack_indices` those of leaves in stacks of tables."""
 
     name: str
     position: int | None
@@ -42,7 +42,7 @@ class Argument:
     paths: tuple[str, ...]
     layouts: tuple[Layout | None, ...]
     spread: tuple[Layout | None, ...]
-    places: tuple[StackPlace | None, ...]
+    stack_indices: tuple[StackIndex | None, ...]
 
     @property
     def place(self) -> int | str:
@@ -74,10 +74,10 @@ class Call:
         found = (table or (spread[k] if k in parameters else None) for k, table in enumerate(self.layouts))
         return tuple(layout if layout is not None and layout[0].devices == devices else None for layout in found)
 
-    def read_places(self, devices: int) -> tuple[StackPlace | None, ...]:
+    def read_stack_indices(self, devices: int) -> tuple[StackIndex | None, ...]:
         """Returns where leaves lie in stacks, which a step on `devices` devices reads in place."""
-        places = (place for a in self.arguments for place in a.places)
-        return tuple(place if place is not None and place.shape.devices == devices else None for place in places)
+        indices = (index for a in self.arguments for index in a.stack_indices)
+        return tuple(index if index is not None and index.shape.devices == devices else None for index in indices)
 
 
 def shape_of(leaf: Leaf, path: str, remedy: str) -> Leaf:
@@ -186,8 +186,9 @@ def _argument(name: str, position: int | None, value: Pytree) -> tuple[Argument,
     types = tuple(map(type_of_shape, shapes))
     layouts = tuple(layout_of(leaf) for _, leaf in leaves)
     spread = tuple(spread_as(leaf) for _, leaf in leaves)
-    places = tuple(place_of(leaf) for _, leaf in leaves)
-    return Argument(name, position, treedef, types, paths, layouts, spread, places), jax.tree.unflatten(treedef, shapes)
+    indices = tuple(stack_index_of(leaf) for _, leaf in leaves)
+    argument = Argument(name, position, treedef, types, paths, layouts, spread, indices)
+    return argument, jax.tree.unflatten(treedef, shapes)
 
 
 def type_of_shape(shape: Leaf) -> ArrayType:
@@ -353,7 +354,7 @@ def describe_leaves(
     A Table that is no state is read in place if it is divided over as many devices as the step.
     """
     several = len(states.outputs) > 1
-    layouts, read_places = call.read_layouts(frozenset(), devices), call.read_places(devices)
+    layouts, stack_indices = call.read_layouts(frozenset(), devices), call.read_stack_indices(devices)
     inputs: list[Input] = []
     new: dict[int, int] = {}
     for k, argument in enumerate(call.arguments):
@@ -367,7 +368,7 @@ def describe_leaves(
             inputs.append(
                 Input(full, "state")
                 if is_state
-                else Input(full, "batch" if layout is None else "table", layout, read_places[len(inputs)])
+                else Input(full, "batch" if layout is None else "table", layout, stack_indices[len(inputs)])
             )
     flat, _ = jax.tree_util.tree_flatten_with_path(outputs)
     outs = [Output(path_name(p) or "output", new.get(i)) for i, (p, _) in enumerate(flat)]

@@ -74,9 +74,9 @@ class PlannedStep:
         """Says whether this plan serves a call. A state may come as an array or a Table, but leaves that are only read
         must be in the planned layout."""
         devices = self.compiled.plan.devices
-        layouts, places = call.read_layouts(self.parameters, devices), call.read_places(devices)
-        known = zip(self.compiled.analysed.inputs, layouts, places, strict=True)
-        same = (a.role == "state" or (a.layout, a.place) == (layout, place) for a, layout, place in known)
+        layouts, indices = call.read_layouts(self.parameters, devices), call.read_stack_indices(devices)
+        known = zip(self.compiled.analysed.inputs, layouts, indices, strict=True)
+        same = (a.role == "state" or (a.layout, a.stack_index) == (layout, index) for a, layout, index in known)
         return self.call.key == call.key and all(same)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom
-from autopar.ir.stacked import StackedProgram, StackedTable, StackPlace
+from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
 from autopar.jax_types import Array, Leaf
 from autopar.tables.leaf import current
 from autopar.tables.sharded import Table
@@ -43,8 +43,8 @@ class StackedLeaves:
         new = {out: stack.inputs[k] for k, out in stack.program.new_states.items()}
         self._parts = {
             out: [
-                (k, place, _aval(stack.program.block.outputs[out], place))
-                for k, place in zip(of, made.places, strict=True)
+                (k, index, _aval(stack.program.block.outputs[out], index))
+                for k, index in zip(of, made.indices, strict=True)
             ]
             for out, of in enumerate(stack.outputs)
             if isinstance(made := new.get(out), StackedTable)
@@ -60,10 +60,10 @@ class StackedLeaves:
                 made.append(alone(leaves[of]))
                 continue
             members = [leaves[k] for k in of.inputs]
-            whole = _common_stack(members, of.places)
+            whole = _common_stack(members, of.indices)
             if whole is None:
                 held = held or Counter(id(leaf.stored) for leaf in leaves if isinstance(leaf, Table))
-                whole = self._join(members, of.places, held)
+                whole = self._join(members, of.indices, held)
                 moved += members
             made.append(whole)
         self._moves.see(moved)
@@ -74,26 +74,26 @@ class StackedLeaves:
         made: dict[int, Leaf] = {}
         for out, (of, result) in enumerate(zip(self._stack.outputs, results, strict=True)):
             if out in self._parts:
-                made.update((k, TablePart(result, place, aval)) for k, place, aval in self._parts[out])
+                made.update((k, TablePart(result, index, aval)) for k, index, aval in self._parts[out])
             else:
                 made[of[0]] = result
         return [made[k] for k in range(len(made))]
 
-    def _join(self, members: Sequence[Leaf], places: Sequence[StackPlace], held: Mapping[int, int]) -> Leaf:
+    def _join(self, members: Sequence[Leaf], indices: Sequence[StackIndex], held: Mapping[int, int]) -> Leaf:
         """Copies tables into a stack, one by one. Rows of tables that aren't given are zeros.
 
         A Table that is given up is deleted at once, unless several leaves have it (`held`: id -> leaves).
         """
-        shape = places[0].shape
+        shape = indices[0].shape
         like, layout = members[0], shape.layout
         whole = (layout.stored, *like.shape[1:])
         sharding = self._devices.sharding(0 if shape.devices > 1 else None)
         parts = _parts_of(sharding, whole, layout)
         dtype = jax.dtypes.canonicalize_dtype(like.dtype)
         own = {part: np.zeros((layout.shard_rows, *whole[1:]), dtype) for part in {*parts.values()}}
-        for leaf, place in zip(members, places, strict=True):
-            start = shape.starts[place.table] // shape.devices
-            for part, rows in self._shards(leaf, shape.layout_of(place.table)):
+        for leaf, index in zip(members, indices, strict=True):
+            start = shape.starts[index.table] // shape.devices
+            for part, rows in self._shards(leaf, shape.layout_of(index.table)):
                 if part in own:
                     own[part][start : start + len(rows)] = rows
             if self._deletes and isinstance(leaf, Table) and held[id(leaf.stored)] == 1:
@@ -140,8 +140,8 @@ class Moves:
             )
 
 
-def _aval(stack: Atom, place: StackPlace) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((place.shape.extents[place.table], *stack.shape[1:]), stack.dtype)
+def _aval(stack: Atom, index: StackIndex) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((index.shape.extents[index.table], *stack.shape[1:]), stack.dtype)
 
 
 def alone(leaf: Leaf) -> Leaf:
@@ -149,20 +149,20 @@ def alone(leaf: Leaf) -> Leaf:
     return leaf.current() if isinstance(leaf, TablePart) else leaf
 
 
-def _common_stack(members: Sequence[Leaf], places: Sequence[StackPlace]) -> Leaf | None:
-    """Returns the stack that tables are in, at these places; None if they are in none, or in several."""
+def _common_stack(members: Sequence[Leaf], indices: Sequence[StackIndex]) -> Leaf | None:
+    """Returns the stack that tables are in, at these indices; None if they are in none, or in several."""
     stack = members[0].pending if isinstance(members[0], TablePart) else None
     is_common = all(
-        isinstance(leaf, TablePart) and leaf.pending is stack and (leaf.where is place or leaf.where == place)
-        for leaf, place in zip(members, places, strict=True)
+        isinstance(leaf, TablePart) and leaf.pending is stack and (leaf.where is index or leaf.where == index)
+        for leaf, index in zip(members, indices, strict=True)
     )
     return stack if is_common else None
 
 
 def _parts_of(sharding: NamedSharding, whole: tuple[int, ...], layout: RowLayout) -> Mapping[Any, int]:
     """Returns which shard of a stack each device of this process has."""
-    places = sharding.addressable_devices_indices_map(whole)
-    return {device: (index[0].start or 0) // layout.shard_rows for device, index in places.items() if index is not None}
+    slices = sharding.addressable_devices_indices_map(whole)
+    return {device: (index[0].start or 0) // layout.shard_rows for device, index in slices.items() if index is not None}
 
 
 def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgram) -> Callable[..., Sequence[Array]]:
@@ -177,18 +177,18 @@ def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgra
             if not isinstance(table, StackedTable):
                 made[of[0]] = result
                 continue
-            for k, place in zip(of, table.places, strict=True):
-                start = place.shape.starts[place.table]
-                made[k] = result[start : start + place.shape.extents[place.table]]
+            for k, index in zip(of, table.indices, strict=True):
+                start = index.shape.starts[index.table]
+                made[k] = result[start : start + index.shape.extents[index.table]]
         return [made[k] for k in range(len(made))]
 
     return run_on_tables
 
 
 def _side_by_side(leaves: Sequence[Array], of: StackedTable) -> Array:
-    """Joins tables along their rows, each padded to its place; tables that aren't given are zeros."""
-    shape, like = of.places[0].shape, leaves[of.inputs[0]]
-    given = {place.table: leaves[k] for k, place in zip(of.inputs, of.places, strict=True)}
+    """Joins tables along their rows, each padded to its part of the stack; tables that aren't given are zeros."""
+    shape, like = of.indices[0].shape, leaves[of.inputs[0]]
+    given = {index.table: leaves[k] for k, index in zip(of.inputs, of.indices, strict=True)}
     rows = [given.get(n, jnp.zeros((0, *like.shape[1:]), like.dtype)) for n in range(len(shape.extents))]
     spare = [shape.layout_of(n).stored - len(x) for n, x in enumerate(rows)]
     widths = [[(0, count)] + [(0, 0)] * (like.ndim - 1) for count in spare]

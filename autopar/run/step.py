@@ -34,7 +34,7 @@ from autopar.run.larger_capacities import LargerCapacities
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
 from autopar.run.slow_plans import warn_of_slow_plan
-from autopar.tables.kinds import is_table, layout_of, materialize, place_of
+from autopar.tables.kinds import is_table, layout_of, materialize, stack_index_of
 from autopar.tables.leaf import TableLeaf
 
 #: Sets of shapes for which a step is planned before it raises: each of them costs a compilation.
@@ -407,7 +407,7 @@ _NONE = _Ready(object(), None, None)
 
 
 def _table_key(leaf: Leaf) -> Any:
-    return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf), place_of(leaf)) if is_table(leaf) else None
+    return (type(leaf), leaf.shape, leaf.dtype, layout_of(leaf), stack_index_of(leaf)) if is_table(leaf) else None
 
 
 class MethodStep:

@@ -12,7 +12,7 @@ from autopar import explicit_meshes, jax_compat
 from autopar.backends.across import is_global, whole_everywhere
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.ir.stacked import StackPlace
+from autopar.ir.stacked import StackIndex
 from autopar.jax_types import Leaf, Pytree
 from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
@@ -29,7 +29,7 @@ def layout_of(leaf: Leaf) -> tuple[RowLayout, int] | None:
     return leaf.stored_as if is_table(leaf) else None
 
 
-def place_of(leaf: Leaf) -> StackPlace | None:
+def stack_index_of(leaf: Leaf) -> StackIndex | None:
     """Returns where a table lies in a stack of tables, None of anything else."""
     return leaf.where if isinstance(leaf, TablePart) else None
 

@@ -15,7 +15,7 @@ from autopar.backends.across import jit_on
 from autopar.backends.devices import Devices
 from autopar.errors import donated
 from autopar.ir.layout import RowLayout
-from autopar.ir.stacked import StackPlace
+from autopar.ir.stacked import StackIndex
 from autopar.jax_types import Array, Index, Leaf
 from autopar.tables.deferred import DeferredTable
 from autopar.tables.leaf import ArrayHome, Home, Shards, StandingLeaf, TableLeaf, current
@@ -31,11 +31,11 @@ class TablePart(StandingLeaf[Leaf]):
 
     Attributes:
       pending: The rows of all tables: an array, a `Table`, or a `DeferredTable` of it.
-      where: Its place among them.
+      where: Its index among them.
     """
 
-    def __init__(self, stack: Leaf, where: StackPlace, aval: Leaf) -> None:
-        """Takes the rows of all tables, the place of its own, and what has its shape and dtype."""
+    def __init__(self, stack: Leaf, where: StackIndex, aval: Leaf) -> None:
+        """Takes the rows of all tables, its own index, and what has its shape and dtype."""
         super().__init__(stack, where.table, aval)
         self.where = where
 
