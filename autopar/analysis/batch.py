@@ -83,36 +83,36 @@ class _Batch(Interpreter[_Found]):
     def plain(self, equation: Equation, operands: Sequence[_Found]) -> Sequence[_Found]:
         if equation.op == "optimization_barrier":
             return operands
-        return [self._place(equation, operands)] * len(equation.outputs)
+        return [self._follow(equation, operands)] * len(equation.outputs)
 
-    def _place(self, equation: Equation, operands: Sequence[_Found]) -> _Found:
+    def _follow(self, equation: Equation, operands: Sequence[_Found]) -> _Found:
         axes_of_operands = {k: axis for k, (axis, _) in enumerate(operands) if axis is not None}
         if not axes_of_operands or not equation.outputs:  # a print or the like says nothing
             return _NOTHING
-        places = {k: place_axes(equation, k, axis, self.devices) for k, axis in axes_of_operands.items()}
+        result_axes = {k: result_axis(equation, k, axis, self.devices) for k, axis in axes_of_operands.items()}
         bases = {k: operands[k][1] for k in axes_of_operands}
-        kept = [(p, bases.get(k, 0)) for k, p in places.items() if p is not None and p != SUMMED]
-        if any(bases.values()) and not self._make_sense(equation, axes_of_operands, places, bases):
+        kept = [(p, bases.get(k, 0)) for k, p in result_axes.items() if p is not None and p != SUMMED]
+        if any(bases.values()) and not self._make_sense(equation, axes_of_operands, result_axes, bases):
             kept = [(p, base) for p, base in kept if not base]  # known axes stay known
         if not kept:
             return _NOTHING
         if equation.op == "gather":  # ids say more than what they select from
             kept.reverse()
-        place = next((p for p, base in kept if not base), kept[0][0])
-        along = [base for p, base in kept if p == place]
-        return place, union(along) if all(along) else 0
+        axis = next((p for p, base in kept if not base), kept[0][0])
+        along = [base for p, base in kept if p == axis]
+        return axis, union(along) if all(along) else 0
 
     def _make_sense(
         self,
         equation: Equation,
         axes_of_operands: Mapping[int, int],
-        places: Mapping[int, int | None],
+        result_axes: Mapping[int, int | None],
         bases: Mapping[int, int],
     ) -> bool:
         """Returns whether operands with guessed axes fit the others; refutes the guesses if not."""
         before = len(self.guesses.refuted)
         for k, axis in axes_of_operands.items():
-            if bases[k] and places[k] is None:
+            if bases[k] and result_axes[k] is None:
                 self.guesses.refute(bases[k])
             for j, along in partners(equation, k, axis) if bases[k] else ():
                 constant = j not in axes_of_operands and self.guesses.is_uniform(equation.inputs[j], along)
@@ -244,16 +244,16 @@ def _axes(equation: Equation, operands: Sequence[int]) -> int:
 def _placed(equation: Equation, operands: Sequence[int], k: int) -> int:
     operand, out = equation.inputs[k], equation.outputs[0]
     axes = [axis for axis in range(len(operand.shape)) if operands[k] >> axis & 1]
-    places = [(place_axes(equation, k, axis), operand.shape[axis]) for axis in axes]
-    return union(1 << at for at, size in places if at is not None and at != SUMMED and out.shape[at] == size)
+    result_axes = [(result_axis(equation, k, axis), operand.shape[axis]) for axis in axes]
+    return union(1 << at for at, size in result_axes if at is not None and at != SUMMED and out.shape[at] == size)
 
 
 # --- an axis of an operand (of examples, of rows) is followed into an equation's results, primitive by primitive ---
 #
-# `place_axes` says where it goes; `partners` says which axes of the other operands run along with it.
+# `result_axis` says where it goes; `partners` says which axes of the other operands run along with it.
 
 
-#: The place of an axis that is reduced or contracted away.
+#: Stands for an axis that is reduced or contracted away.
 SUMMED = -1
 _WORKS_ALONG = frozenset({"concatenate", "sort"})
 #: Functions of each key of an array; its axes lead those of the result, and words come last.
@@ -264,7 +264,7 @@ _BY_ELEMENT = ELEMENTWISE | {"random_fold_in", "regularized_incomplete_beta"}
 _ALONGSIDE = _BY_ELEMENT | _WORKS_ALONG | {"dynamic_update_slice", "select_and_gather_add", "select_and_scatter_add"}
 
 
-def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
+def result_axis(equation: Equation, k: int, axis: int, devices: int = 1) -> int | None:
     """Returns where an axis of operand k is in the results: an axis, SUMMED, or None if it can't be followed.
 
     `devices`: number of devices over which it is to be spread.
@@ -274,7 +274,7 @@ def place_axes(equation: Equation, k: int, axis: int, devices: int = 1) -> int |
     if equation.op in _BY_ELEMENT:
         same = len(equation.inputs[k].shape) == len(equation.outputs[0].shape)
         return axis if same and equation.inputs[k].shape[axis] == equation.outputs[0].shape[axis] else None
-    rule = _PLACES.get(equation.op, _stacked)
+    rule = _RESULT_AXES.get(equation.op, _stacked)
     return rule(equation, k, axis)
 
 
@@ -439,7 +439,7 @@ def _windowed(equation: Equation, k: int, axis: int) -> int | None:
     return axis if all(size == 1 for size in sizes) and tuple(p["padding"][axis]) == (0, 0) else None
 
 
-_PLACES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
+_RESULT_AXES: Mapping[str, Callable[[Equation, int, int], int | None]] = {
     "broadcast_in_dim": _broadcast,
     "tile": lambda e, k, axis: axis if e.params["reps"][axis] == 1 else None,
     "transpose": lambda e, k, axis: list(e.params["permutation"]).index(axis),

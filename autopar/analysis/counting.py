@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch import place_axes
+from autopar.analysis.batch import result_axis
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import IDENTITIES, PRIMITIVES, SHAPED
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal
@@ -25,7 +25,7 @@ class Counted:
     """Knowledge of a value."""
 
     axis: int | None = None  #: Each element is its own index along this axis; None: unknown.
-    #: For each place of the last axis, the axis along which the elements there count; (): unknown.
+    #: For each index of the last axis, the axis along which the elements there count; (): unknown.
     columns: tuple[int | None, ...] = ()
     is_false: bool = False  #: All elements are False.
 
@@ -118,8 +118,8 @@ def _is_negative(limit: Atom) -> bool:
 
 def _shaped(equation: Equation, value: Counted) -> Counted:
     old, new = equation.inputs[0].shape, equation.outputs[0].shape
-    places = {d: place_axes(equation, 0, d) for d, size in enumerate(old) if size > 1}
-    to = {d: at for d, at in places.items() if at is not None and new[at] == old[d]}
+    result_axes = {d: result_axis(equation, 0, d) for d, size in enumerate(old) if size > 1}
+    to = {d: at for d, at in result_axes.items() if at is not None and new[at] == old[d]}
     last = len(old) - 1
     kept = value if to.get(last) == len(new) - 1 else replace(value, columns=())
     return replace(kept.moved(to), is_false=value.is_false)

@@ -1,4 +1,4 @@
-"""Rules for equations on shards and partial sums (`ir.local`): `place_spread` and `whole_operands_once`.
+"""Rules for equations on shards and partial sums (`ir.local`): `follow_spread` and `whole_operands_once`.
 
 Both are sound: an equation without a rule is refused.
 """
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch import SUMMED, partners, place_axes
+from autopar.analysis.batch import SUMMED, partners, result_axis
 from autopar.analysis.primitives import PRIMITIVES, Linear, those_that
 from autopar.analysis.rules import ALIGNED, RESIZE
 from autopar.ir import reductions
@@ -23,17 +23,17 @@ from autopar.jax_types import Params
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """The place of an equation's results, for spread operands."""
+class Followed:
+    """How an equation's results are spread, for spread operands."""
 
     axis: int  #: The axis of the shards in the results; SUMMED if they are reduced or contracted.
     #: Operand -> the axis along which it must be spread as well.
     needed: Mapping[int, int] = field(default_factory=dict)
 
 
-def place_spread(
+def follow_spread(
     equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False, examples: int = 0
-) -> Placed:
+) -> Followed:
     """Returns where equal shards of some operands end up, in an equation without bodies.
 
     Args:
@@ -54,21 +54,21 @@ def place_spread(
         if _takes_groups_apart(equation, spread, parts):
             raise NotLocal(f"{op} in groups of examples of several devices", equation.source)
     needed: dict[int, int] = {}
-    places: set[int] = set()
+    axes: set[int] = set()
     for k, axis in spread.items():
-        at = place_axes(equation, k, axis, 1 if examples else devices)
+        at = result_axis(equation, k, axis, 1 if examples else devices)
         if at is None:
             raise NotLocal(f"{op} works along the examples", equation.source)
-        places.add(at)
+        axes.add(at)
         for j, along in partners(equation, k, axis):
             is_same = equation.inputs[j].shape[along] == equation.inputs[k].shape[axis]
             if is_same or op == "conv_general_dilated":  # groups have any number of features
                 needed[j] = along
             elif equation.inputs[j].shape[along] != 1 or op not in ALIGNED:  # one for all examples
                 raise NotLocal(f"{op} works along the examples", equation.source)
-    if len(places) > 1:
+    if len(axes) > 1:
         raise NotLocal(f"{op} of examples with other examples", equation.source)
-    (at,) = places
+    (at,) = axes
     out = equation.outputs[0]
     if at == SUMMED:
         return _agreed(equation, spread, needed, at)
@@ -90,10 +90,10 @@ def resized_params(equation: Equation, spread: Mapping[int, int], axis: int, siz
     return RESIZE[equation.op](equation, axis, size)
 
 
-def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, int], axis: int) -> Placed:
+def _agreed(equation: Equation, spread: Mapping[int, int], needed: Mapping[int, int], axis: int) -> Followed:
     if any(needed.get(k, along) != along for k, along in spread.items()):
         raise NotLocal(f"{equation.op} of examples with other examples", equation.source)
-    return Placed(axis, {k: along for k, along in needed.items() if k not in spread})
+    return Followed(axis, {k: along for k, along in needed.items() if k not in spread})
 
 
 def _equal_shards(equation: Equation, axis: int, to: int) -> bool:
@@ -112,7 +112,7 @@ def _contracting_convolution(equation: Equation) -> tuple[int, int] | None:
 def _takes_groups_apart(equation: Equation, spread: Mapping[int, int], parts: int) -> bool:
     p, out = equation.params, equation.params["dimension_numbers"].out_spec[1]
     groups = max(p["feature_group_count"], p["batch_group_count"])
-    return groups % parts != 0 and any(place_axes(equation, k, axis) == out for k, axis in spread.items())
+    return groups % parts != 0 and any(result_axis(equation, k, axis) == out for k, axis in spread.items())
 
 
 # --- partial sums ---

@@ -169,7 +169,7 @@ def _spread_axis(access: Access, atom: Atom, index: Atom, axes: Mapping[Var, int
 def _known_axes(
     access: Access, index: Atom, turns: int, axes: Mapping[Var, int], devices: int
 ) -> tuple[int | None, int | None]:
-    """Returns the batch axes of an access's index operand, and of the known ids in its place.
+    """Returns the batch axes of an access's index operand, and of the known ids that replace it.
 
     None: every device has all of them. Leading axes of the known ids are the turns of loops.
     """
@@ -310,8 +310,8 @@ class _Candidates:
             return lambda values: np.asarray(atom.value, atom.dtype)
         if atom not in self.scalars:
             self.scalars.append(atom)
-        place = 1 + self.scalars.index(atom)
-        return lambda values: values[place]
+        index = 1 + self.scalars.index(atom)
+        return lambda values: values[index]
 
     def _pick(self, equation: Equation) -> Callable[..., Leaf] | None:
         """Returns the function for elements picked from the source, all by one gather so that they belong together."""

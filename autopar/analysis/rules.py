@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.primitives import ELEMENTWISE, MOVES, PRIMITIVES
 from autopar.ir.program import Equation, Literal
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
@@ -337,7 +337,7 @@ def broadcast_in_dim(equation: Equation, values: Sequence[Value], analysis: Anal
     shape, dims = equation.params["shape"], equation.params["broadcast_dimensions"]
     value, operand = values[0], equation.inputs[0]
     if isinstance(value, Row):
-        axis = place_axes(equation, 0, value.axis)
+        axis = result_axis(equation, 0, value.axis)
         if axis is None:
             raise Mixes("broadcasts a table of one row")
         return [Row(axis, value.family, constant_or_unknown(value.untouched))]
@@ -388,16 +388,16 @@ def move(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Seq
     """Moves rows along with their axis."""
     value, count = values[0], len(equation.outputs)
     if isinstance(value, Row):
-        axis = place_axes(equation, 0, value.axis)
+        axis = result_axis(equation, 0, value.axis)
         if axis is None:
             raise Mixes(_REFUSED[equation.op])
         return [Row(axis, value.family, constant_or_unknown(value.untouched))] * count
     if not isinstance(value, Free) or equation.op in ("split", "unstack"):
         return [None] * count
-    index_axis = None if value.index_axis is None else place_axes(equation, 0, value.index_axis)
+    index_axis = None if value.index_axis is None else result_axis(equation, 0, value.index_axis)
     if value.index_axis is not None and index_axis is None:
         return [None]
-    moved = (place_axes(equation, 0, axis) for axis in value.axes)
+    moved = (result_axis(equation, 0, axis) for axis in value.axes)
     return [Free(frozenset(axis for axis in moved if axis is not None), value.untouched, index_axis)]
 
 
@@ -426,7 +426,7 @@ def stack(equation: Equation, values: Sequence[Value], analysis: Analysis) -> Se
         return [None]
     if len(rows) != len(values) or len({r.axis for r in rows}) > 1:
         raise Mixes("stacks rows of a table with something else")
-    axis = place_axes(equation, 0, rows[0].axis)
+    axis = result_axis(equation, 0, rows[0].axis)
     assert axis is not None, "stacked axes stay"
     same = all(isinstance(r.untouched, Const) and r.untouched == rows[0].untouched for r in rows)
     return [Row(axis, analysis.unite(rows), rows[0].untouched if same else UNKNOWN)]
@@ -479,7 +479,7 @@ def dot_general(equation: Equation, values: Sequence[Value], analysis: Analysis)
         raise Mixes("a matrix product sums over all rows of the table", kind="sum")
     if row.axis in batch[side]:
         raise Mixes("a matrix product is batched over the rows", kind="product")
-    axis = place_axes(equation, side, row.axis)
+    axis = result_axis(equation, side, row.axis)
     assert axis is not None, "axes of a matrix product go somewhere"
     return [Row(axis, row.family, row.untouched if is_zero(row.untouched) else UNKNOWN)]
 
@@ -548,7 +548,7 @@ def reduce(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
     row = values[0]
     if not isinstance(row, Row):
         return [None]
-    axis = place_axes(equation, 0, row.axis)
+    axis = result_axis(equation, 0, row.axis)
     if axis == SUMMED:
         if equation.op in _ARG:
             raise Mixes(f"{equation.op} over all rows")
@@ -597,7 +597,7 @@ def gather(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         return [None]
     if row.axis in numbers.operand_batching_dims:
         raise Mixes("a gather that is batched over the rows")
-    axis = place_axes(equation, 0, row.axis)
+    axis = result_axis(equation, 0, row.axis)
     if axis is not None:
         untouched = UNKNOWN if "FILL" in str(equation.params["mode"]) else constant_or_unknown(row.untouched)
         return [Row(axis, row.family, untouched)]
@@ -689,7 +689,7 @@ def slice_(equation: Equation, values: Sequence[Value], analysis: Analysis) -> S
         raise Mixes("the ids are themselves rows of a table", _IDS_FIRST)
     if not isinstance(row, Row):
         return [None]
-    if place_axes(equation, 0, row.axis) is not None:
+    if result_axis(equation, 0, row.axis) is not None:
         return [Row(row.axis, row.family, constant_or_unknown(row.untouched))]
     analysis.access(row.family, equation, row.axis)
     analysis.role(equation, "lookup")

@@ -14,9 +14,9 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.analysis.batch import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.interpreter import Interpreter
-from autopar.analysis.local import REDUCES, place_spread
+from autopar.analysis.local import REDUCES, follow_spread
 from autopar.analysis.primitives import MOVES
 from autopar.analysis.work import flops
 from autopar.ir.figures import wire_bytes
@@ -127,8 +127,8 @@ class Divider:
     @property
     def division(self) -> Division:
         """The findings."""
-        places = {v: value.axis for v, value in self._walk.values.items()}
-        axes = {v: axis for v, axis in places.items() if axis is not None and axis != PARTIAL}
+        axes_found = {v: value.axis for v, value in self._walk.values.items()}
+        axes = {v: axis for v, axis in axes_found.items() if axis is not None and axis != PARTIAL}
         return Division(self._devices, axes, self._flops, self._exchanges)
 
 
@@ -181,7 +181,7 @@ class _Walk(Interpreter[_Value]):
             return operands
         self._decide(equation, operands)
         located = [self.located(v) for v in operands]
-        result = self._place(equation, located)
+        result = self._divide(equation, located)
         moved = self._moved(equation, operands)
         if moved is not None and result.axis is None:
             return [moved] * len(equation.outputs)
@@ -288,9 +288,9 @@ class _Walk(Interpreter[_Value]):
         (atom,), (out,) = equation.inputs, equation.outputs
         axes: list[int | None] = [None] * len(out.shape)
         for own, axis in enumerate(operands[0].axes):
-            place = place_axes(equation, 0, own, self._devices)
-            if place is not None and place != SUMMED and atom.shape[own] > 1:
-                axes[place] = axis
+            result = result_axis(equation, 0, own, self._devices)
+            if result is not None and result != SUMMED and atom.shape[own] > 1:
+                axes[result] = axis
         return _Value(leaf=operands[0].leaf, axes=tuple(axes))
 
     def _decide(self, equation: Equation, operands: Sequence[_Value]) -> None:
@@ -312,7 +312,7 @@ class _Walk(Interpreter[_Value]):
                 self._decided[value.leaf] = axes[0]
                 self.decided_more = True
 
-    def _place(self, equation: Equation, operands: Sequence[_Value]) -> _Value:
+    def _divide(self, equation: Equation, operands: Sequence[_Value]) -> _Value:
         """Returns the result of divided operands."""
         operands = list(operands)
         for k, value in enumerate(operands):
@@ -326,7 +326,7 @@ class _Walk(Interpreter[_Value]):
         axis = None if looked_up is None else looked_up(equation, spread)
         if axis is None:
             try:
-                axis = place_spread(equation, spread, self._devices).axis
+                axis = follow_spread(equation, spread, self._devices).axis
                 if axis == SUMMED and equation.op not in REDUCES:
                     raise NotLocal(f"{equation.op} over features")
             except NotLocal:
@@ -351,7 +351,7 @@ class _Walk(Interpreter[_Value]):
             if k != kept:
                 self._whole(equation.inputs[k], operands[k])
         rest = [v if k == kept else _WHOLE for k, v in enumerate(operands)]
-        return self._place(equation, rest)
+        return self._divide(equation, rest)
 
 
 def _gathered(equation: Equation, spread: Mapping[int, int]) -> int | None:

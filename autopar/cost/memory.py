@@ -10,7 +10,7 @@ from autopar.ir.cluster import state_budget
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.strategy import Strategy, asked_of
+from autopar.ir.strategy import Strategy, choice_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,4 +122,4 @@ def find_shortage(program: Program, bound: ProgramPlan, strategy: Strategy, memo
 
 def is_open(program: Program, space: RowSpace, strategy: Strategy) -> bool:
     """Returns whether the strategy leaves all tables of a family to autopar."""
-    return all(asked_of(strategy, program.inputs[k].path).method == "auto" for k in space.tables)
+    return all(choice_for(strategy, program.inputs[k].path).method == "auto" for k in space.tables)

@@ -212,7 +212,7 @@ class Equation:
             return self
         return dataclasses.replace(self, bodies=tuple(bodies), original=None)
 
-    def across(
+    def with_operands(
         self,
         bodies: Sequence[Block],
         outputs: Sequence[Var],

@@ -25,7 +25,7 @@ STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
 #: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
-#: The place of a table's rows.
+#: Where a table's rows are.
 Where = Choice["devices", "hosts"]
 #: A method, or a method and where.
 Method = str | tuple[str, Where]
@@ -50,7 +50,7 @@ def split_method(asked: Method) -> tuple[str, Where]:
     return method, "hosts" if where == "hosts" else "devices"
 
 
-class Asked(NamedTuple):
+class MethodChoice(NamedTuple):
     """A strategy's choice for one parameter; `pattern` is the one that matched first, if any."""
 
     method: str
@@ -58,12 +58,12 @@ class Asked(NamedTuple):
     pattern: str | None
 
 
-def asked_of(strategy: Strategy, path: str) -> Asked:
+def choice_for(strategy: Strategy, path: str) -> MethodChoice:
     """Returns a strategy's choice for a parameter; "auto" if no pattern covers it."""
     if not isinstance(strategy, Mapping):
-        return Asked(*split_method(strategy), None)
+        return MethodChoice(*split_method(strategy), None)
     pattern = next((p for p in strategy if matches(p, path)), None)
-    return Asked(*("auto", "devices") if pattern is None else split_method(strategy[pattern]), pattern)
+    return MethodChoice(*("auto", "devices") if pattern is None else split_method(strategy[pattern]), pattern)
 
 
 def asks_for_hosts(strategy: Strategy) -> bool:

@@ -44,9 +44,9 @@ def analyze_batch(
       microbatches: M, into which each device's examples are divided.
       batch_axis: The axis of the batch's leaves that runs over its examples. If it is a number, leaves that the
         examples share are left out.
-      always: Also for one device; then all leaves are divided.
-      uneven: A batch whose size N doesn't divide is spread, with ceil(B / N) examples on each device: the size of its
-        largest leaf, or else the size that most have. Other leaves whose size N doesn't divide are shared.
+      always: Follow the batch on one device as well; then all leaves are divided.
+      uneven: A batch whose size N doesn't divide is spread, with ceil(B / N) examples on each device. B is the size of
+        its largest leaf, or else the most frequent one. Other leaves whose size N doesn't divide stay whole.
 
     Raises:
       ArgumentsError: `batch_axis` doesn't fit the batch, or the microbatches don't divide it.
@@ -81,8 +81,8 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
       ArgumentsError: `batch_axis` doesn't fit the batch.
     """
     inputs = [(v, input_.path) for v, input_ in program.named_inputs if input_.role == "batch"]
-    places = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
-    named = {v: axis for (v, _), axis in zip(inputs, places, strict=True) if axis is not None}
+    axes = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
+    named = {v: axis for (v, _), axis in zip(inputs, axes, strict=True) if axis is not None}
     if program.new_states or not isinstance(batch_axis, int):
         return named
     arguments = {v: input_.path.partition("/")[0] for v, input_ in program.named_inputs}
@@ -243,8 +243,8 @@ def _wrong(guesses: Guesses, unconfirmed: int) -> int:
 
 
 def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:
-    """Returns guesses, as bits, about leaves whose new value isn't known, without any guess, to lie along the same
-    axis."""
+    """Returns guesses, as bits, about leaves whose new value isn't known to lie along the same axis unless other
+    guesses hold."""
     new = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
     total = 0
     for n, leaf in enumerate(leaves):

@@ -23,7 +23,7 @@ from autopar.ir.plan import DensePlan, Plan, TablePlan, TensorGroupPlan, TensorP
 from autopar.ir.program import Atom, Program, Var
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, asked_of, split_method, with_hosts, without_hosts
+from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, choice_for, split_method, with_hosts, without_hosts
 from autopar.passes.choosing.alike import FEWEST, alike_tables
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
 
@@ -255,7 +255,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             )
     wanted, hosts, kept = _Wanted({}, {}, {}, frozenset(), frozenset()), set[int](), set[int]()
     for k, path in states.items():
-        method, where, pattern = asked_of(strategy, path)
+        method, where, pattern = choice_for(strategy, path)
         if pattern is not None and method == TENSOR:
             wanted.tensors[k] = pattern  # a table may still be lifted, unless it is named itself
             method, pattern = ("allreduce", pattern) if pattern == path else ("auto", None)

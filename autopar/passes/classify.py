@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from autopar.analysis.batch import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import PRIMITIVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
-from autopar.ir.strategy import ROW_METHODS, Strategy, asked_of
+from autopar.ir.strategy import ROW_METHODS, Strategy, choice_for
 
 #: The origin of a variable's rows: (state leaf, the leaf's axis, the variable's axis).
 Trace = tuple[int, int, int]
@@ -40,7 +40,7 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
     axes: dict[int, int] = {}
     looked_up = {leaf for leaf, _ in walk.found}
     written = {leaf: e for leaf, e in walk.written.items() if leaf not in looked_up}
-    named = {k for k in written if asked_of(strategy, program.inputs[k].path).method in ROW_METHODS}
+    named = {k for k in written if choice_for(strategy, program.inputs[k].path).method in ROW_METHODS}
     for leaf, axis in sorted({*walk.found, *((leaf, 0) for leaf in named)}):
         layout = program.inputs[leaf].layout
         if layout is None or layout[1] == axis:  # a stored table's row axis is settled
@@ -226,7 +226,7 @@ class _Lookups(Interpreter[_Rows]):
         self.read_by.setdefault(leaf, {})[access] = None
 
     def _is_fixed(self, equation: Equation, axis: int) -> bool:
-        """Returns whether a slice takes the same places along an axis whatever the data."""
+        """Returns whether a slice takes the same indices along an axis whatever the data."""
         if equation.op == "slice":
             return True
         index = equation.inputs[1 + axis if equation.op == "dynamic_slice" else 1]
@@ -275,7 +275,7 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
         return None
     if op == "gather" and axis in equation.params["dimension_numbers"].operand_batching_dims:
         return None
-    to = place_axes(equation, k, axis)
+    to = result_axis(equation, k, axis)
     if to is None or to == SUMMED or equation.outputs[0].shape[to] != operand.shape[axis]:
         return None
     return to

@@ -15,7 +15,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED
-from autopar.analysis.local import Placed, place_spread, resized_params
+from autopar.analysis.local import Followed, follow_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.local import NotLocal
 from autopar.ir.operations import split
@@ -195,7 +195,7 @@ _ON_ROWS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The places where an axis of `size` is cut, into `count` pieces of one size, or nearly so."""
+    """The indices at which an axis of `size` is cut, into `count` pieces of one size, or nearly so."""
 
     size: int
     count: int
@@ -205,7 +205,7 @@ class Cut:
         return self.size % self.count == 0
 
     def fits(self, size: int) -> bool:
-        """Returns whether an axis of another size can be cut at the same places."""
+        """Returns whether an axis of another size can be cut alike."""
         ends = (self.size * n // self.count for n in range(self.count))
         return all(end * size % self.size == 0 for end in ends)
 
@@ -255,12 +255,12 @@ class Placing:
                 groups = _operands(equation)
                 rows = [k for name in _ON_ROWS[equation.op] for k in groups[name]]
                 axis = self._of_rows(equation, along, rows, equation.params["axis"])
-                self._place(equation, {**along, **dict.fromkeys(rows, axis)}, [axis])
+                self._cut_results(equation, {**along, **dict.fromkeys(rows, axis)}, [axis])
             else:
                 found = self._found(equation, along)
                 for k, axis in found.needed.items():
                     self.require(equation.inputs[k], axis)
-                self._place(equation, {**along, **found.needed}, [found.axis] * len(equation.outputs))
+                self._cut_results(equation, {**along, **found.needed}, [found.axis] * len(equation.outputs))
 
     def require(self, atom: Atom, axis: int) -> Var:
         """Returns a value that is needed in pieces along an axis.
@@ -303,14 +303,14 @@ class Placing:
         self.placed.append(PieceEquation(equation, large))
         return True
 
-    def _found(self, equation: Equation, along: Mapping[int, int | None]) -> Placed:
-        """Finds the place of the results of an equation without bodies, from operands in pieces."""
+    def _found(self, equation: Equation, along: Mapping[int, int | None]) -> Followed:
+        """Cuts the results of an equation without bodies, from operands in pieces."""
         op = equation.op
         spread = {k: axis for k, axis in along.items() if axis is not None}
         is_known = equation.primitive is not None and not equation.bodies and len(spread) == len(along)
         if not is_known or (op == "conv_general_dilated" and not self.cut.is_equal):
             raise NotLocal(f"{op} of all rows", equation.source)
-        found = place_spread(equation, spread, self.cut.count if self.cut.is_equal else 1)
+        found = follow_spread(equation, spread, self.cut.count if self.cut.is_equal else 1)
         if found.axis == SUMMED:
             raise NotLocal(f"{op} over all rows", equation.source)
         return found
@@ -336,7 +336,7 @@ class Placing:
         for k, (_, row_axis) in zip(groups["constant"], equation.params["constants"], strict=True):
             if k in along:
                 self._of_rows(equation, along, (k,), row_axis)
-        self._place(equation, all_, [None])
+        self._cut_results(equation, all_, [None])
 
     def _sweep(self, equation: Equation, along: Mapping[int, int | None]) -> None:
         """Updates all rows of each piece, if need be."""
@@ -349,9 +349,9 @@ class Placing:
         inside.follow(body.equations)
         for atom, axis in zip(body.outputs, axes, strict=True):
             inside.require(atom, axis)
-        self._place(equation, along, axes, inside)
+        self._cut_results(equation, along, axes, inside)
 
-    def _place(
+    def _cut_results(
         self,
         equation: Equation,
         along: Mapping[int, int | None],

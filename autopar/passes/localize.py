@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED
-from autopar.analysis.local import REDUCES, place_spread, resized_params, whole_operands_once
+from autopar.analysis.local import REDUCES, follow_spread, resized_params, whole_operands_once
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.local import PARTIAL, LocalFacts, NotLocal, Partial, Spread, State
 from autopar.ir.program import Atom, Block, Equation, Program, Var
@@ -244,7 +244,7 @@ class Localizer(Forms):
                 what = "an owner's rows" if any(k.owner for k in kinds) else "other examples"
                 raise NotLocal(f"{equation.op} of examples and of {what}", equation.source)
             (kind,) = kinds
-            placed = place_spread(equation, spread, self.shared.parts(kind), examples=kind.examples)
+            placed = follow_spread(equation, spread, self.shared.parts(kind), examples=kind.examples)
             if placed.axis == SUMMED and (equation.op not in REDUCES or kind.rank):
                 raise NotLocal(f"{equation.op} over the examples", equation.source)
         except NotLocal as error:
@@ -388,7 +388,7 @@ class Localizer(Forms):
             outputs.append(self.define(var, state))
         block = Block((*names, *inputs[consts:]), tuple(inner.equations), atoms)
         constants += hoisted.values()
-        self.append(equation.across([block], outputs, consts=constants, carries=outer, xs=sequences))
+        self.append(equation.with_operands([block], outputs, consts=constants, carries=outer, xs=sequences))
         if inner.reduced:
             self.reduced.update(equation.outputs)
 
@@ -509,7 +509,7 @@ class Localizer(Forms):
         outer = [self.as_state(a, s, equation) for a, s in zip(equation.inputs[first:], carries, strict=True)]
         consts = [*constants[n:], *hoisted.values()]
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, carries, strict=True))
-        self.append(equation.across(blocks, outputs, head=constants[:n], consts=consts, carries=outer))
+        self.append(equation.with_operands(blocks, outputs, head=constants[:n], consts=consts, carries=outer))
         if turn.reduced:
             self.reduced.update(equation.outputs)
         return True
@@ -608,7 +608,7 @@ class Localizer(Forms):
             bodies.append(Block(tuple(inputs), tuple(inner.equations), atoms))
         inputs = tuple(self.read(a) for a in equation.inputs)
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, wanted, strict=True))
-        self.append(equation.across(bodies, outputs, consts=inputs))
+        self.append(equation.with_operands(bodies, outputs, consts=inputs))
         if any(inner.reduced for inner, _ in walked):
             self.reduced.update(equation.outputs)
 

@@ -11,7 +11,7 @@ entry of each lookup among the E distinct ones and `count` how often each occurs
   einsum("nd,nk->dk", f(rows[inverse]), dy)      ->  einsum("ed,ek->dk", f(rows), zeros.at[inverse].add(dy))
 
 RecD does the first by hand, in a model's code (Zhao et al., Deduplication for recommendation model training, MLSys
-2023). Results differ by the rounding of sums in another order, and NaN and infinity may change places where a factor
+2023). Results differ by the rounding of sums in another order, and NaN and infinity may swap where a factor
 (`w`) isn't finite. It runs in a rank's own program, with tables on hosts, where the number of fetched rows is a
 measured bound. A block in which it saves nothing stays unchanged; bodies of loops and checkpoints are blocks of their
 own, with lookups of their own.
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.batch import SUMMED, place_axes
+from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
 from autopar.analysis.work import flops, products
 from autopar.ir.local import OncePerRow
@@ -109,11 +109,11 @@ def _adds_rows(push: Equation, ids: Ids) -> bool:
     )
 
 
-# --- the axes of ids in a value, and equations in which one axis of entries takes their place ---
+# --- the axes of ids in a value, and equations in which one axis of entries replaces them ---
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class IdAxes:
     """`rank` adjacent axes, from `at` on, which run over ids in their order."""
 
     at: int
@@ -144,17 +144,17 @@ class Place:
         return (*[1] * self.at, -1, *[1] * (rank - self.at - 1))
 
 
-def _of_axes(axes: Sequence[int | None]) -> Place | None:
+def _of_axes(axes: Sequence[int | None]) -> IdAxes | None:
     if axes[0] is None or axes[0] == SUMMED:
         return None
-    place = Place(axes[0], len(axes))
-    return place if list(axes) == list(place.axes) else None
+    id_axes = IdAxes(axes[0], len(axes))
+    return id_axes if list(axes) == list(id_axes.axes) else None
 
 
-def lookup_places(count: int, shape: Sequence[int]) -> list[Place]:
+def possible_axes(count: int, shape: Sequence[int]) -> list[IdAxes]:
     """Returns where a value of this shape may have the axes of `count` ids."""
     pairs = ((at, end) for at in range(len(shape)) for end in range(at + 1, len(shape) + 1))
-    return [Place(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
+    return [IdAxes(at, end - at) for at, end in pairs if _size(shape[at:end]) == count]
 
 
 # --- equations of one operand ---
@@ -164,52 +164,52 @@ _FOLLOWED = SHAPED | CUMULATIVE | REDUCTION_PRIMITIVES.keys() | {"slice", "argma
 _LINEAR_MOVES = frozenset(op for op in _FOLLOWED if PRIMITIVES[op].linear is Linear.FIRST)
 
 
-def place_after(equation: Equation, place: Place) -> Place | None:
-    """Returns the place of the ids after an equation of one operand; None of any other one."""
+def axes_after(equation: Equation, id_axes: IdAxes) -> IdAxes | None:
+    """Returns the ids' axes in the result of an equation of one operand; None for any other equation."""
     if equation.op not in _FOLLOWED or len(equation.inputs) != 1:
         return None
     old, shape = equation.inputs[0].shape, equation.outputs[0].shape
     if equation.op == "reshape":
-        ahead = _size(old[: place.at])
-        places = lookup_places(_size(place.of(old)), shape)
-        return next((one for one in places if _size(shape[: one.at]) == ahead), None)
-    new = _of_axes([place_axes(equation, 0, axis) for axis in place.axes])
-    return None if new is None or new.of(shape) != place.of(old) else new
+        ahead = _size(old[: id_axes.at])
+        found = possible_axes(_size(id_axes.of(old)), shape)
+        return next((one for one in found if _size(shape[: one.at]) == ahead), None)
+    new = _of_axes([result_axis(equation, 0, axis) for axis in id_axes.axes])
+    return None if new is None or new.of(shape) != id_axes.of(old) else new
 
 
-def place_before(equation: Equation, place: Place) -> Place | None:
-    """Returns the operand's place of the ids that the result has at `place`; inverts `place_after`."""
-    places = lookup_places(_size(place.of(equation.outputs[0].shape)), equation.inputs[0].shape)
-    return next((inner for inner in places if place_after(equation, inner) == place), None)
+def axes_before(equation: Equation, id_axes: IdAxes) -> IdAxes | None:
+    """Returns the ids' axes in the operand, from those in the result; inverts `axes_after`."""
+    found = possible_axes(_size(id_axes.of(equation.outputs[0].shape)), equation.inputs[0].shape)
+    return next((inner for inner in found if axes_after(equation, inner) == id_axes), None)
 
 
 def params_by_entries(
-    equation: Equation, places: Mapping[int, Place], place: Place, entries: int
+    equation: Equation, operand_axes: Mapping[int, IdAxes], id_axes: IdAxes, entries: int
 ) -> Mapping[str, Leaf]:
     """Returns the parameters of an equation by entries.
 
     Args:
-      places: Operand by entries -> the place of the ids.
-      place: Their place in the result.
+      operand_axes: Operand by entries -> the ids' axes.
+      id_axes: The ids' axes in the result.
       entries: Their number.
     """
     params = dict(equation.params)
     if equation.op == "dot_general":
         params["dimension_numbers"] = tuple(
-            tuple(places[k].renumbered(dims[k]) if k in places else tuple(dims[k]) for k in (0, 1))
+            tuple(operand_axes[k].renumbered(dims[k]) if k in operand_axes else tuple(dims[k]) for k in (0, 1))
             for dims in params["dimension_numbers"]
         )
     elif equation.op in _FOLLOWED:
         primitive, rank = PRIMITIVES[equation.op], len(equation.inputs[0].shape)
         for name, value in equation.params.items():
             if name == primitive.sizes:
-                params[name] = place.by_entries(value, entries)
+                params[name] = id_axes.by_entries(value, entries)
             elif name in ("start_indices", "strides"):
-                params[name] = None if value is None else place.by_entries(value, 0 if name == "start_indices" else 1)
+                params[name] = None if value is None else id_axes.by_entries(value, 0 if name == "start_indices" else 1)
             elif name == "broadcast_dimensions":
-                params[name] = place.renumbered(value)
+                params[name] = id_axes.renumbered(value)
             elif name == "permutation" or name == primitive.along:
-                axes = places[0].renumbered(d % rank for d in (value if isinstance(value, tuple) else (value,)))
+                axes = operand_axes[0].renumbered(d % rank for d in (value if isinstance(value, tuple) else (value,)))
                 params[name] = axes if isinstance(value, tuple) else axes[0]
     return params
 
@@ -238,12 +238,12 @@ def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
         varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
         return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
     if op in PLACED_ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
-        bits = (place_along(a, known) for a in equation.inputs if a.shape)
+        bits = (constant_along(a, known) for a in equation.inputs if a.shape)
         return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
     return 0
 
 
-def place_along(atom: Atom, known: Mapping[Atom, int]) -> int:
+def constant_along(atom: Atom, known: Mapping[Atom, int]) -> int:
     """Returns the axes along which a value is constant, those of size 1 among them."""
     return functools.reduce(
         lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
@@ -259,29 +259,29 @@ def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
 # --- products ---
 
 
-def in_product(equation: Equation, k: int, place: Place) -> Place | None:
-    """Returns the place of operand k's ids in a product; None if it sums over them, or pairs them with the other's."""
+def in_product(equation: Equation, k: int, id_axes: IdAxes) -> IdAxes | None:
+    """Returns the axes of operand k's ids in a product; None if it sums over them, or pairs them with the other's."""
     contract, batch = equation.params["dimension_numbers"]
-    if not {*contract[k], *batch[k]}.isdisjoint(place.axes):
+    if not {*contract[k], *batch[k]}.isdisjoint(id_axes.axes):
         return None
-    return _of_axes([place_axes(equation, k, axis) for axis in place.axes])
+    return _of_axes([result_axis(equation, k, axis) for axis in id_axes.axes])
 
 
-def before_product(equation: Equation, place: Place) -> tuple[int, Place] | None:
-    """Returns the operand of a product that has the ids, and their place in it; inverts `in_product`."""
+def before_product(equation: Equation, id_axes: IdAxes) -> tuple[int, IdAxes] | None:
+    """Returns the operand of a product that has the ids, and their axes in it; inverts `in_product`."""
     for k in (0, 1):
-        for at in range(len(equation.inputs[k].shape) - place.rank + 1):
-            inner = Place(at, place.rank)
-            if in_product(equation, k, inner) == place:
+        for at in range(len(equation.inputs[k].shape) - id_axes.rank + 1):
+            inner = IdAxes(at, id_axes.rank)
+            if in_product(equation, k, inner) == id_axes:
                 return k, inner
     return None
 
 
-def contracted_with(equation: Equation, k: int, place: Place) -> Place | None:
-    """Returns the place of the ids in the other operand of a product that sums over them; None if it doesn't."""
+def contracted_with(equation: Equation, k: int, id_axes: IdAxes) -> IdAxes | None:
+    """Returns the ids' axes in the other operand of a product that sums over them; None if it doesn't."""
     contract, _ = equation.params["dimension_numbers"]
     pairs = dict(zip(contract[k], contract[1 - k], strict=True))
-    return _of_axes([pairs.get(axis) for axis in place.axes])
+    return _of_axes([pairs.get(axis) for axis in id_axes.axes])
 
 
 # --- values of a block whose lookups are written as entries, one for each distinct row ---
@@ -311,14 +311,14 @@ class Ids:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A value by entries: `atom` has one axis of entries at `place`, where the value has those of the ids."""
+    """A value by entries: `atom` has one axis of entries where the value has `id_axes`."""
 
     ids: Ids
-    place: Place
+    id_axes: IdAxes
     atom: Atom
 
     def fits(self, other: Form) -> bool:
-        return self.ids is other.ids and self.place == other.place
+        return self.ids is other.ids and self.id_axes == other.id_axes
 
 
 def all_ids(block: Block) -> dict[tuple[Atom, Atom], Ids]:
@@ -408,41 +408,41 @@ class _Rewrite(Writer):
         if equation.op == "dot_general":
             return any(self._product(equation, k, f) or self._contracted(equation, k, f) for k, f in forms.items())
         form = forms.get(0)
-        place = None if form is None else place_after(equation, form.place)
-        if form is None or place is None:
+        id_axes = None if form is None else axes_after(equation, form.id_axes)
+        if form is None or id_axes is None:
             return False
-        self.define(equation, form.ids, place, (form.atom,), {0: form.place})
+        self.define(equation, form.ids, id_axes, (form.atom,), {0: form.id_axes})
         return True
 
     def _elementwise(self, equation: Equation, form: Form) -> bool:
         shape = equation.outputs[0].shape
-        if form.ids.lookups != math.prod(form.place.of(shape)):  # the ids' axes are 1 here, and broadcast
+        if form.ids.lookups != math.prod(form.id_axes.of(shape)):  # the ids' axes are 1 here, and broadcast
             return False
         if not all(fits(a.shape, shape) and (not a.shape or self.is_known(a, form)) for a in equation.inputs):
             return False
         atoms = [self.by_entries(a, form) if a.shape else a for a in equation.inputs]
-        self.define(equation, form.ids, form.place, atoms, {})
+        self.define(equation, form.ids, form.id_axes, atoms, {})
         return True
 
     def _product(self, equation: Equation, k: int, form: Form) -> bool:
         """Writes a product by entries with an operand that isn't."""
-        place = in_product(equation, k, form.place)
-        if place is None:
+        id_axes = in_product(equation, k, form.id_axes)
+        if id_axes is None:
             return False
         other = equation.inputs[1 - k]
         self.need(other)
         atoms = (form.atom, other) if k == 0 else (other, form.atom)
-        self.define(equation, form.ids, place, atoms, {k: form.place})
+        self.define(equation, form.ids, id_axes, atoms, {k: form.id_axes})
         return True
 
     def _contracted(self, equation: Equation, k: int, form: Form) -> bool:
         """Writes a product that sums over the ids as one over the entries, each times its count."""
-        beside = contracted_with(equation, k, form.place)
+        beside = contracted_with(equation, k, form.id_axes)
         a, b = equation.inputs[k], equation.inputs[1 - k]
         if beside is None or a.dtype not in WIDE or b.dtype not in WIDE:
             return False
         other = self.forms.get(b)
-        if other is not None and other.ids is form.ids and other.place == beside:
+        if other is not None and other.ids is form.ids and other.id_axes == beside:
             is_lighter = form.atom.type.size <= other.atom.type.size  # one of them is enough
             mine, theirs = self.weighted(form, by_count=is_lighter), self.weighted(other, by_count=not is_lighter)
         elif self.backward and other is None:
@@ -452,7 +452,7 @@ class _Rewrite(Writer):
         else:
             return False
         atoms = (mine, theirs) if k == 0 else (theirs, mine)
-        params = params_by_entries(equation, {k: form.place, 1 - k: beside}, form.place, form.ids.entries)
+        params = params_by_entries(equation, {k: form.id_axes, 1 - k: beside}, form.id_axes, form.ids.entries)
         self.append(dataclasses.replace(equation, inputs=atoms, params=params))
         return True
 
@@ -463,21 +463,21 @@ class _Rewrite(Writer):
         if atom.dtype not in WIDE:
             return False
         if form is not None:
-            sums = self.weighted(form, by_count=True) if {*form.place.axes} <= {*axes} else None
+            sums = self.weighted(form, by_count=True) if {*form.id_axes.axes} <= {*axes} else None
         else:
             form = self._leading_back(atom, axes) if self.backward else None
-            sums = form and self.weighted(Form(form.ids, form.place, self.summed(form)), by_count=False)
+            sums = form and self.weighted(Form(form.ids, form.id_axes, self.summed(form)), by_count=False)
         if form is None or sums is None:
             return False
-        params = params_by_entries(equation, {0: form.place}, form.place, form.ids.entries)
+        params = params_by_entries(equation, {0: form.id_axes}, form.id_axes, form.ids.entries)
         self.append(dataclasses.replace(equation, inputs=(sums,), params=params))
         return True
 
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
         for ids in self.every.values():
-            for place in lookup_places(ids.lookups, atom.shape):
-                form = Form(ids, place, atom)
-                if {*place.axes} <= {*axes} and self.has_product(form):
+            for id_axes in possible_axes(ids.lookups, atom.shape):
+                form = Form(ids, id_axes, atom)
+                if {*id_axes.axes} <= {*axes} and self.has_product(form):
                     return form
         return None
 
@@ -487,12 +487,12 @@ class _Rewrite(Writer):
         ids = self.every.get((route, index))
         if ids is None or not _adds_rows(equation, ids):
             return False
-        form, place = self.forms.get(updates), Place(0, len(ids.shape))
-        lookups = Form(ids, place, updates)
+        form, id_axes = self.forms.get(updates), IdAxes(0, len(ids.shape))
+        lookups = Form(ids, id_axes, updates)
         if form is not None and form.fits(lookups):
             sums = self.weighted(form, by_count=True)
         elif self.backward and form is None and self.has_product(lookups):
-            sums = self.weighted(Form(ids, place, self.summed(lookups)), by_count=False)
+            sums = self.weighted(Form(ids, id_axes, self.summed(lookups)), by_count=False)
         else:
             return False
         self.need(base)
@@ -534,7 +534,7 @@ class _Rewrite(Writer):
         if like.op == "ap.lookup":
             self.append(like)
             return
-        take = _take(form.place, form.place.of(atom.shape))
+        take = _take(form.id_axes, form.id_axes.of(atom.shape))
         self.expand(take, like, (form.atom, self.inverse(form.ids)), atom, again=True)
 
     def inverse(self, ids: Ids) -> Var:
@@ -550,10 +550,10 @@ class _Rewrite(Writer):
                 return looked_up
             last = ids.lookup.params["extent"] - 1
 
-            def apart(place: Any, index: Index) -> Leaf:
+            def apart(position: Any, index: Index) -> Leaf:
                 index = index[..., 0]
                 above = index > min(last, jnp.iinfo(index.dtype).max)
-                return jnp.where(index < 0, width, jnp.where(above, width + 1, place))
+                return jnp.where(index < 0, width, jnp.where(above, width + 1, position))
 
             return self.expand(apart, like, (looked_up, like.inputs[2]))
 
@@ -579,21 +579,21 @@ class _Rewrite(Writer):
     def weighted(self, form: Form, *, by_count: bool) -> Var:
         """Returns a value by entries, maybe times their counts; always zero for entries without lookups."""
         atoms = (form.atom, self.counts(form.ids))
-        make = lambda: self.expand(_weigh(form.place, by_count), form.ids.lookup, atoms, again=True)  # noqa: E731
+        make = lambda: self.expand(_weigh(form.id_axes, by_count), form.ids.lookup, atoms, again=True)  # noqa: E731
         return self.once(("weighted", form, by_count), make)
 
     def define(
-        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
+        self, equation: Equation, ids: Ids, id_axes: IdAxes, atoms: Sequence[Atom], operand_axes: Mapping[int, IdAxes]
     ) -> None:
         """Defines an equation's result by entries; arguments as of `written`."""
-        self.forms[equation.outputs[0]] = Form(ids, place, self.written(equation, ids, place, atoms, places))
+        self.forms[equation.outputs[0]] = Form(ids, id_axes, self.written(equation, ids, id_axes, atoms, operand_axes))
 
     def written(
-        self, equation: Equation, ids: Ids, place: Place, atoms: Sequence[Atom], places: Mapping[int, Place]
+        self, equation: Equation, ids: Ids, id_axes: IdAxes, atoms: Sequence[Atom], operand_axes: Mapping[int, IdAxes]
     ) -> Var:
-        """Writes the equation on `atoms`; `place`: of the ids in its result, `places`: in operands by entries."""
-        (old,), params = equation.outputs, params_by_entries(equation, places, place, ids.entries)
-        out = Var(dataclasses.replace(old.type, shape=place.by_entries(old.shape, ids.entries)))
+        """Writes the equation on `atoms`; `id_axes`: in its result, `operand_axes`: in operands by entries."""
+        (old,), params = equation.outputs, params_by_entries(equation, operand_axes, id_axes, ids.entries)
+        out = Var(dataclasses.replace(old.type, shape=id_axes.by_entries(old.shape, ids.entries)))
         self.append(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
 
@@ -613,28 +613,28 @@ class _Rewrite(Writer):
             fill = jnp.nan if fill is None else fill
             more = self.expand(lambda: jnp.full((1, *atom.shape[1:]), fill, atom.dtype), lookup, ())
         atom = self.expand(lambda *xs: jnp.concatenate(xs), lookup, (atom, more))
-        self.forms[lookup.outputs[0]] = Form(ids, Place(0, len(ids.shape)), atom)
+        self.forms[lookup.outputs[0]] = Form(ids, IdAxes(0, len(ids.shape)), atom)
 
     def is_known(self, atom: Atom, like: Form) -> bool:
         """Returns whether a value is computed by the entries of another one, or is constant along its ids."""
         form = self.forms.get(atom)
         if form is not None:
             return form.fits(like)
-        bits = place_along(atom, self.constant)
-        return all(bits >> d & 1 for d in like.place.axes)
+        bits = constant_along(atom, self.constant)
+        return all(bits >> d & 1 for d in like.id_axes.axes)
 
     def by_entries(self, atom: Atom, like: Form) -> Atom:
         """Returns a value by entries, in the form of another."""
-        form, ids, place = self.forms.get(atom), like.ids, like.place
+        form, ids, id_axes = self.forms.get(atom), like.ids, like.id_axes
         if form is not None:
             return form.atom
-        shape = place.by_entries(atom.shape, ids.entries)
-        make = lambda: self.expand(_first(place, shape), ids.lookup, (atom,), again=True)  # noqa: E731
-        return self.once(("constant", atom, ids, place), make)
+        shape = id_axes.by_entries(atom.shape, ids.entries)
+        make = lambda: self.expand(_first(id_axes, shape), ids.lookup, (atom,), again=True)  # noqa: E731
+        return self.once(("constant", atom, ids, id_axes), make)
 
     # --- sums over the lookups of each entry, taken as early as equations are linear ---
     #
-    # A value by lookups, with its ids and their place in it, is a `Form` whose `atom` is that value. Chains of linear
+    # A value by lookups, with its ids and their axes in it, is a `Form` whose `atom` is that value. Chains of linear
     # equations may be long, so they are walked with an explicit stack.
 
     def summed(self, like: Form) -> Atom:
@@ -677,14 +677,14 @@ class _Rewrite(Writer):
         return self._through(like) if is_narrow or self.has_product(like) else {}
 
     def _sum(self, like: Form) -> Atom:
-        ids, place, atom = like.ids, like.place, like.atom
+        ids, id_axes, atom = like.ids, like.id_axes, like.atom
         if self.is_known(atom, like):
-            return self.weighted(Form(ids, place, self.by_entries(atom, like)), by_count=True)
+            return self.weighted(Form(ids, id_axes, self.by_entries(atom, like)), by_count=True)
         behind = self._after(like)
         if not behind:
             self.need(atom)
-            shape = place.of(atom.shape), place.by_entries(atom.shape, ids.entries)
-            return self.expand(_scatter(place, *shape), ids.lookup, (atom, self.inverse(ids)), again=True)
+            shape = id_axes.of(atom.shape), id_axes.by_entries(atom.shape, ids.entries)
+            return self.expand(_scatter(id_axes, *shape), ids.lookup, (atom, self.inverse(ids)), again=True)
         equation = self.producers[atom]
         atoms = []
         for k, a in enumerate(equation.inputs):
@@ -695,24 +695,24 @@ class _Rewrite(Writer):
                 atoms.append(a)
             else:
                 atoms.append(self.by_entries(a, like))
-        return self.written(equation, ids, place, atoms, {k: one.place for k, one in behind.items()})
+        return self.written(equation, ids, id_axes, atoms, {k: one.id_axes for k, one in behind.items()})
 
     def _through(self, like: Form) -> Mapping[int, Form]:
         equation = self.producers.get(like.atom)
         if equation is None or like.atom in self.forms or len(equation.outputs) != 1 or like.atom.dtype not in WIDE:
             return {}
-        places = self._places(equation, like)
-        inner = {k: Form(like.ids, place, equation.inputs[k]) for k, place in places.items()}
+        operand_axes = self._operand_axes(equation, like)
+        inner = {k: Form(like.ids, id_axes, equation.inputs[k]) for k, id_axes in operand_axes.items()}
         return inner if all(one.atom.dtype in WIDE for one in inner.values()) else {}
 
-    def _places(self, equation: Equation, like: Form) -> Mapping[int, Place]:
+    def _operand_axes(self, equation: Equation, like: Form) -> Mapping[int, IdAxes]:
         op, inputs = equation.op, equation.inputs
         if op == "dot_general":
-            product = before_product(equation, like.place)
+            product = before_product(equation, like.id_axes)
             return {} if product is None else dict([product])
         if op in _LINEAR_MOVES:
-            place = place_before(equation, like.place)
-            return {} if place is None else {0: place}
+            id_axes = axes_before(equation, like.id_axes)
+            return {} if id_axes is None else {0: id_axes}
         known = [a.shape == () or self.is_known(a, like) for a in inputs]
         if op in _LINEAR:
             linear = range(len(inputs))
@@ -725,23 +725,23 @@ class _Rewrite(Writer):
         else:
             return {}
         whole = all(inputs[k].shape == equation.outputs[0].shape for k in linear)
-        return dict.fromkeys(linear, like.place) if whole else {}
+        return dict.fromkeys(linear, like.id_axes) if whole else {}
 
 
 # --- functions that are expanded many times, cached by their arguments, so that each is traced once ---
 
 
 @functools.lru_cache(maxsize=256)
-def _take(place: Place, shape: tuple[int, ...]) -> Callable[..., Leaf]:
-    return lambda x, i: x.at[place.index(i.reshape(shape))].get(mode="promise_in_bounds")
+def _take(id_axes: IdAxes, shape: tuple[int, ...]) -> Callable[..., Leaf]:
+    return lambda x, i: x.at[id_axes.index(i.reshape(shape))].get(mode="promise_in_bounds")
 
 
 @functools.lru_cache(maxsize=256)
-def _weigh(place: Place, by_count: bool) -> Callable[..., Leaf]:
+def _weigh(id_axes: IdAxes, by_count: bool) -> Callable[..., Leaf]:
     """Returns a function that weights a value by entries, or zeroes entries without lookups."""
 
     def weigh(x: Leaf, count: Any) -> Leaf:
-        count = count.reshape(place.beside(x.ndim))
+        count = count.reshape(id_axes.beside(x.ndim))
         wide = jnp.promote_types(x.dtype, jnp.float32)
         return jnp.where(count > 0, (x * count.astype(wide)).astype(x.dtype) if by_count else x, 0)
 
@@ -749,15 +749,17 @@ def _weigh(place: Place, by_count: bool) -> Callable[..., Leaf]:
 
 
 @functools.lru_cache(maxsize=256)
-def _first(place: Place, shape: tuple[int, ...]) -> Callable[..., Leaf]:
+def _first(id_axes: IdAxes, shape: tuple[int, ...]) -> Callable[..., Leaf]:
 
     def first(x: Leaf) -> Leaf:
-        starts = tuple(slice(0, 1) if d == place.at else 0 if d in place.axes else slice(None) for d in range(x.ndim))
+        starts = tuple(
+            slice(0, 1) if d == id_axes.at else 0 if d in id_axes.axes else slice(None) for d in range(x.ndim)
+        )
         return jnp.broadcast_to(x[starts], shape)
 
     return first
 
 
 @functools.lru_cache(maxsize=256)
-def _scatter(place: Place, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Leaf]:
-    return lambda x, i: jnp.zeros(shape, x.dtype).at[place.index(i.reshape(ids))].add(x, mode="promise_in_bounds")
+def _scatter(id_axes: IdAxes, ids: tuple[int, ...], shape: tuple[int, ...]) -> Callable[..., Leaf]:
+    return lambda x, i: jnp.zeros(shape, x.dtype).at[id_axes.index(i.reshape(ids))].add(x, mode="promise_in_bounds")

@@ -25,7 +25,7 @@ from autopar.analysis.primitives import ELEMENTWISE
 from autopar.errors import StrategyError
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.reductions import REDUCTION_PRIMITIVES
-from autopar.ir.strategy import Strategy, asked_of
+from autopar.ir.strategy import Strategy, choice_for
 from autopar.ir.writer import expand
 from autopar.jax_types import Leaf, Pytree
 
@@ -82,15 +82,15 @@ def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
     if not isinstance(strategy, Mapping):
         return {}
     tables = {program.inputs[k].path for k, _ in program.tables}
-    of_tables = {"*", "**", None, *(asked_of(strategy, path).pattern for path in tables)}
+    of_tables = {"*", "**", None, *(choice_for(strategy, path).pattern for path in tables)}
     read = {a for e in program.block.equations for a in e.inputs}
     wanted: dict[int, bool] = {}
     for k, (leaf, input_) in enumerate(program.named_inputs):
-        asked = asked_of(strategy, input_.path)
-        if input_.role not in ("state", "table") or input_.path in tables or asked.where != "hosts":
+        choice = choice_for(strategy, input_.path)
+        if input_.role not in ("state", "table") or input_.path in tables or choice.where != "hosts":
             continue
-        is_named = asked.pattern == input_.path
-        if leaf in read and (is_named or asked.pattern not in of_tables):
+        is_named = choice.pattern == input_.path
+        if leaf in read and (is_named or choice.pattern not in of_tables):
             wanted[k] = is_named
     return wanted
 
@@ -122,11 +122,11 @@ class _AllRows:
         if array.dtype == bool:  # masks can't be added
             return self(array.astype(jnp.uint8), numbers) != 0
         if self.is_push:
-            places = jax.lax.ScatterDimensionNumbers(window, (self.axis,), (self.axis,))
-            return jax.lax.scatter_add(jnp.zeros(array.shape, array.dtype), numbers, array, places)
-        places = jax.lax.GatherDimensionNumbers(window, (self.axis,), (self.axis,))
+            dimensions = jax.lax.ScatterDimensionNumbers(window, (self.axis,), (self.axis,))
+            return jax.lax.scatter_add(jnp.zeros(array.shape, array.dtype), numbers, array, dimensions)
+        dimensions = jax.lax.GatherDimensionNumbers(window, (self.axis,), (self.axis,))
         sizes = [1 if d == self.axis else size for d, size in enumerate(array.shape)]
-        return jax.lax.gather(array, numbers, places, sizes, mode="clip")
+        return jax.lax.gather(array, numbers, dimensions, sizes, mode="clip")
 
 
 @dataclass(eq=False)

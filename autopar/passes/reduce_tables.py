@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.analysis.batch import SUMMED
-from autopar.analysis.local import REDUCES, place_spread, resized_params
+from autopar.analysis.local import REDUCES, follow_spread, resized_params
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import NotLocal
@@ -116,8 +116,8 @@ class Body(Writer):
                 kind, atoms = self._kind(atom)
                 self._env[atom] = Var(self._type(atom, rows))
                 groups[kind].append((atoms, self._env[atom], rows.axis, rows.factor))
-        for kept, operands, place in reversed(self._kept):
-            self._again(kept, operands, place)
+        for kept, operands, rows in reversed(self._kept):
+            self._again(kept, operands, rows)
         part = self._last(equation, by_rows)
         entries_ = [entry for entries in groups.values() for entry in entries]
         inputs = (*(a for atoms, *_ in entries_ for a in atoms), *self._whole)
@@ -136,14 +136,14 @@ class Body(Writer):
         self._want(equation, by_rows)
         walk = self._walk
         for made in reversed((*walk.equations, *walk.waiting)):
-            places = [self._cut[v] for v in made.outputs if v in self._cut]
-            if not places:
+            found = [self._cut[v] for v in made.outputs if v in self._cut]
+            if not found:
                 continue
             operands = walk.waiting.get(made)
             if operands is None:
-                operands = self._remade(made, places[0])
+                operands = self._remade(made, found[0])
             if operands is not None:
-                self._kept.append((made, operands, places[0]))
+                self._kept.append((made, operands, found[0]))
                 self._want(made, operands)
 
     def _want(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
@@ -153,21 +153,21 @@ class Body(Writer):
             if rows is None or self._cut.setdefault(atom, rows) != rows:
                 raise read_refusal(self._like, f"{equation.op} needs them in two ways", equation)
 
-    def _remade(self, equation: Equation, place: TableRows) -> Mapping[int, int] | None:
+    def _remade(self, equation: Equation, rows: TableRows) -> Mapping[int, int] | None:
         """Returns operands of an equation of no table that can be computed anew for rows; None if it can't."""
         out = equation.outputs[0]
         if equation.op == "iota" and not equation.inputs:
-            return {} if place.factor == 1 or equation.params["dimension"] != place.axis else None
+            return {} if rows.factor == 1 or equation.params["dimension"] != rows.axis else None
         if equation.op not in _REMADE or equation.bodies or equation.effects or len(equation.outputs) != 1:
             return None
         if equation.op == "broadcast_in_dim":
             dims, shape = equation.params["broadcast_dimensions"], equation.inputs[0].shape
-            inner = dims.index(place.axis) if place.axis in dims else None
-            return {} if inner is None or shape[inner] != out.shape[place.axis] else {0: inner}
+            inner = dims.index(rows.axis) if rows.axis in dims else None
+            return {} if inner is None or shape[inner] != out.shape[rows.axis] else {0: inner}
         if any(len(a.shape) not in (0, len(out.shape)) for a in equation.inputs):
             return None
-        along = [k for k, a in enumerate(equation.inputs) if a.shape and a.shape[place.axis] == out.shape[place.axis]]
-        return dict.fromkeys(along, place.axis) if along else None
+        along = [k for k, a in enumerate(equation.inputs) if a.shape and a.shape[rows.axis] == out.shape[rows.axis]]
+        return dict.fromkeys(along, rows.axis) if along else None
 
     def _kind(self, atom: Atom) -> tuple[str, tuple[Atom, ...]]:
         source = self._walk.sources.get(atom)
@@ -196,19 +196,19 @@ class Body(Writer):
             raise read_refusal(self._like, f"by {equation.op}", equation)
         return self._whole.setdefault(atom, Var(atom.type))
 
-    def _again(self, equation: Equation, by_rows: Mapping[int, int], place: TableRows) -> None:
+    def _again(self, equation: Equation, by_rows: Mapping[int, int], rows: TableRows) -> None:
         """Writes an equation again, for a block of rows."""
-        outputs = tuple(Var(self._type(v, place)) for v in equation.outputs)
+        outputs = tuple(Var(self._type(v, rows)) for v in equation.outputs)
         self._env.update(zip(equation.outputs, outputs, strict=True))
-        if equation.op == "iota" and equation.params["dimension"] == place.axis:
-            params = {"axis": place.axis, "shape": outputs[0].shape, "dtype": outputs[0].dtype}
+        if equation.op == "iota" and equation.params["dimension"] == rows.axis:
+            params = {"axis": rows.axis, "shape": outputs[0].shape, "dtype": outputs[0].dtype}
             self.append(Equation("ap.numbered", (self._numbers,), outputs, params))
             return
         if equation.primitive is None:  # it stands for a barrier
             self._env[equation.outputs[0]] = self._env[equation.inputs[0]]
             return
         inputs = tuple(self._operand(equation, k, by_rows) for k in range(len(equation.inputs)))
-        params = resized_params(equation, by_rows, place.axis, outputs[0].shape[place.axis])
+        params = resized_params(equation, by_rows, rows.axis, outputs[0].shape[rows.axis])
         self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
@@ -426,7 +426,7 @@ class _Walk(Tables):
             raise read_refusal(some, f"{equation.op} of tables that are stored in different ways", equation)
         spread = {k: rows.axis for k, rows in rows_of.items()}
         try:
-            placed = place_spread(equation, spread, 1)
+            placed = follow_spread(equation, spread, 1)
         except NotLocal:
             raise read_refusal(some, f"by {plain_name(equation.op)}", equation) from None
         by_rows = {**placed.needed, **spread}

@@ -25,7 +25,7 @@ from autopar.ir.layout import even_axis
 from autopar.ir.options import Options
 from autopar.ir.plan import Plan
 from autopar.ir.program import Block, Input, Program
-from autopar.ir.strategy import TENSOR, asked_of, asks_for_hosts, without_hosts
+from autopar.ir.strategy import TENSOR, asks_for_hosts, choice_for, without_hosts
 from autopar.ir.trace import block_of
 from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import StoreGroup, everyone
@@ -413,7 +413,7 @@ def in_shards(way: Way, whole: Mapping[str, Stay | None]) -> Options:
 
 
 def _is_open(options: Options, path: str) -> bool:
-    return options.plan is None and asked_of(options.strategy, path).method == "auto"
+    return options.plan is None and choice_for(options.strategy, path).method == "auto"
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cost.model import touched_bytes
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
-from autopar.ir.strategy import ROW_METHODS, asked_of
+from autopar.ir.strategy import ROW_METHODS, choice_for
 from autopar.launch.group import everyone
 from autopar.passes.analyze_batch import MANY, batch_of, common_size
 from autopar.run.planned_step import PlannedStep
@@ -91,8 +91,8 @@ def _dense_tables(planned: PlannedStep) -> Iterator[str]:
     for space in program.facts.spaces:
         table = program.inputs[space.tables[0]].path if space.tables else ""
         refusal, ids = space.refusal, looked_up.get(table, 0)
-        asked = asked_of(planned.options.strategy, table)
-        is_named = asked.method in ROW_METHODS and asked.pattern is not None and "*" not in asked.pattern
+        choice = choice_for(planned.options.strategy, table)
+        is_named = choice.method in ROW_METHODS and choice.pattern is not None and "*" not in choice.pattern
         if refusal is None or (refusal.kind in ("softmax", "replayed") and not is_named) or not ids:
             continue
         family = sum(program.block.inputs[k].type.nbytes for k in space.leaves)
@@ -116,10 +116,10 @@ def _whole_tables(planned: PlannedStep) -> Iterator[str]:
             continue
         table = plan.table(program.inputs[space.tables[0]].path)
         size = program.block.inputs[space.tables[0]].type.nbytes
-        asked = asked_of(planned.options.strategy, table.path).method
-        if asked in ROW_METHODS and table.method != "ps" and size >= _BYTES:
+        choice = choice_for(planned.options.strategy, table.path).method
+        if choice in ROW_METHODS and table.method != "ps" and size >= _BYTES:
             yield (
-                f"strategy {asked!r} leaves {table.path}, {format_bytes(size)}, whole on each of {plan.devices} "
+                f"strategy {choice!r} leaves {table.path}, {format_bytes(size)}, whole on each of {plan.devices} "
                 f"devices: {space.refusal}. To change that: {space.refusal.remedy}"
             )
 

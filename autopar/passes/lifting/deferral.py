@@ -26,7 +26,7 @@ from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Input, Literal, Program, Var
 from autopar.ir.rowspace import Refusal
 from autopar.ir.slicing import clone, eliminate_dead
-from autopar.ir.strategy import asked_of
+from autopar.ir.strategy import choice_for
 from autopar.ir.writer import Writer
 from autopar.passes.lifting.equations import UntouchedScope
 from autopar.passes.lifting.scope import Scope
@@ -63,7 +63,7 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
     for equation in flushes(program.block):
         replay: Replay = equation.params["replay"]
         size = sum(program.block.inputs[k].type.nbytes for k in replay.leaves)
-        is_asked = any(asked_of(options.strategy, program.inputs[k].path).method != "auto" for k in replay.leaves)
+        is_asked = any(choice_for(options.strategy, program.inputs[k].path).method != "auto" for k in replay.leaves)
         zero = None if replay.scale_only is None else {replay.leaves[k] for k in replay.scale_only.zero}
         is_in_vain = zero is None or not zero.isdisjoint(tables)
         if is_in_vain and not is_asked and not replay_pays(family_bytes=size):
@@ -349,7 +349,7 @@ class StepUpdateLog:
 
     def _complete(self, scope: Scope, update: UntouchedUpdate, read: Mapping[int, Var]) -> None:
         """Writes the equation that brings rows up to date, now that the untouched update is known."""
-        place = scope.equations.index(self.waiting)
+        index = scope.equations.index(self.waiting)
         *raw, stamped = self.waiting.inputs
         axes = scope.lifting.spaces[self.family].row_axes
         end = len(scope.equations)
@@ -359,7 +359,7 @@ class StepUpdateLog:
         inputs = (*raw, *also, stamped, *self.old[1:])
         params = {"replay": update.replay, "families": (self.family,)}
         done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
-        scope.equations[place : place + 1] = [*pulls, done]
+        scope.equations[index : index + 1] = [*pulls, done]
 
     def inputs(self) -> list[Input]:
         """Returns paths and layouts of the update log's inputs."""

@@ -25,24 +25,24 @@ def lift_row_equation(scope: Scope, equation: Equation) -> None:
     lifting = scope.lifting
     if equation.op == "optimization_barrier":
         return _lift_barrier(scope, equation)
-    place = next(r for v in equation.outputs if (r := lifting.row(v)) is not None)
+    result = next(r for v in equation.outputs if (r := lifting.row(v)) is not None)
     inputs = []
     for k, atom in enumerate(equation.inputs):
         row = lifting.row(atom)
         if row is not None:
             inputs.append(scope.at_rows(atom, row.axis, row.family))
         elif equation.op in ALIGNED or (k == 0 and equation.op.startswith("scatter")):
-            inputs.append(scope.at_rows(atom, place.axis, place.family))
+            inputs.append(scope.at_rows(atom, result.axis, result.family))
         else:
             inputs.append(scope.get(atom))
-    scope.again(equation, inputs, place.axis, place.family)
+    scope.again(equation, inputs, result.axis, result.family)
     for old, new in zip(equation.outputs, scope.equations[-1].outputs, strict=True):
-        scope.rows[old, place.axis, place.family] = new
+        scope.rows[old, result.axis, result.family] = new
     return None
 
 
 def _lift_barrier(scope: Scope, equation: Equation) -> None:
-    """Writes each operand in its own form behind the barrier; values of no family need none."""
+    """Writes a barrier over operands in their own forms; dense values need none."""
     inputs, outputs = [], []
     for atom, old in zip(equation.inputs, equation.outputs, strict=True):
         row, value = scope.lifting.row(atom), scope.lifting.facts.value(atom)
@@ -95,8 +95,8 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
 def _layout(scope: Scope, access: Access, params: Params, examples: Sequence[int]) -> Params:
     """Returns a lookup's or push's parameters beside the gather's or scatter's own.
 
-    `axis`: the rows' in the operand; `batch`: the index operand's axis by which the access is spread over the devices,
-    `spread`: the same axis in the result or the updates (`examples`: their axes that are the index operand's).
+    `axis`: the operand's row axis. `batch`: the index operand's axis that is spread over the devices. `spread`: the
+    same axis in the result or the updates (`examples`: which of their axes are the index operand's).
     """
     batch = scope.lifting.batch_axes.get(access.equation)
     spread = None if batch is None else examples[batch]
@@ -170,11 +170,11 @@ def _reduce(scope: Scope, value: RowValue, out: Var, op: str, axes: tuple[int, .
 def _lift_contract(scope: Scope, equation: Equation) -> None:
     """Writes a product that sums over all rows, one side being zero on the untouched ones.
 
-    If that isn't sure, it writes a product for each row, and a sum over the rows.
+    If that isn't known, it writes a product for each row, and a sum over the rows.
     """
-    places = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
-    sources = tuple((a, row.axis) for a, row in zip(equation.inputs, places, strict=True))
-    family = places[0].family
+    rows = [row for a in equation.inputs if (row := scope.lifting.row(a)) is not None]
+    sources = tuple((a, row.axis) for a, row in zip(equation.inputs, rows, strict=True))
+    family = rows[0].family
     inputs = tuple(scope.at_rows(a, axis, family) for a, axis in sources)
     if scope.lifting.untouched.keeps_zero(scope, sources, family):
         out = scope.dense[equation.outputs[0]] = Var(equation.outputs[0].type)
@@ -314,7 +314,7 @@ class UntouchedScope(Scope):
         elif equation.op == "cond":
             inputs = (self.get(equation.inputs[0]), *outer, *stacked)
             results = tuple(Var(a.type) for a in template.bodies[0].outputs)
-            self.append(equation.across([clone(b)[0] for b in template.bodies], results, consts=inputs))
+            self.append(equation.with_operands([clone(b)[0] for b in template.bodies], results, consts=inputs))
         else:
             starts = [self.at_rows(a, axis, template.family) for a, axis in template.carries]
             sequences = [self.at_rows(a, axis, template.family) for a, axis in template.sequences]
@@ -359,7 +359,7 @@ def emit_scan(
     carry, length = len(starts), like.params["length"]
     outputs = [Var(a.type) for a in body.outputs[:carry]]
     outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
-    scope.append(like.across([body], outputs, consts=consts, carries=starts, xs=xs))
+    scope.append(like.with_operands([body], outputs, consts=consts, carries=starts, xs=xs))
     return tuple(outputs)
 
 
@@ -478,7 +478,7 @@ def _template(
     carries: Sequence[tuple[Atom, int]] = (),
     sequences: Sequence[tuple[Atom, int]] = (),
 ) -> Template:
-    """Returns the untouched form of a body, whose results are stacked from number `carry` on.
+    """Returns the untouched form of a body, whose results are stacked from index `carry` on.
 
     Its loop-invariant inputs are imported; the first rewriting exports the rest.
     """
@@ -540,7 +540,7 @@ def _lift_branches(scope: Scope, equation: Equation) -> None:
     )
     results = tuple(Var(a.type) for a in blocks[0].outputs)
     inputs = [*(scope.get(a) for a in head), *(scope.resolve(key) for key in types)]
-    scope.append(equation.across(blocks, results, consts=inputs))
+    scope.append(equation.with_operands(blocks, results, consts=inputs))
     scope.bind(equation.outputs, results)
     exported = dict(zip([a for atoms in exports for a in atoms], results[len(equation.outputs) :], strict=True))
     for family, untouched_values in pending.items():

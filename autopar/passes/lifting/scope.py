@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autopar.analysis.batch import place_axes
+from autopar.analysis.batch import result_axis
 from autopar.analysis.primitives import SHAPED
 from autopar.analysis.rules import RESIZE
 from autopar.ir.layout import RowLayout
@@ -50,7 +50,7 @@ class Lifting:
     untouched: Untouched
 
     def row(self, atom: Atom) -> Row | None:
-        """Returns the value's place in row space if its family (the representative) is lifted."""
+        """Returns the value's row axis and family (the representative), if that family is lifted."""
         value = self.facts.value(atom)
         if isinstance(value, Row):
             family = self.facts.find(value.family)
@@ -362,7 +362,7 @@ class Scope(Writer):
 def _operand_axis(equation: Equation, atom: Atom, axis: int) -> int | None:
     if equation.op not in SHAPED:
         return axis if atom.shape else None
-    return next((d for d in range(len(atom.shape)) if place_axes(equation, 0, d) == axis), None)
+    return next((d for d in range(len(atom.shape)) if result_axis(equation, 0, d) == axis), None)
 
 
 # --- untouched rows for an equation that needs all rows ---

@@ -3,7 +3,7 @@
 The weights of such layers are stacked: a leaf has a row for each layer, and a scan takes a row an iteration. Here the
 leaf becomes several, each with the rows of some layers, and the scan as many, one after the other. Results for each
 layer (residuals, gradients), elementwise functions of these in the optimizer, and its slots are in the same parts.
-Equations without a rule (`analysis.local.place_spread`) read the concatenated parts, which is right all the same.
+Equations without a rule (`analysis.local.follow_spread`) read the concatenated parts, which is right all the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import jax
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED
-from autopar.analysis.local import REDUCES, place_spread, resized_params
+from autopar.analysis.local import REDUCES, follow_spread, resized_params
 from autopar.ir.local import NotLocal
 from autopar.ir.paths import layers_path
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Source, Var
@@ -314,7 +314,7 @@ class _Cutter:
             return False
         along = {k: value.axis for k, value in cut.items()}
         try:
-            placed = place_spread(equation, along, 1)
+            placed = follow_spread(equation, along, 1)
         except NotLocal:
             return False
         is_sum = placed.axis == SUMMED

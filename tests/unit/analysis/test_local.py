@@ -1,6 +1,6 @@
-"""`place_spread`, `whole_operands_once` and `localize` against brute force: a function of whole arrays, and its program
-on each of N devices (simulated by `jax.vmap` with a named axis), must give the same, to the last bit where they are
-integers."""
+"""`follow_spread`, `whole_operands_once` and `localize` against brute force: a function of whole arrays, and its
+program on each of N devices (simulated by `jax.vmap` with a named axis), must give the same, to the last bit where they
+are integers."""
 
 from __future__ import annotations
 
