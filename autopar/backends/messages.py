@@ -26,8 +26,8 @@ Axis = str | tuple[str, ...]
 #: Most bytes of a sum that each device sends whole: a second message costs more.
 _WHOLE = 1 << 10
 
-#: What a name of a compiled all-to-all says it stands for: a collective, and the arrays in it.
-NAMED = re.compile(r"autopar\.sends/(?P<op>all-reduce|all-gather)/(?P<arrays>[^/\"]*)/")
+#: What a name of a compiled all-to-all says it stands for: a collective, the arrays in it, whether a sum goes whole.
+NAMED = re.compile(r"autopar\.sends/(?P<op>all-reduce|all-gather)/(?P<arrays>[^/\"]*)(?P<whole>/whole)?/")
 
 
 def by_gloo(mesh: Mesh) -> bool:
@@ -46,9 +46,10 @@ def added_up(value: Array, axis: Axis, parts: Sequence[Array] = ()) -> Array:
     """Returns the sum of all devices' values, flat ones, with the same bits on all of them. `parts`: as for
     `sent_to_all`."""
     count = jax.lax.axis_size(axis)
-    with _named("all-reduce", parts or (value,)):
-        if value.nbytes <= _WHOLE:
+    if value.nbytes <= _WHOLE:
+        with _named("all-reduce", parts or (value,), end="/whole"):
             return functools.reduce(jnp.add, _to_all(value, axis))
+    with _named("all-reduce", parts or (value,)):
         shares = jnp.pad(value, (0, -value.size % count)).reshape(count, -1)
         own = functools.reduce(jnp.add, jax.lax.all_to_all(shares, axis, 0, 0))  # -0.0 stays, unlike by jnp.sum
     with _named("all-reduce", ()):
@@ -59,7 +60,7 @@ def _to_all(value: Array, axis: Axis) -> Array:
     return jax.lax.all_to_all(jnp.broadcast_to(value, (jax.lax.axis_size(axis), *value.shape)), axis, 0, 0)
 
 
-def _named(op: str, parts: Sequence[Array], times: int = 1) -> contextlib.AbstractContextManager[Any]:
+def _named(op: str, parts: Sequence[Array], times: int = 1, end: str = "") -> contextlib.AbstractContextManager[Any]:
     """Names a message for `autopar.check`, as XLA would write the result of its collective on one device."""
     arrays = (("pred" if x.dtype == np.bool_ else "u8", times * x.size * x.dtype.itemsize) for x in parts)
-    return jax.named_scope(f"autopar.sends/{op}/{''.join(f'{dtype}[{size}]' for dtype, size in arrays)}")
+    return jax.named_scope(f"autopar.sends/{op}/{''.join(f'{dtype}[{size}]' for dtype, size in arrays)}{end}")

@@ -38,6 +38,7 @@ class Collective:
     times: int
     #: Devices that take part together, by their number in the mesh; empty: all.
     groups: tuple[tuple[int, ...], ...] = ()
+    is_whole: bool = False  #: Each device sends its part of a sum to all others, uncut (`backends.messages`).
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,7 +51,7 @@ class Collective:
 
     def sent(self, devices: int) -> int:
         """Returns the bytes that one of the devices sends each time (rings, and direct messages)."""
-        return int(wire_bytes(self.op, devices, self.nbytes))
+        return (devices - 1) * self.nbytes if self.is_whole else int(wire_bytes(self.op, devices, self.nbytes))
 
 
 def _bits(dtype: str) -> int:
@@ -79,7 +80,8 @@ def read_collectives(text: str) -> list[Collective]:
             if match["start"] and match["op"] in ("all-gather", "collective-permute"):
                 arrays = arrays[len(arrays) // 2 :]  # the operands come first
             if arrays:  # not the second message of a sum
-                collectives[name].append(Collective(of["op"], arrays, 1, _groups(line)))
+                is_whole = message is not None and bool(message["whole"])
+                collectives[name].append(Collective(of["op"], arrays, 1, _groups(line), is_whole))
         loop, turns = _LOOP.search(line), _TURNS.search(line)
         if loop:
             called[name].append((loop["name"], int(turns["count"]) if turns else 0))

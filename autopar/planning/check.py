@@ -256,9 +256,17 @@ def compare_collectives(
         CheckRow("all-reduce", "as large as a whole table", 0, *pool.rest("all-reduce", _lifted_sizes(plan))),
         rest("all-reduce", "sums over examples"),
         rest("any", "flags"),
+        _more_for_whole(collectives, plan.devices),
         *_turns(collectives, own or (), plan.devices),
     ]
     return Check(plan.step, plan.devices, tuple(row for row in rows if row.compiled or row.planned))
+
+
+def _more_for_whole(collectives: Sequence[Collective], devices: int) -> CheckRow:
+    """Tells by how many bytes sums that are sent whole exceed rings."""
+    whole = [c for c in collectives if c.is_whole]
+    more = sum(c.times * (c.sent(devices) - replace(c, is_whole=False).sent(devices)) for c in whole)
+    return CheckRow("all-reduce", "more for small sums, which go whole", None, more, len(whole))
 
 
 def _turns(collectives: Sequence[Collective], own: Sequence[Collective], devices: int) -> list[CheckRow]:

@@ -19,6 +19,7 @@ from autopar.backends import layouts
 from autopar.backends.across import local
 from autopar.launch.group import StoreGroup
 from autopar.measure import calibrate, loops
+from autopar.measure.collectives import sent_by_device
 from autopar.run import slow_plans
 from tests.support import dense_steps, stacked_tables
 from tests.support.explained import explained
@@ -136,6 +137,8 @@ def check_small_exchanges_are_messages_to_all() -> None:
         found = autopar.check(planned, *given)
         assert found.ok, str(found)
         text = planned.lower(*given).compile().as_text()
+        assert sum(row.compiled for row in found.rows) == sent_by_device(text, jax.device_count())
+        assert any("small sums" in row.what for row in found.rows) == (jax.device_count() > 2), str(found)
         rings = [line for line in text.splitlines() if re.search(r" (all-reduce|all-gather)(-start)?\(", line)]
         assert not any("f32[" in line or "s32[" in line for line in rings), rings
         assert " all-to-all" in text
