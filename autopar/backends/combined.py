@@ -19,14 +19,13 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.messages import added_up, sent_to_all
+from autopar.ir.figures import SHARED_BYTES
 from autopar.jax_types import Array, Dtype, Leaf, Pytree
 
 Eqn = Any
 Fun = Callable[..., Pytree]
 #: Collectives that only move elements, which are combined here; and the one that adds up, where XLA doesn't combine it.
 _MOVE, _SUM = ("all_gather", "all_to_all"), "psum"
-#: Most bytes that a device receives in a collective that shares a message.
-LARGEST = 1 << 20
 _MEET = frozenset({*_MOVE, "psum", "pmax", "pmin", "ppermute", "reduce_scatter", "psum_invariant"})
 
 
@@ -137,7 +136,7 @@ def _kind(equation: Eqn, by_messages: bool) -> Hashable:
     if name == "all_to_all" and (params["split_axis"], params["concat_axis"]) != (0, 0):
         return None
     (made,) = equation.outvars
-    if made.aval.size * made.aval.dtype.itemsize > LARGEST:
+    if made.aval.size * made.aval.dtype.itemsize > SHARED_BYTES:
         return None
     if name == _SUM:
         return name, str(params["axes"]), made.aval.dtype

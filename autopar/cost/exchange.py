@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
-from autopar.ir.figures import Sizes, Term, wire_bytes
-from autopar.ir.strategy import HOSTED, Where
+from autopar.ir.figures import SHARED_BYTES, Sizes, Term, wire_bytes
+from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 
 ID_BYTES = 4
 #: The name of the term of deferred rows; bringing one up to date takes as long as this many passes over it. Measured on
@@ -25,6 +26,10 @@ ID_BYTES = 4
 REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 #: Terms that send ids alone, which families of the same ids may share.
 ID_TERMS = ("send ids", "gather ids")
+#: Methods by which a family on devices may be trained.
+METHODS = ("allreduce", *ROW_METHODS)
+#: No other exchanges, by method.
+NO_OTHERS: Mapping[str, int] = {}
 
 
 def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
@@ -35,13 +40,17 @@ def sent_bytes(sizes: Sizes, where: Where = "devices") -> Mapping[str, int]:
 
 
 def method_terms(
-    sizes: Sizes, where: Where, rates: Rates = NO_TIME, hosts: HostRates = NO_HOST_TIME
+    sizes: Sizes,
+    where: Where,
+    rates: Rates = NO_TIME,
+    hosts: HostRates = NO_HOST_TIME,
+    others: Mapping[str, int] = NO_OTHERS,
 ) -> Mapping[str, tuple[Term, ...]]:
     """Maps methods to their terms in a step. A family on hosts has its own terms beside those it would have on
-    devices."""
+    devices. `others`: as for `step_terms`."""
     if where == "devices":
-        return step_terms(rates, sizes)
-    return {HOSTED: host_terms(sizes, hosts), **step_terms(rates, sizes.on_devices())}
+        return step_terms(rates, sizes, others)
+    return {HOSTED: host_terms(sizes, hosts), **step_terms(rates, sizes.on_devices(), others)}
 
 
 def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...]:
@@ -50,7 +59,8 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     Messages are only as long as they must be. Where ranks share machines and want the same rows, fewer bytes cross
     machines.
     """
-    s, row, host = sizes, sizes.row_bytes, rates.host
+    s, row = sizes, sizes.row_bytes
+    host, copy = rates.host.shared(s.together), rates.copy.shared(s.together)
 
     def sent(name: str, size: int) -> Term:
         nbytes = s.requested * size
@@ -61,39 +71,45 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         *ids,
         Term("look up at owners", host.gather(s.owned, row)),
         sent("send rows", row),
-        Term("copy rows to the device", rates.copy(s.requested * row)),
-        Term("copy gradients to the host", rates.copy(s.requested * s.sent_gradient)),
+        Term("copy rows to the device", copy(s.requested * row)),
+        Term("copy gradients to the host", copy(s.requested * s.sent_gradient)),
         sent("send gradients", s.sent_gradient),
         Term("add gradients at owners", host.scatter(s.owned, s.sent_gradient)),
         *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
     )
 
 
-def step_seconds(rates: Rates, sizes: Sizes) -> Mapping[str, float]:
-    """Maps methods to the seconds of a step."""
-    return {method: sum(t.seconds for t in terms) for method, terms in step_terms(rates, sizes).items()}
+def step_seconds(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS) -> Mapping[str, float]:
+    """Maps methods to the seconds of a step. `others`: as for `step_terms`."""
+    return {method: sum(t.seconds for t in terms) for method, terms in step_terms(rates, sizes, others).items()}
 
 
-def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
-    """Maps methods to their terms in a step, in order."""
+def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS) -> Mapping[str, tuple[Term, ...]]:
+    """Maps methods to a family's terms in a step, in order; of what takes one time for several its share.
+
+    Args:
+      others: Method -> number of other exchanges by it, of which each message is part of the same one.
+    """
     s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
         rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
     all_requested, sent = s.devices * s.requested, s.devices * s.capacity
-    own = rates if s.together == 1 else rates.shared(s.together)
+    own = rates.shared(s.together)
 
-    def sends(name: str, curve: Curve, collective: str, size: int, spread: bool = True) -> Term:
+    def sends(name: str, curve: Curve, collective: str, size: int, spread: bool = True, method: str = "") -> Term:
+        if s.together * size <= SHARED_BYTES:  # larger ones go by themselves (`backends.combined`)
+            curve = curve.shared(1 + others.get(method, 0))
         return Term(name, curve(size), int(wire_bytes(collective, s.devices, size)) if spread else 0, collective)
 
-    def gathered(name: str, count: int, size: int) -> Term:
-        return sends(name, rates.all_gather, "all-gather", s.devices * count * size, s.spread)
+    def gathered(name: str, method: str, count: int, size: int) -> Term:
+        return sends(name, rates.all_gather, "all-gather", s.devices * count * size, s.spread, method)
 
     def reduced(name: str, size: int) -> Term:
         return sends(name, rates.all_reduce, "all-reduce", size, s.spread)
 
     def routed(name: str, size: int) -> Term:
-        return sends(name, own.all_to_all, "all-to-all", sent * size)
+        return sends(name, own.all_to_all, "all-to-all", sent * size, method="ps")
 
     terms: dict[str, tuple[Term, ...]] = {
         "ps": (
@@ -112,15 +128,15 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
         ),
         "allgather": (
             Term("route ids", rates.route(s.ids)),
-            gathered("gather ids", s.requested, ID_BYTES),
+            gathered("gather ids", "allgather", s.requested, ID_BYTES),
             Term("route all ids", rates.route(all_requested)),
             *_replay(rates, s, s.routed),
-            gathered("gather gradients", s.requested, gradient),
+            gathered("gather gradients", "allgather", s.requested, gradient),
             Term("add gradients", rates.scatter(all_requested, gradient)),
             *_update(rates, s, s.routed),
         ),
         "allreduce_rows": (
-            gathered("gather ids", s.ids, ID_BYTES),
+            gathered("gather ids", "allreduce_rows", s.ids, ID_BYTES),
             Term("route all ids", rates.route(s.devices * s.ids)),
             *_replay(rates, s, s.routed),
             Term("zero rows", rates.walk(s.routed * reduced_row)),
@@ -133,10 +149,49 @@ def step_terms(rates: Rates, sizes: Sizes) -> Mapping[str, tuple[Term, ...]]:
             Term("update all rows", rates.update_s(2 * s.extent * (gradient + s.family_bytes))),
         ),
     }
-    for method, seconds in {**rates.fixed, "ps": own.fixed.get("ps", 0.0)}.items():
+    for method, seconds in rates.fixed.items():
         if method in terms and seconds:
-            terms[method] += (Term("more in a call than the quickest method", seconds, fixed=True),)
+            families = (1 + others.get(method, 0)) * (s.together if method == "ps" else 1)
+            terms[method] += (Term("more in a call than the quickest method", seconds / families, fixed=True),)
     return terms
+
+
+# --- exchanges that families share ---
+#
+# Tables that are alike are exchanged as one (`Sizes.together`). What goes by the same method sends its ids in one
+# message, its rows in another, and so on. Each family has its share of the time, so that the shares add up to it.
+
+
+def count_exchanges(families: Iterable[tuple[str, Sizes]]) -> Counter[str]:
+    """Returns the number of exchanges in a step by method. `families`: the method and the sizes of each."""
+    shares: dict[str, float] = {}
+    for method, sizes in families:
+        shares[method] = shares.get(method, 0.0) + (1 / sizes.together if method == "ps" else 1.0)
+    return Counter({method: round(count) for method, count in shares.items()})
+
+
+def cheapest_together(rates: Rates, families: Sequence[Sizes], named: Counter[str]) -> list[str]:
+    """Returns a method for each family, so that none by itself would be faster by another one.
+
+    Args:
+      families: The sizes of each.
+      named: Number of exchanges by method of other families, which go so at any rate.
+    """
+
+    def cheapest(sizes: Sizes, others: Counter[str]) -> str:
+        seconds = step_seconds(rates, sizes, others)
+        return min(seconds, key=lambda m: (seconds[m], m != "ps"))
+
+    # First as if all went by each method.
+    methods = [cheapest(sizes, named + Counter((len(families) - 1) * [*METHODS])) for sizes in families]
+    for _ in families:
+        before = list(methods)
+        for k, sizes in enumerate(families):
+            counts = named + count_exchanges(zip(methods, families, strict=True))
+            methods[k] = cheapest(sizes, counts - Counter([methods[k]]))
+        if methods == before:
+            break
+    return methods
 
 
 def _replay(rates: Rates, sizes: Sizes, rows: int) -> tuple[Term, ...]:
@@ -184,6 +239,8 @@ def step_parts(
 ) -> Mapping[str, tuple[Term, ...]]:
     """Maps parts of a step to their terms, in order. `tables`: method (or `HOSTED`) and sizes of each family."""
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)
+    counts = count_exchanges(tables)
+    exchanges = [_table_terms(rates, hosts, *table, counts - Counter([table[0]])) for table in tables]
     updates = rates.update_s(3 * dense.state_bytes)
     if rates.dense is not None:  # it has a parameter, its slot, and the sum of its gradient
         shared = rates.all_reduce(1) if rates.joins_sums else 0.0
@@ -195,7 +252,7 @@ def step_parts(
             Term("values of the batch", rates.moved_s(dense.moved_bytes)),
         ),
         "lookups": tuple(term for _, sizes in tables for term in lookup_terms(rates, sizes)),
-        "tables": tuple(term for table in tables for term in _table_terms(rates, hosts, *table) if not term.fixed),
+        "tables": tuple(term for terms in exchanges for term in terms if not term.fixed),
         "dense gradients": _reduced(rates, dense, devices, hosts),
         "dense updates": (Term("update dense parameters", updates),),
     }
@@ -217,8 +274,10 @@ def _reduced(rates: Rates, dense: DenseLoad, devices: int, hosts: HostRates) -> 
     return (Term("reduce dense gradients", seconds, sent),)
 
 
-def _table_terms(rates: Rates, hosts: HostRates, method: str, sizes: Sizes) -> tuple[Term, ...]:
-    return host_terms(sizes, hosts) if method == HOSTED else step_terms(rates, sizes)[method]
+def _table_terms(
+    rates: Rates, hosts: HostRates, method: str, sizes: Sizes, others: Mapping[str, int]
+) -> tuple[Term, ...]:
+    return host_terms(sizes, hosts) if method == HOSTED else step_terms(rates, sizes, others)[method]
 
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:

@@ -119,7 +119,7 @@ class Rates:
     def shared(self, count: int) -> Rates:
         """Returns the rates of one of `count` tables that are exchanged and updated as one."""
         curves = {f.name: each.shared(count) for f in fields(self) if isinstance(each := getattr(self, f.name), Curve)}
-        return replace(self, **curves, fixed={method: seconds / count for method, seconds in self.fixed.items()})
+        return replace(self, **curves)
 
     @property
     def shares_cores(self) -> bool:

@@ -12,15 +12,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.exchange import HOSTED, DenseLoad, Term, step_parts, step_terms, with_bounds
+from autopar.cost.exchange import (
+    HOSTED,
+    DenseLoad,
+    Term,
+    cheapest_together,
+    count_exchanges,
+    step_parts,
+    with_bounds,
+)
 from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.figures import HEADROOM, Sizes
-from autopar.ir.strategy import ROW_METHODS
 
 #: The backward pass has two of three products.
 BACKWARD = 2 / 3
-SIMULATED = ("allreduce", *ROW_METHODS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +42,7 @@ class TableLoad:
     rows: Callable[[int], float]  #: n -> expected distinct rows that n devices look up together in a step.
     hosted: bool = False  #: Its rows are in host memory, unless another method is asked for.
     #: As in `Sizes`.
+    together: int = 1
     gradient_bytes: int | None = None
     reduced: tuple[int, ...] = ()
 
@@ -101,19 +108,23 @@ def simulate_step(
     n, rates, hosts = cluster.count, planned_rates(cluster), planned_host_rates(cluster)
     chosen: dict[str, str] = {}
     loads: list[tuple[str, Sizes]] = []
+    asked = {t.path: methods if isinstance(methods, str) else methods.get(t.path, "auto") for t in work.tables}
+    open_ = [t for t in work.tables if asked[t.path] == "auto" and not t.hosted]
+    named = count_exchanges((asked[t.path], sizes_at(t, n)) for t in work.tables if t not in open_)
+    together = cheapest_together(rates, [sizes_at(t, n) for t in open_], named)
+    cheapest = {t.path: method for t, method in zip(open_, together, strict=True)}
     budget, state = STATE_SHARE * cluster.device.memory_bytes, work.dense.state_bytes
     host_budget, host_state = STATE_SHARE * cluster.host_bytes, 0.0
     for table in work.tables:
-        method = methods if isinstance(methods, str) else methods.get(table.path, "auto")
+        method = asked[table.path]
         size = table.extent * table.family_bytes
         if method == "auto" and table.hosted:
             method = HOSTED
         elif method == "auto":
-            terms = step_terms(rates, sizes_at(table, n))
-            possible = SIMULATED if state + size <= budget else ("ps",)
-            method = min(possible, key=lambda m: sum(t.seconds for t in terms[m]))
+            method = cheapest[table.path] if state + size <= budget else "ps"
         chosen[table.path] = method
-        loads.append((method, host_sizes_at(table, n) if method == HOSTED else sizes_at(table, n)))
+        sizes = host_sizes_at(table, n) if method == HOSTED else sizes_at(table, n)
+        loads.append((method, sizes))
         if method == HOSTED:
             host_state += size / cluster.machines
         else:
@@ -167,6 +178,7 @@ def sizes_at(table: TableLoad, devices: int) -> Sizes:
         capacity=capacity,
         owned=min(shard_rows, devices * capacity) + 1,
         checks=True,
+        together=table.together,
     )
 
 

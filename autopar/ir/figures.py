@@ -73,6 +73,10 @@ def wire_bytes(collective: str, count: int, size: float) -> float:
     return rounds * (count - 1) * size / count
 
 
+#: Most bytes that a device receives in a collective that shares a message with others.
+SHARED_BYTES = 1 << 20
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
     """One part of a method's cost."""

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.backends.across import jit_on, place_array
-from autopar.backends.combined import LARGEST
 from autopar.backends.devices import Devices
 from autopar.backends.messages import added_up, by_gloo, sent_to_all
+from autopar.ir.figures import SHARED_BYTES
 from autopar.jax_types import Array
 from autopar.launch.group import Group
 
@@ -41,7 +41,7 @@ def collective_points(
       in_steps: Small ones go as in planned steps, by messages to all devices where XLA's would be rings.
     """
     count, axis = devices.count, devices.axis
-    by_messages = in_steps and by_gloo(devices.mesh) and max(sizes) <= LARGEST
+    by_messages = in_steps and by_gloo(devices.mesh) and max(sizes) <= SHARED_BYTES
 
     def to_all(x: Array) -> Array:
         return jax.lax.all_to_all(x.reshape(count, -1), axis, 0, 0).reshape(-1)

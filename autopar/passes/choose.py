@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
+from autopar.cost.exchange import NO_OTHERS, cheapest_together, count_exchanges, step_seconds
 from autopar.cost.memory import Shardable, choose_sharded, is_open, leaf_bytes, state_bytes
 from autopar.cost.model import EXCHANGES_MARGIN, MOST_EXCHANGES_S
 from autopar.cost.rates import UNMEASURED, Measurements, StageRates
@@ -20,7 +22,7 @@ from autopar.ir.layout import RowLayout, even_axis
 from autopar.ir.options import Options
 from autopar.ir.paths import matches
 from autopar.ir.plan import DensePlan, Plan, TablePlan, TensorGroupPlan, TensorPlan
-from autopar.ir.program import Atom, Program, Var
+from autopar.ir.program import Atom, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, choice_for, split_method, with_hosts, without_hosts
@@ -49,13 +51,21 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
     if options.devices > 1 and not wanted.hosts:
         made = _with_stacks(program, made, choices)
+    others = _others(program, made, choices)
+
+    def decide_again(k: int, *, left: str = "", sharded: str = "") -> None:
+        space, beside = program.facts.spaces[k], others.get(k, NO_OTHERS)
+        made[k] = decide_family(program, space, choices, left=left, sharded=sharded, others=beside)
+
+    for k in others:
+        decide_again(k)
     for k in _saving_little(program, made, choices):
-        made[k] = decide_family(program, program.facts.spaces[k], choices, left=_SAVES_LITTLE)
+        decide_again(k, left=_SAVES_LITTLE)
     bound = _assemble(program, options, made, wanted)
     if measured.memory is not None and options.devices > 1 and not options.hosts:
         sharded = _too_large(program, bound.plan, made, choices, measured.memory)
         for k, reason in sharded.items():
-            made[k] = decide_family(program, program.facts.spaces[k], choices, sharded=reason)
+            decide_again(k, sharded=reason)
         bound = _assemble(program, options, made, wanted) if sharded else bound
     if options.tensor > 1:
         bound = _with_tensors(program, options, bound, wanted, measured)
@@ -126,6 +136,19 @@ def _with_stacks(program: Program, decided: Sequence[Decision], choices: Choices
     return made
 
 
+def _others(program: Program, decided: Sequence[Decision], choices: Choices) -> Mapping[int, Mapping[str, int]]:
+    """Maps the families left to "auto" to the numbers of other exchanges by each method, whose messages they share; but
+    for tables that are exchanged as one."""
+    plans = {k: (each.method, each.sizes) for k, (_, (each, *_)) in enumerate(decided) if each.sizes is not None}
+    rates, spaces = choices.measured.rates, program.facts.spaces
+    if rates is None or len(plans) == 1:
+        return {}
+    open_ = {k: s for k, (_, s) in plans.items() if s.together == 1 and compares(program, spaces[k], choices)}
+    named = count_exchanges(plan for k, plan in plans.items() if k not in open_)
+    methods = cheapest_together(rates, list(open_.values()), named)
+    return {k: named + Counter(methods) - Counter([m]) for k, m in zip(open_, methods, strict=True)}
+
+
 _SAVES_LITTLE = "exchanges of rows may cost a busy step more than they save"
 
 
@@ -140,8 +163,11 @@ def _saving_little(program: Program, decided: Sequence[Decision], choices: Choic
     rates = choices.measured.rates
     if rates is None or not rates.shares_cores or choices.options.accelerators or not all(is_open):
         return ()
-    seconds = (plans[k].seconds for k in exchanged)
-    saved = sum(each["allreduce"] - each[plans[k].method] for k, each in zip(exchanged, seconds, strict=True))
+    whole = {"allreduce": len(exchanged) - 1}
+    saved = sum(
+        step_seconds(rates, known(plans[k].sizes), whole)["allreduce"] - plans[k].seconds[plans[k].method]
+        for k in exchanged
+    )
     return exchanged if saved < min(EXCHANGES_MARGIN * rates.all_reduce(1), MOST_EXCHANGES_S) else ()
 
 

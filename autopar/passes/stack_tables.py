@@ -48,6 +48,7 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
       analyze: Analyses a program without facts.
     """
     stacks, _ = _stacks(program, plan)
+    plan = _noting_stacks(program, plan, stacks)
     written = _written(program, stacks) if stacks else None
     if written is None:
         return None
@@ -57,6 +58,15 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
     together = [[member.space.family for member in stack.members] for stack in stacks]
     followed = plan_stacked(before, plan, together, program, inputs)
     return None if followed is None else StackedProgram(program, followed, inputs, outputs)
+
+
+def _noting_stacks(program: Program, plan: ProgramPlan, stacks: Sequence[_Stack]) -> ProgramPlan:
+    """Returns the plan, whose sizes say with how many tables each is exchanged."""
+    counts = {program.inputs[k].path: len(s.members) for s in stacks for m in s.members for k in m.space.tables}
+    tables = plan.plan.tables
+    sizes = (t.sizes and dataclasses.replace(t.sizes, together=counts.get(t.path, 1)) for t in tables)
+    noted = (dataclasses.replace(table, sizes=each) for table, each in zip(tables, sizes, strict=True))
+    return plan.noting(tables=tuple(noted))
 
 
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.analysis.work import Work, count_work
 from autopar.compile import follow
 from autopar.cost import Rates, RowGrowth, Term
-from autopar.cost.exchange import DenseLoad, method_terms, step_parts, with_bounds
+from autopar.cost.exchange import METHODS, DenseLoad, count_exchanges, method_terms, step_parts, with_bounds
 from autopar.cost.rates import (
     NO_HOST_TIME,
     NO_TIME,
@@ -25,10 +25,10 @@ from autopar.cost.rates import (
     planned_rates,
     planned_stage_rates,
 )
-from autopar.cost.simulate import SIMULATED, TableLoad, Workload
+from autopar.cost.simulate import TableLoad, Workload
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
-from autopar.ir.figures import bucket_size
+from autopar.ir.figures import Sizes, bucket_size
 from autopar.ir.local import OncePerRow
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
@@ -134,7 +134,7 @@ def plan_of(
     rates = None if measure is None else measure()
     least = NO_TIME if rates is None else rates.bound if cluster is None else bound_rates(cluster)
     hosts = NO_HOST_TIME if cluster is None else planned_host_rates(cluster)
-    tables = []
+    counts, tables = count_exchanges(_exchanged(made)), list[TablePlan]()
     for space in program.facts.spaces:
         for table in space.tables:
             path = program.inputs[table].path
@@ -143,7 +143,7 @@ def plan_of(
             changed = dataclasses.replace(decided[path], alpha=alpha, growth=growth)
             terms = _earlier_terms(planned, changed)
             if rates is not None:
-                terms = with_bounds(_terms(changed, rates, hosts), _terms(changed, least, hosts.bound))
+                terms = with_bounds(*(_terms(changed, r, h, counts) for r, h in ((rates, hosts), (least, hosts.bound))))
             tables.append(dataclasses.replace(changed, terms=terms))
     fields = {"step": name, "cluster": cluster, "tables": tuple(tables), "work": _work(planned, leaves)}
     changed = dataclasses.replace(made, **fields)
@@ -176,8 +176,11 @@ def _trained_whole(decided: Plan) -> list[tuple[int, TablePlan]]:
 
 
 def _parts(decided: Plan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    tables = [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
-    return step_parts(rates, dense_load(decided), tables, decided.devices, hosts)
+    return step_parts(rates, dense_load(decided), _exchanged(decided), decided.devices, hosts)
+
+
+def _exchanged(decided: Plan) -> list[tuple[str, Sizes]]:
+    return [(t.taken, t.sizes) for t in decided.families if t.sizes is not None]
 
 
 def dense_load(decided: Plan) -> DenseLoad:
@@ -213,8 +216,10 @@ def _touched(
     return most(ids, extent, devices), None
 
 
-def _terms(table: TablePlan, rates: Rates, hosts: HostRates) -> Mapping[str, tuple[Term, ...]]:
-    return {} if table.sizes is None else method_terms(table.sizes, table.where, rates, hosts)
+def _terms(table: TablePlan, rates: Rates, hosts: HostRates, counts: Counter[str]) -> Mapping[str, tuple[Term, ...]]:
+    """Returns a table's terms by method. `counts`: exchanges of the plan by method, its own among them."""
+    others = counts - Counter([table.taken])
+    return {} if table.sizes is None else method_terms(table.sizes, table.where, rates, hosts, others)
 
 
 def _earlier_terms(planned: PlannedStep, table: TablePlan) -> Mapping[str, tuple[Term, ...]]:
@@ -256,8 +261,8 @@ def named_methods(methods: Mapping[str, Any] | Any, work: Workload) -> Mapping[s
 
     def name(method: Any) -> str:
         method_ = HOSTED if method == ("ps", "hosts") else method
-        if method_ not in ("auto", *SIMULATED, HOSTED):
-            known = ", ".join(map(repr, ("auto", *SIMULATED, HOSTED)))
+        if method_ not in ("auto", *METHODS, HOSTED):
+            known = ", ".join(map(repr, ("auto", *METHODS, HOSTED)))
             raise ArgumentsError(f"methods: there is no {method!r}; there are {known}")
         return method_
 
@@ -300,6 +305,7 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
         each,
         rows,
         hosted=table.where == "hosts",
+        together=sizes.together,
         gradient_bytes=sizes.gradient_bytes,
         reduced=sizes.reduced,
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 
 import jax
 import pytest
 
 import autopar
 from autopar.compile import analyze_program, compile_program
-from autopar.cost import Sizes, sent_bytes, step_seconds
+from autopar.cost import Sizes, sent_bytes, step_seconds, step_terms
+from autopar.cost.exchange import DenseLoad, cheapest_together, step_parts
 from autopar.cost.rates import Curve, Measurements
 from autopar.ir.options import Options
 from autopar.ir.program import Program
@@ -61,6 +63,43 @@ def test_a_curve_goes_through_its_points() -> None:
 )
 def test_what_a_method_needs(part: str, expected: dict[str, int]) -> None:
     assert step_seconds(rates(**{part: 1.0}), SIZES) == pytest.approx(expected)
+
+
+def test_shares_of_exchanges_add_up() -> None:
+    """A message takes a second, and a millisecond for each byte. Large messages aren't shared."""
+    figures = dataclasses.replace(rates(), all_to_all=Curve(((0.0, 1.0), (1000.0, 2.0))), fixed={"ps": 4.0})
+    alone = step_seconds(figures, SIZES)["ps"]
+    assert alone == pytest.approx(3 + 20 * (4 + 8 + 8) / 1000 + 4)
+    alike = dataclasses.replace(SIZES, together=3)
+
+    def seconds(*families: tuple[str, Sizes]) -> float:
+        parts = step_parts(figures, DenseLoad(0.0, (), ()), families, 4)
+        return sum(t.seconds for part in ("call", "tables") for t in parts[part])
+
+    assert seconds(*[("ps", SIZES)] * 3) == pytest.approx(3 * alone - 2 * (3 + 4))
+    assert seconds(*[("ps", alike)] * 3, ("ps", SIZES)) == pytest.approx(4 * alone - 3 * (3 + 4))
+    assert seconds(("ps", SIZES), ("allgather", SIZES)) == pytest.approx(alone)
+    large = dataclasses.replace(SIZES, row_bytes=1 << 16)
+    by_itself, beside = (
+        {t.name: t.seconds for t in step_terms(figures, large, others)["ps"]} for others in ({}, {"ps": 3})
+    )
+    assert beside["send rows"] == by_itself["send rows"]
+    assert beside["send ids"] == pytest.approx(by_itself["send ids"] - 3 / 4)
+
+
+def test_methods_are_chosen_for_all_families_together() -> None:
+    """Alone each goes by what takes 5 s; together by what takes 8 s for all and 1 s for each."""
+    figures = dataclasses.replace(
+        rates(),
+        all_to_all=Curve(((0.0, 8 / 3), (400.0, 8 / 3 + 1))),
+        all_gather=Curve(((0.0, 100.0),)),
+        all_reduce=Curve(((0.0, 0.0), (8000.0, 5.0))),
+    )
+    family, small = SIZES, dataclasses.replace(SIZES, extent=100)
+    assert cheapest_together(figures, [family], Counter()) == ["allreduce"]
+    assert cheapest_together(figures, [family, small], Counter()) == ["allreduce"] * 2
+    assert cheapest_together(figures, [family] * 3 + [small], Counter()) == ["ps"] * 3 + ["allreduce"]
+    assert cheapest_together(figures, [family], Counter(ps=2)) == ["ps"]
 
 
 def test_bytes_by_hand() -> None:

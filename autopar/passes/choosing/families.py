@@ -16,7 +16,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
-from autopar.cost.exchange import REPLAY, sent_bytes, step_seconds, step_terms
+from autopar.cost.exchange import NO_OTHERS, REPLAY, sent_bytes, step_seconds, step_terms
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.errors import StrategyError
@@ -28,7 +28,7 @@ from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import Bounds
 from autopar.ir.rowspace import Access, Refusal, RowIds, RowSpace, host_refusal
 from autopar.ir.slicing import hoist
-from autopar.ir.strategy import ROW_METHODS, Where
+from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
     bounds_layout,
     busiest_owner,
@@ -79,7 +79,14 @@ class Choices:
 
 
 def decide_family(
-    program: Program, space: RowSpace, choices: Choices, *, sharded: str = "", left: str = "", together: int = 1
+    program: Program,
+    space: RowSpace,
+    choices: Choices,
+    *,
+    sharded: str = "",
+    left: str = "",
+    together: int = 1,
+    others: Mapping[str, int] = NO_OTHERS,
 ) -> Decision:
     """Decides for one family.
 
@@ -87,6 +94,7 @@ def decide_family(
       sharded: Why "auto" is to shard it at any cost; "": it takes the cheapest method.
       left: Why "auto" is to leave it dense; "": it decides by cost.
       together: Number of tables on devices, its own among them, that "ps" exchanges as one.
+      others: Method -> number of other exchanges by it, whose messages this one shares.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -123,15 +131,17 @@ def decide_family(
         several = choices.devices > 1 and not choices.hosts
         sizes = _sizes(program, space, ids, _sharded(program, space, ids, choices)[1], choices) if several else None
         return dense(f"{who} says 'allreduce'", sizes=sizes)
-    beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred)
-    if beside and method == "auto":  # update logs of devices and of hosts, say, can't be mixed
-        if not _pays(program, space, ids, choices):
-            return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
-        hosted = True
-    if hosted:
+    # Update logs of devices and of hosts, say, can't be mixed.
+    is_beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred) and method == "auto"
+    if hosted or is_beside:
         bounds = host_bounds(space, ids, choices.devices)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
+        if is_beside and sizes is not None and sent["allreduce"] <= sent[HOSTED]:
+            who = f"a rank asks for {sizes.requested} of {space.extent} rows"
+            return dense(f"{who}: their whole gradient takes no more bytes", "strategy=('ps', 'hosts')")
+        if is_beside and sizes is None and not _pays(program, space, ids, choices):
+            return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
     if choices.devices == 1:
         pays = ids.count < space.extent if choices.options.rows_travel else _pays(program, space, ids, choices)
@@ -148,8 +158,8 @@ def decide_family(
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     if method == "auto":
         rates = choices.measured.rates
-        costs["terms"] = {} if rates is None else step_terms(rates, sizes)
-        seconds = {} if rates is None else step_seconds(rates, sizes)
+        costs["terms"] = {} if rates is None else step_terms(rates, sizes, others)
+        seconds = {} if rates is None else step_seconds(rates, sizes, others)
         method = "ps" if sharded else _cheapest(seconds or costs["sent"])
         slower = left or ("" if sharded else _why_dense(program, space, ids, choices, costs["terms"], method))
         if slower:

@@ -190,8 +190,33 @@ def test_on_an_accelerator_a_table_is_lifted_for_its_size(rows: int, strategy: s
 def test_tables_that_are_alike_wait_for_one_exchange(machine: Rates) -> None:
     """Of many tables each has a share of the time of a call."""
     rows = [50_000 + 1_000 * k for k in range(12)]
-    few, many = (tokens_on(machine, ADAGRAD, some).plan.tables for some in (rows[:3], rows))
+    (alone,), few, many = (tokens_on(machine, ADAGRAD, some).plan.tables for some in (rows[:1], rows[:3], rows))
     assert {t.method for t in many} == {"ps"} and all(t.sizes and t.sizes.together == 12 and t.cyclic for t in many)
     assert all(t.sizes and t.sizes.together == 1 for t in few)
-    assert many[0].seconds["ps"] < few[0].seconds["ps"] / 2
+    assert many[0].seconds["ps"] < alone.seconds["ps"] / 2
     assert many[0].sent == {**few[0].sent, "ps": many[0].sent["ps"]}
+
+
+def test_beside_tables_on_hosts_those_stay_whole_of_which_a_rank_asks_for_all_rows() -> None:
+    """A rank of 4 looks up 128 ids: all of 50 rows, or some of 1,000, whose update would be quick, but not the sum of
+    their gradients."""
+
+    def step(tables: Any, ids: jax.Array) -> Any:
+        grads = jax.grad(lambda tables: sum((t[ids % len(t)] ** 2).sum() for t in tables.values()))(tables)
+        return {name: t - 0.1 * grads[name] for name, t in tables.items()}, ids.sum()
+
+    shapes = {
+        name: jax.ShapeDtypeStruct((rows, 64), np.float32) for name, rows in (("a", 50), ("b", 1000), ("c", 9000))
+    }
+    planned = autopar.parallelize(step).planned_for(shapes, jax.ShapeDtypeStruct((512,), np.int32))
+    block = planned.compiled.analysed
+    options = Options(devices=4, hosts=True, strategy={"c": ("ps", "hosts")})
+    found = analyze_program(Program(block.block, block.inputs, block.outputs, "step"), way_of(options)).program
+    for zipf in (False, True):
+        random = np.random.default_rng(0)
+        ids = (random.zipf(1.2, 512) * 7919 if zipf else np.arange(512)).astype(np.int32)
+        looked_up = {space.family: [ids % space.extent] for space in found.rows.spaces}
+        a, b, c = choose(found, options, Measurements(ids=looked_up))[0].plan.tables
+        assert c.where == b.where == "hosts"
+        assert (a.lifted, a.method, a.where) == ((True, "ps", "hosts") if zipf else (False, "allreduce", "devices"))
+        assert zipf or "a rank asks for 50 of 50 rows: their whole gradient takes no more bytes" in a.reason
