@@ -53,12 +53,12 @@ class Clients:
             raise ArgumentsError(
                 f"sync: {count} clients don't divide {len(members)} processes: each client has as many. Give a divisor"
             )
-        place = all_.mesh.axis_names.index(all_.axis)
-        grid = np.moveaxis(all_.mesh.devices, place, 0)
+        axis = all_.mesh.axis_names.index(all_.axis)
+        grid = np.moveaxis(all_.mesh.devices, axis, 0)
         each = len(members) // count
         # [C, ...]: the data axis is cut into clients, each of which has adjacent devices.
         if all_.count % count == 0:
-            grid = np.moveaxis(grid.reshape(count, -1, *grid.shape[1:]), 1, 1 + place)
+            grid = np.moveaxis(grid.reshape(count, -1, *grid.shape[1:]), 1, 1 + axis)
         theirs = [members[k * each : (k + 1) * each] for k in range(count)]
         if all_.count % count or any(
             {d.process_index for d in part.flat} != set(some) for part, some in zip(grid, theirs, strict=True)
@@ -127,7 +127,7 @@ class Clients:
         return self.devices.mesh.size > 1 and self.grid.flat[0].platform == "cpu"
 
     def mean(self, arrays: Sequence[jax.Array], topology: Topology | None = None, turn: int = 0) -> list[jax.Array]:
-        """Averages each array over the clients, in its dtype and place. Collective; waits only with several CPU
+        """Averages each array over the clients, in its dtype, where it is. Collective; waits only with several CPU
         devices.
 
         `topology`, `turn`: whose mean a client takes; None: everyone's.
@@ -282,17 +282,17 @@ def _program(
     """
     count = topology.clients
     # The mesh has the last client first (`Clients._mesh`).
-    places = range(count)[::-1]
+    owners = range(count)[::-1]
 
     def joined_by_all(flat: Array) -> Array:
         each = -(-flat.size // count)
         parts = jnp.pad(flat, (0, count * each - flat.size)).reshape(count, each)
         received = jax.lax.all_to_all(parts, _AXIS, 0, 0)
-        return jax.lax.all_gather(join([received[places[c]] for c in range(count)]), _AXIS, tiled=True)
+        return jax.lax.all_gather(join([received[owners[c]] for c in range(count)]), _AXIS, tiled=True)
 
     def joined_by_partners(flat: Array) -> Array:
         columns = zip(*(topology.partners(c, turn) for c in range(count)), strict=True)
-        sent = [[(places[c], places[own]) for own, c in enumerate(column)] for column in columns]
+        sent = [[(owners[c], owners[own]) for own, c in enumerate(column)] for column in columns]
         return join([flat, *(jax.lax.ppermute(flat, _AXIS, pairs) for pairs in sent[1:])])
 
     def run(*arrays: Array) -> Sequence[Array]:

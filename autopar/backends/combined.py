@@ -68,9 +68,10 @@ def schedule(equations: Sequence[Eqn], *, by_messages: bool = False) -> Iterator
     kinds = [_kind(e, by_messages) if meet else None for e, meet in zip(equations, meets, strict=True)]
     first = list(_earliest(equations, meets, lambda k, round: round))
     last = _latest(equations, meets, first)
-    held = {(kinds[k], first[k]) for k in range(len(equations)) if first[k] == last[k]}  # where one must be anyway
+    # Rounds that have such a collective in any case.
+    held = {(kinds[k], first[k]) for k in range(len(equations)) if first[k] == last[k]}
 
-    def place(k: int, round: int) -> int:
+    def round_of(k: int, round: int) -> int:
         if kinds[k] is None:
             return round
         round = next((r for r in range(round, last[k] + 1) if (kinds[k], r) in held), round)
@@ -79,7 +80,7 @@ def schedule(equations: Sequence[Eqn], *, by_messages: bool = False) -> Iterator
 
     rounds: dict[int, list[Eqn]] = collections.defaultdict(list)
     meetings: dict[int, dict[Hashable, tuple[Hashable, list[Eqn]]]] = collections.defaultdict(dict)
-    for k, round in enumerate(_earliest(equations, meets, place)):
+    for k, round in enumerate(_earliest(equations, meets, round_of)):
         if meets[k]:
             meetings[round].setdefault(kinds[k] or k, (kinds[k], []))[1].append(equations[k])
         else:
@@ -89,15 +90,15 @@ def schedule(equations: Sequence[Eqn], *, by_messages: bool = False) -> Iterator
         yield from meetings[round].values()
 
 
-def _earliest(equations: Sequence[Eqn], meets: Sequence[bool], place: Callable[[int, int], int]) -> Iterator[int]:
-    """Yields the number of rounds before each equation. `place`: returns it for an equation and the least possible
-    one."""
+def _earliest(equations: Sequence[Eqn], meets: Sequence[bool], round_of: Callable[[int, int], int]) -> Iterator[int]:
+    """Yields the number of rounds before each equation. `round_of`: returns it for an equation's index and the least
+    possible one."""
     known: dict[Leaf, int] = {}  # variable -> number of rounds before it
     effects = 0  # they stay in their order
     for k, equation in enumerate(equations):
         round = max((known.get(a, 0) for a in _read(equation)), default=0)
         is_seen = jax_compat.has_effect(equation)
-        round = place(k, max(round, effects) if is_seen else round)
+        round = round_of(k, max(round, effects) if is_seen else round)
         known.update(dict.fromkeys(equation.outvars, round + meets[k]))
         effects = round + meets[k] if is_seen else effects
         yield round

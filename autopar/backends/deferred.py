@@ -33,13 +33,14 @@ from autopar.ir.deferred import Replay
 from autopar.ir.program import Block
 from autopar.jax_types import Array, Leaf
 
-#: Elements of a leaf in a group of rows, and fewest rows: all wait for the slowest, but loops have a cost, too.
+#: A group has this many elements of a leaf, or this many rows if that is more. All rows of a group wait for its oldest
+#: one, which speaks for small groups; each group's loop costs something, which speaks for large ones.
 _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
-#: Elements of a leaf that are taken at a time: by a flush, between steps, and at least.
+#: Elements of a leaf that a flush takes at a time; that are taken between steps; and the least of either.
 _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Replayed steps between two checks whether rows have faded.
 _STRIDE = 16
-#: The stamp of no row.
+#: A stamp that no row has.
 NEVER = np.iinfo(np.int32).max
 
 
@@ -154,8 +155,8 @@ class Deferred:
     def turn(self, stamps: Sequence[Array], entries: Entries) -> tuple[Array, ...]:
         """Makes the newer, full part the older one; returns a flag, stamps, now, segment and segments.
 
-        The flag says that it takes a flush instead, because scale-only rows can't wait any longer. Records are moved by
-        K places elsewhere.
+        The flag says that a flush is needed instead, because scale-only rows can't wait any longer. `UpdateLog` moves
+        the records.
         """
         p = self.replay
         takes_all, dropped, segment, segments = close(p, entries)
@@ -181,8 +182,8 @@ class Deferred:
           entries: The update log; for the older part, the log as it was when that was closed: `now` is K.
           which: int32[]. Below 0: rows of `ids` are brought up to date. Else row `which` (below `times`) and each
             `times`-th from there on, if they lag.
-          ids: Numbers of rows of each table, int32[], sorted and distinct; out of range is no row.
-          times: Number of calls that see all rows.
+          ids: Row indices of each table, int32[], sorted and distinct; out of range is no row.
+          times: Number of calls that together visit all rows.
         """
         is_read = which < 0
 
@@ -194,10 +195,10 @@ class Deferred:
             numbered = jnp.where(is_read, ids, each)
             stamped = stamps.at[numbered].get(mode="fill", fill_value=NEVER)
             lags = jnp.where(is_read, stamped < entries.now, self.lags(stamped, entries.segment))
-            places = jnp.cumsum(lags, dtype=jnp.int32) - 1
+            positions = jnp.cumsum(lags, dtype=jnp.int32) - 1
             compact = jnp.full_like(numbered, extent)
-            compact = compact.at[jnp.where(lags, places, size)].set(numbered, mode="drop")
-            return compact, places[-1] + 1
+            compact = compact.at[jnp.where(lags, positions, size)].set(numbered, mode="drop")
+            return compact, positions[-1] + 1
 
         rows = list(map(chosen, stamps, ids))
         caught_up = functools.partial(self.caught_up, entries=entries)
@@ -341,7 +342,7 @@ class DeferredTables:
         ]
 
     def replaced(self, rows: Sequence[Array], caught_up: CaughtUp) -> tuple[Array, ...]:
-        """Replaces rows of each table (numbers int32[], sorted) by `caught_up` ones; returns changed leaves and
+        """Replaces rows of each table (indices int32[], sorted) by `caught_up` ones; returns changed leaves and
         stamps."""
         taken: list[Array] = []
         for (leaves, _), some in zip(self.each, rows, strict=True):
@@ -363,7 +364,7 @@ class DeferredTables:
         """Replaces rows by `caught_up` ones, some at a time; returns changed leaves and stamps.
 
         Args:
-          chosen: For each table numbers of rows, int32[], and how many of them, from the first on, are replaced.
+          chosen: For each table row indices, int32[], and how many of them, from the first on, are replaced.
           elements: Elements of a leaf that are taken at a time, over all tables.
         """
         n, m = self.replay.changed, len(self.replay.leaves)

@@ -206,17 +206,17 @@ class _Emitter:
         assert devices is not None, "in the program of one device"
         params, (part, index) = dict(equation.params), operands
         axis, size = params.pop("axis"), params.pop("size")
-        numbers, place = params["dimension_numbers"], devices.position()
+        numbers, position = params["dimension_numbers"], devices.position()
         at = numbers.start_index_map.index(axis)
         row = in_range(index[..., at], size, params["mode"] != jax.lax.GatherScatterMode.FILL_OR_DROP)
-        first, own = place * part.shape[axis], part.shape[axis]
+        first, own = position * part.shape[axis], part.shape[axis]
         is_own, is_none = (row >= first) & (row < first + own) & (row < size), row >= size
         params |= {"indices_are_sorted": False, "unique_indices": False}
         local = jnp.where(is_own, row - first, jnp.where(is_none, own, 0))
         index = index.astype(jnp.int32) if index.dtype.itemsize < 4 else index
         index = index.at[..., at].set(local.astype(index.dtype))
         (taken,) = jax_compat.bind(equation.primitive, [part, index], params)
-        is_taken = jnp.expand_dims(is_own | (is_none & (place == 0)), numbers.offset_dims)
+        is_taken = jnp.expand_dims(is_own | (is_none & (position == 0)), numbers.offset_dims)
         return [jnp.where(is_taken, taken, jnp.zeros((), taken.dtype))]
 
     # --- microbatches ---

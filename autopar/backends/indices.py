@@ -58,11 +58,11 @@ def sorted_unique(ids: Array, size: int, fill: int) -> Array:
         return jnp.full((size,), fill, jnp.int32)
     ordered = jax.lax.sort(ids)
     first = jnp.concatenate([jnp.ones((1,), bool), ordered[1:] != ordered[:-1]])
-    place = jnp.cumsum(first, dtype=jnp.int32) - 1
-    return jnp.full((size,), fill, jnp.int32).at[place].set(ordered, mode="drop", indices_are_sorted=True)
+    position = jnp.cumsum(first, dtype=jnp.int32) - 1
+    return jnp.full((size,), fill, jnp.int32).at[position].set(ordered, mode="drop", indices_are_sorted=True)
 
 
-def _places(rows: Array, ids: Array) -> Array:
+def _positions(rows: Array, ids: Array) -> Array:
     """Finds the positions of ids in a sorted list.
 
     A loop is as fast on CPUs and compiles sooner; on other devices each of its turns is several kernels.
@@ -73,14 +73,14 @@ def _places(rows: Array, ids: Array) -> Array:
 
 def find(rows: Array, ids: Array, extent: int) -> Array:
     """Finds ids in a sorted list of rows that holds them; the list's length for `extent` and above."""
-    places = _places(rows, ids)
-    return jnp.where(ids < extent, places, rows.shape[0])
+    positions = _positions(rows, ids)
+    return jnp.where(ids < extent, positions, rows.shape[0])
 
 
 def find_own(rows: Array, ids: Array) -> Array:
     """Finds ids in a sorted list of rows that may lack some; the list's length for those."""
-    places = _places(rows, ids)
-    return jnp.where(rows.at[places].get(mode="clip") == ids, places, rows.shape[0])
+    positions = _positions(rows, ids)
+    return jnp.where(rows.at[positions].get(mode="clip") == ids, positions, rows.shape[0])
 
 
 def local_index(
@@ -88,18 +88,18 @@ def local_index(
     rows: Array,
     index: Array,
     *,
-    places_of: Callable[[Array], Array] = lambda ids: ids,
+    stored_ids: Callable[[Array], Array] = lambda ids: ids,
     own: bool = False,
 ) -> Array:
     """Maps index vectors of the table to index vectors of a sorted list of its rows.
 
-    The list may lack some rows if they are a device's `own`. `params`: `position`, `extent` and `clip`; `places_of`:
+    The list may lack some rows if they are a device's `own`. `params`: `position`, `extent` and `clip`; `stored_ids`:
     where the row with an id is stored.
     """
     position, extent, index = params["position"], params["extent"], jnp.asarray(index)
     ids = in_range(index[..., position], extent, params["clip"])
-    places = find_own(rows, places_of(ids)) if own else find(rows, places_of(ids), jnp.iinfo(jnp.int32).max)
-    local = jnp.where(ids < extent, places, rows.shape[0])
+    positions = find_own(rows, stored_ids(ids)) if own else find(rows, stored_ids(ids), jnp.iinfo(jnp.int32).max)
+    local = jnp.where(ids < extent, positions, rows.shape[0])
     if index.shape[-1] == 1:
         return local[..., None]
     return index.astype(jnp.int32).at[..., position].set(local)

@@ -4,8 +4,8 @@ There are three forms: a table's V rows as they are, *even shards* (padded, in t
 stored (perhaps cyclically). One all_to_all in `shard_map` converts even and cyclic shards, another one rows and
 columns. XLA's partitioner, left to itself, brings the whole table to each device for either.
 
-Inside a compiled program V needn't be a multiple of the devices, since XLA pads. At its ends JAX wants equal parts:
-`ordinary` then spreads an array along another axis, or replicates it if there is none.
+Inside a compiled program V needn't be a multiple of the devices, since XLA pads. Its inputs and outputs must have equal
+shards: `ordinary` then spreads an array along another axis, or replicates it if there is none.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ def placed(rows: Array, layout: RowLayout, axis: int, devices: Devices) -> jax.A
     dtype = jax.dtypes.canonicalize_dtype(rows.dtype)
 
     def shard_rows(index: Index) -> Leaf:
-        places = np.arange(layout.stored)[index[axis]]
-        wanted = np.minimum(layout.row(places), layout.extent - 1)
+        indices = np.arange(layout.stored)[index[axis]]
+        wanted = np.minimum(layout.row(indices), layout.extent - 1)
         if isinstance(rows, jax.Array):
             return _take(rows, wanted, axis)
         return np.take(np.asarray(rows), wanted, axis).astype(dtype, copy=False)
@@ -199,15 +199,15 @@ def on_host(stored: jax.Array, layout: RowLayout, axis: int) -> np.ndarray:
     """Returns the table as a NumPy array, joined from the devices' shards; collective if processes share them."""
     table = np.empty(resized(stored.shape, axis, layout.extent), stored.dtype)
     rows = np.moveaxis(table, axis, 0)
-    for places, part in _parts_on_host(stored, layout, axis):
-        number = layout.row(places)
+    for indices, part in _parts_on_host(stored, layout, axis):
+        number = layout.row(indices)
         kept = number < layout.extent
         rows[number[kept]] = np.moveaxis(part, axis, 0)[kept]
     return table
 
 
 def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields (places in a stored table, their rows) until all is read."""
+    """Yields (storage indices, their rows) until all is read."""
     if not is_global(stored):
         for shard in stored.addressable_shards:
             if shard.replica_id == 0:
@@ -225,7 +225,7 @@ def _parts_on_host(stored: jax.Array, layout: RowLayout, axis: int) -> Iterator[
 
 @functools.cache
 def _some_of_each(axis: int, size: int, devices: Devices) -> Callable[[Array, int], jax.Array]:
-    """Compiles a program that gives every device `size` rows of each shard, from a number on."""
+    """Compiles a program that gives every device `size` rows of each shard, from an index on."""
 
     def some(rows: Array, start: Array) -> Array:
         return jax.lax.all_gather(

@@ -25,7 +25,7 @@ from autopar.jax_types import AnyType, Array, Leaf
 PullProgram = Callable[[Sequence[Array], Sequence[Array]], Sequence[Array]]
 #: Maps (leaves, clocks, pushed values) to new leaves and clocks.
 UpdateProgram = Callable[[Sequence[Array], Sequence[Array], Sequence[Array]], tuple[list[Array], list[Array]]]
-#: Maps (number of an input, its array, a sharding, a function that places it) to the placed array.
+#: Maps (number of an input, its array, a sharding, a function that puts it there) to the placed array.
 Keep = Callable[[int, Array, Any, Callable[[Array], Array]], Array]
 
 
@@ -145,8 +145,8 @@ class ExportedPrograms:
 def _server_functions(
     step: ServedStep, part: ServerPart, program: Program
 ) -> tuple[Callable[..., Leaf], Callable[..., Leaf]]:
-    places = [*map(step.leaf_of, part.leaves), *part.clocks]
-    types = [program.block.outputs[program.new_states[k]].type for k in places]
+    indices = [*map(step.leaf_of, part.leaves), *part.clocks]
+    types = [program.block.outputs[program.new_states[k]].type for k in indices]
     return _own(part.pull), _typed(emit(part.update), types)
 
 

@@ -41,9 +41,10 @@ class Route:
     rows: Array  #: int32[Uo], numbers of the owner's rows in its own shard of the table; the shard's size for padding.
     spare: Array  #: int32[1], an untouched row of the owner's shard, which its last padding row reads.
     load: Array  #: int32[], the most rows that any device asks an owner for, even above C; the same on all devices.
-    requested: Array  #: int32[F], sorted places of the rows that the device asks for; one past the last for padding.
-    slot: Array  #: int32[F], the place of each requested row in what the device sends; N C for padding.
-    back: Array  #: int32[N C], for each id that the owner was asked for its place among `rows`; Uo for none.
+    #: int32[F], sorted storage indices of the rows that the device asks for; one past the last for padding.
+    requested: Array
+    slot: Array  #: int32[F], the position of each requested row in what the device sends; N C for padding.
+    back: Array  #: int32[N C], for each id that the owner was asked for its position among `rows`; Uo for none.
 
 
 class ShardedRows(RowBackend):
@@ -58,12 +59,14 @@ class ShardedRows(RowBackend):
         self._shard_rows = layout.shard_rows
         self._capacity = capacity
 
-    def _places(self, ids: Array) -> Array:
-        """Returns the places where rows are stored; one past the last place for no row."""
-        return jnp.where(ids < self._layout.extent, self._layout.place(ids), self._layout.stored).astype(jnp.int32)
+    def _storage_indices(self, ids: Array) -> Array:
+        """Returns rows' storage indices; one past the last index for no row."""
+        return jnp.where(ids < self._layout.extent, self._layout.storage_index(ids), self._layout.stored).astype(
+            jnp.int32
+        )
 
-    def _local(self, params: Params, places: Array, index: Array, *, own: bool = False) -> Array:
-        return local_index(params, places, index, places_of=self._places, own=own)
+    def _local(self, params: Params, indices: Array, index: Array, *, own: bool = False) -> Array:
+        return local_index(params, indices, index, stored_ids=self._storage_indices, own=own)
 
     def _first(self) -> Array:
         return self._devices.position() * self._shard_rows
@@ -81,13 +84,13 @@ class ShardedRows(RowBackend):
         """
         count, end, capacity, shard_rows = self._devices.count, self._layout.stored, self._capacity, self._shard_rows
         requested_rows, owned_rows = params["requested"] // count, params["rows"] // count
-        requested = sorted_unique(self._places(jnp.concatenate(ids)), requested_rows, end)
+        requested = sorted_unique(self._storage_indices(jnp.concatenate(ids)), requested_rows, end)
         starts = jnp.searchsorted(requested, jnp.arange(count, dtype=jnp.int32) * shard_rows).astype(jnp.int32)
         owner = jnp.minimum(requested // shard_rows, count - 1)
-        place = jnp.arange(requested_rows, dtype=jnp.int32) - starts[owner]
-        own_load = jnp.max(jnp.where(requested < end, place + 1, 0))
-        fits = (requested < end) & (place < jnp.where(own_load > capacity, capacity - 1, capacity))
-        slot = jnp.where(fits, owner * capacity + place, count * capacity)
+        position = jnp.arange(requested_rows, dtype=jnp.int32) - starts[owner]
+        own_load = jnp.max(jnp.where(requested < end, position + 1, 0))
+        fits = (requested < end) & (position < jnp.where(own_load > capacity, capacity - 1, capacity))
+        slot = jnp.where(fits, owner * capacity + position, count * capacity)
         request = jnp.full((count * capacity,), -1 - own_load).at[slot].set(requested, mode="drop")
         received = self._exchange(request)
         last = received.reshape(count, capacity)[:, -1]
@@ -109,8 +112,8 @@ class ShardedRows(RowBackend):
         return gather_rows(params, fetched, self._local(params, route.requested, index))
 
     def lookup_ids(self, params: Params, fetched: Array, route: Route, ids: Array) -> Array:
-        places = find(route.requested, self._places(ids), self._layout.stored)
-        return fetched.at[along(params["axis"], places)].get(mode="clip")
+        indices = find(route.requested, self._storage_indices(ids), self._layout.stored)
+        return fetched.at[along(params["axis"], indices)].get(mode="clip")
 
     def aggregate(self, params: Params, base: Array, route: Route, index: Array, updates: Array) -> Array:
         return scatter_rows(params, base, self._local(params, route.requested, index), updates)
@@ -137,11 +140,11 @@ class ShardedRows(RowBackend):
         return jnp.where(rows < self._shard_rows, rows + self._first(), self._layout.stored)
 
     def push_ids(self, params: Params, base: Array, route: Route, ids: Array, updates: Array) -> Array:
-        return set_at(base, params["axis"], find_own(self._owned(route.rows), self._places(ids)), updates)
+        return set_at(base, params["axis"], find_own(self._owned(route.rows), self._storage_indices(ids)), updates)
 
     def row_numbers(self, route: Route, extent: int) -> Array:
-        places = self._first() + jnp.where(route.rows < self._shard_rows, route.rows, route.spare[0])
-        return jnp.minimum(self._layout.row(places), extent - 1).astype(jnp.int32)
+        indices = self._first() + jnp.where(route.rows < self._shard_rows, route.rows, route.spare[0])
+        return jnp.minimum(self._layout.row(indices), extent - 1).astype(jnp.int32)
 
     def reduce_rows(
         self, params: Params, rows: Array, route: Route, *alone: Array, others: Others | None = None, part: bool = False

@@ -62,7 +62,7 @@ def spread(
     def constrained(value: Array, k: int) -> Array:
         if k >= len(types) or not isinstance(types[k], ArrayType):  # an update log's entry follows its rows
             return value
-        return devices.constrain(value, *bound.place(k))
+        return devices.constrain(value, *bound.placement(k))
 
     def spread_run(*inputs: Array) -> Sequence[Array]:
         outputs = run(*(constrained(x, k) for k, x in enumerate(inputs)))  # and perhaps a flag

@@ -207,7 +207,7 @@ class DeviceLogPrograms(LogPrograms):
         def here(ids: Leaf, layout: RowLayout | None, extent: int) -> Leaf:
             if layout is None:
                 return ids
-            ids = jnp.where(ids < layout.extent, layout.place(ids), layout.stored) - devices.position() * extent
+            ids = jnp.where(ids < layout.extent, layout.storage_index(ids), layout.stored) - devices.position() * extent
             return jnp.where(ids < 0, extent, ids)  # other devices have them
 
         def some(*operands: Leaf) -> Sequence[Leaf]:
@@ -216,28 +216,28 @@ class DeviceLogPrograms(LogPrograms):
             ids = [here(rows, layout, len(stamped)) for rows, layout, stamped in triples]
             return deferred.catch_up_some(leaves, stamps, Entries.of(replay, flat), which, ids, self.times)
 
-        places = tuple(map(devices.sharding, returned))
+        shardings = tuple(map(devices.sharding, returned))
         kept = (*self._changed, *range(k, k + count))  # changed leaves, and stamps, are updated in place
         self._flush = jit_on(
             devices.mesh,
             lambda *operands: devices.local(flush, operand_axes, returned, *operands),
-            out_shardings=places,
+            out_shardings=shardings,
             donate_argnums=(*kept, k + count, k + count + 1),
         )
         some_axes = (*operand_axes, None, *[None] * count)
         self._some = jit_on(
             devices.mesh,
             lambda *operands: devices.local(some, some_axes, returned[:-2], *operands),
-            out_shardings=places[:-2],
+            out_shardings=shardings[:-2],
             donate_argnums=kept,
         )
         self._begin = jit_on(devices.mesh, begin, out_shardings=self.shardings)
         turned = *self.shardings[: count + 2], *self.shardings[count + 2 + len(replay.records) :]
         self._turn = jit_on(devices.mesh, turn, out_shardings=(self.everywhere, *turned))
 
-    def stored_as(self, place: int) -> tuple[RowLayout | None, int]:
+    def stored_as(self, index: int) -> tuple[RowLayout | None, int]:
         """Returns the layout of a leaf's rows (None: a plain array), and its row axis."""
-        table, leaf = divmod(place, len(self.replay.leaves))
+        table, leaf = divmod(index, len(self.replay.leaves))
         layout = self.layouts[table]
         return None if layout is None or layout.is_plain else layout, self.replay.axes[leaf]
 

@@ -15,7 +15,10 @@ from autopar.jax_types import Array
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """The place of each of `extent` rows (V) among the shards of `devices` (N) devices. Row numbers may be arrays."""
+    """Where each of `extent` rows (V) is stored among the shards of `devices` (N) devices.
+
+    A row's storage index is its owner's index times `shard_rows`, plus the row's index in that shard.
+    """
 
     extent: int
     devices: int
@@ -36,12 +39,12 @@ class RowLayout:
         """The stored table equals the table."""
         return self.stored == self.extent and (not self.cyclic or self.devices == 1)
 
-    def place(self, row: Array) -> Array:
+    def storage_index(self, row: Array) -> Array:
         return row % self.devices * self.shard_rows + row // self.devices if self.cyclic else row
 
-    def row(self, place: Array) -> Array:
-        """Returns the row that is stored at a place; `extent` or more for a spare one."""
-        return place % self.shard_rows * self.devices + place // self.shard_rows if self.cyclic else place
+    def row(self, index: Array) -> Array:
+        """Returns the row with a storage index; `extent` or more for a spare one."""
+        return index % self.shard_rows * self.devices + index // self.shard_rows if self.cyclic else index
 
     def rows_on(self, device: Array) -> Array:
         """Returns the number of rows of a device's shard that aren't spare; `device` is an array of integers."""

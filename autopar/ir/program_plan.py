@@ -76,7 +76,7 @@ class ProgramPlan:
     def on_hosts(self) -> bool:
         return any(f.on_hosts for f in self.families)
 
-    def place(self, k: int) -> tuple[int | None, int | None]:
+    def placement(self, k: int) -> tuple[int | None, int | None]:
         """Returns the axes of an input that are spread over the data axis and over the tensor axis."""
         return self.placements[k], self.tensors.get(k)
 

@@ -148,7 +148,7 @@ class AsynchronousRunner(Runner):
             return None
         flight = first.pending
         mine = (
-            isinstance(leaf, PendingArray) and leaf.pending is flight and leaf.place == place and not leaf.is_deleted()
+            isinstance(leaf, PendingArray) and leaf.pending is flight and leaf.index == place and not leaf.is_deleted()
             for place, leaf in enumerate(leaves[k] for k in self.moving)
         )
         return flight if all(mine) and flight.goes_on(self, leaves) else None

@@ -123,7 +123,7 @@ class DevicesRunner(Runner):
         entries = [s for j in self._log_programs for s in j.shardings]
         self._devices = devices
         self._layouts = bound.layouts
-        self._shardings = [devices.sharding(*bound.place(k)) for k in range(len(bound.placements))]
+        self._shardings = [devices.sharding(*bound.placement(k)) for k in range(len(bound.placements))]
         states = [k for k, input_ in enumerate(analysed.inputs) if input_.role == "state"]
         self._donated = frozenset(states if donate else ())
         copies = [devices.mesh.size // (1 if along is None else devices.count) for along in bound.placements]

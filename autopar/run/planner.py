@@ -362,7 +362,7 @@ def made_whole(
     plan, whole = bound.plan, dict[str, Stay | None]()
     by_rows = {table.path for table in plan.tables} if options.rows_travel else set[str]()
     for k, (input_, leaf) in enumerate(zip(inputs, leaves, strict=True)):
-        is_whole = bound.place(k) == (None, None) and k not in bound.uneven and input_.path not in by_rows
+        is_whole = bound.placement(k) == (None, None) and k not in bound.uneven and input_.path not in by_rows
         if input_.role == "state" and is_whole and _is_in_shards(leaf):
             whole[input_.path] = _stay(input_.path, leaf, plan, devices)
     return whole

@@ -72,7 +72,7 @@ class ServedRunner(Runner):
         one."""
         for k in self._types:
             leaf = leaves[k]
-            if not isinstance(leaf, ServedLeaf) or leaf.place != k:
+            if not isinstance(leaf, ServedLeaf) or leaf.index != k:
                 raise StateError(
                     f"{self._analysed.name}: servers keep the state, but {self._analysed.inputs[k].path} is another "
                     "array than the step returned there. Take autopar.average(state) on all processes, replace it in "

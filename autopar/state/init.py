@@ -134,7 +134,7 @@ class Maker:
         make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), planned.compiled.bound, planned.devices
         if devices is None:
             return Maker(make, None, None, [None] * len(numbers), False)
-        shardings = [devices.sharding(*((None,) if k is None else bound.place(k))) for k in numbers]
+        shardings = [devices.sharding(*((None,) if k is None else bound.placement(k))) for k in numbers]
         layouts = [None if k is None else bound.layouts.get(k) for k in numbers]
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
 

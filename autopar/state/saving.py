@@ -113,7 +113,7 @@ def on_one_process(state: Pytree) -> Pytree:
         shared = dataclasses.replace(replicas, anchors=centers)
 
         def now(leaf: Leaf) -> Leaf:
-            return Replica(own.get(leaf.place, leaf.own), shared, leaf.place) if isinstance(leaf, Replica) else leaf
+            return Replica(own.get(leaf.index, leaf.own), shared, leaf.place) if isinstance(leaf, Replica) else leaf
 
         return jax.tree.map(now, state)
     if replicas is None or replicas.clients.count == replicas.clients.processes.size:
@@ -123,7 +123,7 @@ def on_one_process(state: Pytree) -> Pytree:
     shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way={})
 
     def whole(leaf: Leaf) -> Pytree:
-        return Replica(local(materialize(settled(leaf))), shared, leaf.place) if isinstance(leaf, Replica) else leaf
+        return Replica(local(materialize(settled(leaf))), shared, leaf.index) if isinstance(leaf, Replica) else leaf
 
     return jax.tree.map(whole, state)
 

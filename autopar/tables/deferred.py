@@ -33,21 +33,21 @@ class DeferredTable(StandingLeaf[UpdateLog[DeviceLogPrograms]]):
       axis: The row axis.
     """
 
-    def __init__(self, log: UpdateLog[DeviceLogPrograms], place: int) -> None:
-        """Takes the log that the table and its slots share; `place`: the number of the leaf there."""
-        self.layout, self.axis = log.programs.stored_as(place)
-        stored = log.leaves[place]
+    def __init__(self, log: UpdateLog[DeviceLogPrograms], index: int) -> None:
+        """Takes the log that the table and its slots share; `index`: that of the leaf there."""
+        self.layout, self.axis = log.programs.stored_as(index)
+        stored = log.leaves[index]
         shape = stored.shape if self.layout is None else resized(stored.shape, self.axis, self.layout.extent)
-        super().__init__(log, place, jax.ShapeDtypeStruct(shape, stored.dtype))
+        super().__init__(log, index, jax.ShapeDtypeStruct(shape, stored.dtype))
 
     @property
     def table(self) -> int:
         """The number, among the log's tables, of the one it belongs to."""
-        return self.place // len(self.pending.programs.replay.leaves)
+        return self.index // len(self.pending.programs.replay.leaves)
 
     @property
     def is_whole_here(self) -> bool:
-        return not is_global(self.pending.leaves[self.place])
+        return not is_global(self.pending.leaves[self.index])
 
     def is_deleted(self) -> bool:
         return self.pending.is_deleted()
@@ -65,7 +65,7 @@ class DeferredTable(StandingLeaf[UpdateLog[DeviceLogPrograms]]):
 
     def lagging(self) -> jax.Array | Table:
         """Returns the table as it is, some rows lagging behind."""
-        stored = self.pending.leaves[self.place]
+        stored = self.pending.leaves[self.index]
         return stored if self.layout is None else Table(stored, self.layout, self.axis)
 
     @property
@@ -84,5 +84,5 @@ def common_log(leaves: Sequence[Leaf], programs: DeviceLogPrograms) -> UpdateLog
     if not isinstance(first, DeferredTable) or first.is_deleted() or not programs.continues(first.pending.programs):
         return None
     log = first.pending
-    mine = (isinstance(x, DeferredTable) and x.pending is log and x.place == k for k, x in enumerate(leaves))
+    mine = (isinstance(x, DeferredTable) and x.pending is log and x.index == k for k, x in enumerate(leaves))
     return log if all(mine) else None

@@ -107,8 +107,8 @@ class HostTable(PlacedLeaf):
     def read_rows(self, rows: np.ndarray) -> np.ndarray:
         """Returns [n, ...]: rows by number, first axis first. Collective."""
         storage, ranks = self.storage, exchange()
-        places, back = np.unique(self.layout.place(rows.astype(np.int64)), return_inverse=True)
-        requested = ranks.ask(places, self.layout.shard_rows)
+        indices, back = np.unique(self.layout.storage_index(rows.astype(np.int64)), return_inverse=True)
+        requested = ranks.ask(indices, self.layout.shard_rows)
         return ranks.fetch(requested, storage.rows[requested.rows])[back]
 
     def _written(self) -> np.ndarray:

@@ -99,9 +99,9 @@ def materialize(tree: Pytree, *, copy: bool = True) -> Pytree:
 def _gathering_device(leaves: Sequence[Leaf]) -> Any:
     """Returns a device for arrays of one tree that no `jax.jit` takes as they are: none of their shardings is over the
     devices of all others. None: it takes them."""
-    places = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}
-    every = frozenset().union(*places)
-    return None if every in places or not every else min(every, key=lambda device: device.id)
+    device_sets = {frozenset(leaf.devices()) for leaf in leaves if _is_placed(leaf)}
+    every = frozenset().union(*device_sets)
+    return None if every in device_sets or not every else min(every, key=lambda device: device.id)
 
 
 def _is_placed(leaf: Leaf) -> bool:

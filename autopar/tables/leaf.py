@@ -228,7 +228,7 @@ class PlacedLeaf(TableLeaf):
     @property
     @abc.abstractmethod
     def home(self) -> Home:
-        """Its place."""
+        """Where it is."""
 
     @property
     @abc.abstractmethod
@@ -237,7 +237,7 @@ class PlacedLeaf(TableLeaf):
 
     @abc.abstractmethod
     def duplicate(self) -> PlacedLeaf:
-        """Returns a copy, in the same place. Nothing is exchanged."""
+        """Returns a copy on the same devices or hosts. Nothing is exchanged."""
 
 
 P = TypeVar("P")
@@ -248,13 +248,13 @@ class StandingLeaf(TableLeaf, Generic[P]):
 
     Attributes:
       pending: What is still to be done: to all leaves of a state that share it.
-      place: Which of these it is.
+      index: Its index among these.
     """
 
-    def __init__(self, pending: P, place: int, aval: Leaf) -> None:
+    def __init__(self, pending: P, index: int, aval: Leaf) -> None:
         """Takes, besides the attributes, what has its shape and dtype (`aval`)."""
         super().__init__(aval)
-        self.pending, self.place = pending, place
+        self.pending, self.index = pending, index
 
     @abc.abstractmethod
     def current(self) -> Leaf:
@@ -359,7 +359,7 @@ class Described(Protocol):
 
 
 class Home(abc.ABC):
-    """A place of leaves. A kind of leaf has its own, beside it."""
+    """Where a leaf is stored: makes, saves and restores it. Each kind of leaf has its own, beside it."""
 
     @abc.abstractmethod
     def made(self, source: Source, leaf: Described) -> Pytree:

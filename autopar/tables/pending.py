@@ -56,9 +56,9 @@ class PendingArray(StandingLeaf[Flight]):
     must read.
     """
 
-    def __init__(self, flight: Flight, place: int, aval: Leaf) -> None:
+    def __init__(self, flight: Flight, index: int, aval: Leaf) -> None:
         """Takes the minibatches that are on their way, which all leaves share; the others as of `StandingLeaf`."""
-        super().__init__(flight, place, aval)
+        super().__init__(flight, index, aval)
         self._call = flight.call
 
     @property
@@ -75,7 +75,7 @@ class PendingArray(StandingLeaf[Flight]):
                 "this leaf was given to a later step, which goes on with it: read the state that this returned. A "
                 "state that is to stay is a copy, autopar.materialize(state)"
             )
-        return self.pending.drained()[self.place]
+        return self.pending.drained()[self.index]
 
     @property
     def _where(self) -> str:

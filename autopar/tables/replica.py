@@ -32,12 +32,12 @@ class Rows:
 
     Attributes:
       axis: Of the rows.
-      places: Their numbers, int32[n], some of them several times.
+      indices: Their indices, int32[n], some of them several times.
       values: [n, ...]: the rows.
     """
 
     axis: int
-    places: np.ndarray
+    indices: np.ndarray
     values: Array
 
 
@@ -137,9 +137,9 @@ class Replica(StandingLeaf[Replicas]):
 
     of_clients = True
 
-    def __init__(self, leaf: Leaf, replicas: Replicas, place: int) -> None:
+    def __init__(self, leaf: Leaf, replicas: Replicas, index: int) -> None:
         """Takes a client's own leaf, what all leaves of the state share, and the step's input that it is."""
-        super().__init__(replicas, place, leaf)
+        super().__init__(replicas, index, leaf)
         self._leaf = leaf
 
     @property
@@ -192,7 +192,7 @@ def replicas_of(leaves: Sequence[Leaf]) -> Replicas | None:
 def moved(weight: Array, sent: Array | Rows, new: Array | Rows) -> Array:
     """Moves a weight, or some rows, to its new value, though this client went on from the one that it sent."""
     if isinstance(sent, Rows) and isinstance(new, Rows):
-        return _moved_rows(weight, sent.places, sent.values, new.values, sent.axis)
+        return _moved_rows(weight, sent.indices, sent.values, new.values, sent.axis)
     return _moved(weight, sent, new)
 
 
@@ -202,15 +202,15 @@ def _moved(weight: Array, sent: Array, new: Array) -> Array:
 
 
 @functools.partial(jax.jit, static_argnums=4)
-def _moved_rows(weight: Array, places: Array, sent: Array, new: Array, axis: int) -> Array:
-    rows = jnp.moveaxis(jnp.take(weight, places, axis), axis, 0)
-    return weight.at[(slice(None),) * axis + (places,)].set(jnp.moveaxis(_moved(rows, sent, new), 0, axis))
+def _moved_rows(weight: Array, indices: Array, sent: Array, new: Array, axis: int) -> Array:
+    rows = jnp.moveaxis(jnp.take(weight, indices, axis), axis, 0)
+    return weight.at[(slice(None),) * axis + (indices,)].set(jnp.moveaxis(_moved(rows, sent, new), 0, axis))
 
 
 def settled(leaf: Replica) -> Leaf:
     """Returns this client's leaf once its mean, if that is on its way, is merged."""
-    way = next((way for way in leaf.pending.on_way.values() if leaf.place in way.new), None)
-    return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.place], way.new[leaf.place])
+    way = next((way for way in leaf.pending.on_way.values() if leaf.index in way.new), None)
+    return leaf.own if way is None else moved(leaf.read(), way.sent[leaf.index], way.new[leaf.index])
 
 
 # --- `average`: ordinary arrays of a state of which each client has a replica ---
@@ -243,17 +243,17 @@ def average(state: T) -> T:
     # Before any mean: while a client's devices wait in one, a server in its process couldn't compute an exchange.
     center = {} if replicas.center is None else replicas.center.settled()
     own = {} if replicas.ring is None else replicas.ring.settled()
-    places = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
-    mine = {k: own.get(leaves[k].place, None) for k in places}
+    indices = [k for k, leaf in enumerate(leaves) if isinstance(leaf, Replica)]
+    mine = {k: own.get(leaves[k].index, None) for k in indices}
     mine = {k: materialize(settled(leaves[k])) if x is None else x for k, x in mine.items()}
     if replicas.ring is not None:  # a passive client has its weights from its server, where an active one has shards
         whole = replicas.clients.devices.sharding(None)
         mine = {k: place_array(x, whole) for k, x in mine.items()}
-    floats = [k for k in places if jnp.issubdtype(mine[k].dtype, jnp.floating)]
-    others = [k for k in places if k not in floats]
+    floats = [k for k in indices if jnp.issubdtype(mine[k].dtype, jnp.floating)]
+    others = [k for k in indices if k not in floats]
     made = dict(zip(floats, replicas.clients.mean([jnp.asarray(mine[k]) for k in floats]), strict=True))
     made |= dict(zip(others, replicas.clients.first([mine[k] for k in others]), strict=True))
-    made |= {k: jnp.asarray(center[leaves[k].place]) for k in places if leaves[k].place in center}
+    made |= {k: jnp.asarray(center[leaves[k].index]) for k in indices if leaves[k].index in center}
     return jax.tree.unflatten(tree, [made[k] if k in made else materialize(leaf) for k, leaf in enumerate(leaves)])
 
 
@@ -261,4 +261,4 @@ def _settled(leaves: Sequence[Leaf], session: Session) -> list[Leaf]:
     """Returns ordinary arrays of a state that servers keep. Leaves that each worker has of its own are the first
     worker's."""
     whole = session.settled()
-    return [leaf.typed(whole[leaf.place]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]
+    return [leaf.typed(whole[leaf.index]) if isinstance(leaf, ServedLeaf) else materialize(leaf) for leaf in leaves]

@@ -24,9 +24,9 @@ class ServedLeaf(StandingLeaf[Session]):
 
     of_clients = True
 
-    def __init__(self, session: Session, place: int, aval: Leaf) -> None:
-        """Takes the input of the step that it is (`place`), and its shape and dtype (`aval`)."""
-        super().__init__(session, place, aval)
+    def __init__(self, session: Session, index: int, aval: Leaf) -> None:
+        """Takes the input of the step that it is (`index`), and its shape and dtype (`aval`)."""
+        super().__init__(session, index, aval)
         self._step = session.steps
 
     @property
@@ -49,7 +49,7 @@ class ServedLeaf(StandingLeaf[Session]):
         """
         if self.is_deleted():
             raise donated("this leaf")
-        return self.typed(self.pending.read(self.place))
+        return self.typed(self.pending.read(self.index))
 
     def typed(self, value: Leaf) -> Leaf:
         """Returns a value of this leaf as an array of its type."""
@@ -61,7 +61,7 @@ class ServedLeaf(StandingLeaf[Session]):
     @property
     def _where(self) -> str:
         session = self.pending
-        homes = session.served.get(self.place, ())
+        homes = session.served.get(self.index, ())
         where = f" on server{'s' * (len(homes) > 1)} {', '.join(map(str, homes))}"
         return where if homes else f", worker {session.link.number}'s"
 

@@ -32,8 +32,8 @@ class RowsHome(Home):
         layout, axis = self.layout, self.axis
 
         def shard(index: Index) -> np.ndarray:
-            places = np.arange(layout.stored)[index[axis]]
-            rows = source.rows(np.minimum(layout.row(places), layout.extent - 1), axis)
+            indices = np.arange(layout.stored)[index[axis]]
+            rows = source.rows(np.minimum(layout.row(indices), layout.extent - 1), axis)
             return np.moveaxis(rows, 0, axis)
 
         stored = jax.make_array_from_callback(resized(leaf.shape, axis, layout.stored), self.sharding, shard)
@@ -121,19 +121,19 @@ class Table(PlacedLeaf):
         self._live()
         rows, *others = index if isinstance(index, tuple) else (index,)
         simple = all(x is None or x is ... or isinstance(x, (int, slice)) for x in others)
-        places = self._places(rows, simple)
-        if places is None:
+        indices = self._indices(rows, simple)
+        if indices is None:
             return self._readable(self.materialize()[index])
-        if isinstance(places, int) and simple:  # XLA gathers rows where they are, but slices a table that it brought
-            return self._readable(self.stored[(np.array([places]), *others)])[0]
-        return self._readable(self.stored[(places, *others)])
+        if isinstance(indices, int) and simple:  # XLA gathers rows where they are, but slices a table that it brought
+            return self._readable(self.stored[(np.array([indices]), *others)])[0]
+        return self._readable(self.stored[(indices, *others)])
 
     def _readable(self, read: jax.Array) -> jax.Array:
         if not is_global(read) or read.is_fully_replicated:
             return read
         return place_array(read, Devices.of_array(self.stored, self.axis).sharding(None))
 
-    def _places(self, rows: Leaf, simple: bool) -> Leaf:
+    def _indices(self, rows: Leaf, simple: bool) -> Leaf:
         """Returns where picked rows are stored; None if they are to be picked from the whole table."""
         extent = self.layout.extent
         if self.axis or isinstance(rows, (bool, np.bool_)):
@@ -141,7 +141,7 @@ class Table(PlacedLeaf):
         if isinstance(rows, (int, np.integer)):
             if not -extent <= rows < extent:
                 raise IndexError(f"row {rows} of a table with {extent} rows")
-            return self.layout.place(int(rows) % extent)
+            return self.layout.storage_index(int(rows) % extent)
         if isinstance(rows, slice) and simple:
             rows = np.arange(*rows.indices(extent))
             if rows.size > self.layout.shard_rows:
@@ -150,7 +150,7 @@ class Table(PlacedLeaf):
             return None
         xp = jnp if isinstance(rows, jax.Array) else np
         rows = rows.astype(np.int32)  # V may be more than a small integer holds
-        return self.layout.place(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
+        return self.layout.storage_index(xp.clip(xp.where(rows < 0, rows + extent, rows), 0, extent - 1))
 
     @property
     def _where(self) -> str:

@@ -54,7 +54,7 @@ class TablePart(StandingLeaf[Leaf]):
     @jax_compat.outside_traces()
     def current(self) -> jax.Array | Table:
         """Returns a copy of its rows, up to date: an array, or, of rows that are spread over devices, a `Table`."""
-        layout, start = self.where.shape.layout_of(self.place), self.where.shape.starts[self.place]
+        layout, start = self.where.shape.layout_of(self.index), self.where.shape.starts[self.index]
         rows = self._rows()
         stored, devices = stored_rows(rows), Devices.of_array(rows.stored, 0) if isinstance(rows, Table) else None
         part = _cut(layout.shard_rows, devices)(stored, np.int32(start // layout.devices))
@@ -65,13 +65,13 @@ class TablePart(StandingLeaf[Leaf]):
         """The home of its rows by themselves, out of the stack."""
         stack = self.pending.lagging() if isinstance(self.pending, DeferredTable) else self.pending
         if isinstance(stack, Table):
-            return RowsHome(self.where.shape.layout_of(self.place), 0, stack.stored.sharding)
+            return RowsHome(self.where.shape.layout_of(self.index), 0, stack.stored.sharding)
         return ArrayHome(stack.sharding if stack.committed else None)
 
     @property
     def shards(self) -> Shards:
         """The shards that it is saved in; they aren't copied out of the stack."""
-        layout, first = self.where.shape.layout_of(self.place), self.where.shape.starts[self.place]
+        layout, first = self.where.shape.layout_of(self.index), self.where.shape.starts[self.index]
         whole = shards_of(stored_rows(self._rows()), self.where.shape.layout, 0)
         first //= layout.devices
 
@@ -94,7 +94,7 @@ class TablePart(StandingLeaf[Leaf]):
           DonatedStateError: the table was given to a step.
         """
         rows, *others = index if isinstance(index, tuple) else (index,)
-        extent, start = self.shape[0], self.where.shape.starts[self.place]
+        extent, start = self.shape[0], self.where.shape.starts[self.index]
         if isinstance(rows, (int, np.integer)) and not isinstance(rows, bool):
             if not -extent <= rows < extent:
                 raise IndexError(f"row {rows} of a table with {extent} rows")
@@ -107,7 +107,7 @@ class TablePart(StandingLeaf[Leaf]):
 
     @property
     def stored_as(self) -> tuple[RowLayout, int] | None:
-        return (self.where.shape.layout_of(self.place), 0) if self.where.shape.devices > 1 else None
+        return (self.where.shape.layout_of(self.index), 0) if self.where.shape.devices > 1 else None
 
     @property
     def _where(self) -> str:

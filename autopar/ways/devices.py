@@ -84,7 +84,7 @@ class OnDevices(Way):
             return homes
         for k in range(len(bound.placements)):
             layout, axis = bound.layouts.get(k, (None, 0))
-            sharding = devices.sharding(*bound.place(k))
+            sharding = devices.sharding(*bound.placement(k))
             homes[k] = ArrayHome(sharding) if layout is None else RowsHome(layout, axis, sharding)
         return homes
 

@@ -36,10 +36,10 @@ def table_of(extent: int, width: int, axis: int, dtype: Any = np.float32) -> np.
 def test_a_layout_places_each_row_once(extent: int, devices: int, cyclic: bool) -> None:
     layout = RowLayout(extent, devices, cyclic)
     rows = np.arange(extent)
-    places = layout.place(rows)
-    assert len(set(places)) == extent and places.max() < layout.stored
-    np.testing.assert_array_equal(layout.row(places), rows)
-    assert [int(np.sum(places // layout.shard_rows == k)) for k in range(devices)] == list(
+    indices = layout.storage_index(rows)
+    assert len(set(indices)) == extent and indices.max() < layout.stored
+    np.testing.assert_array_equal(layout.row(indices), rows)
+    assert [int(np.sum(indices // layout.shard_rows == k)) for k in range(devices)] == list(
         layout.rows_on(np.arange(devices))
     )
 

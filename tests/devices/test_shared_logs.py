@@ -160,6 +160,6 @@ def copied(state: Any) -> Any:
         if id(log) not in logs:
             lists = {name: [x.copy() for x in getattr(log, name)] for name in ("leaves", "stamps", "steps")}
             logs[id(log)] = dataclasses.replace(log, **lists)
-        return autopar.DeferredTable(logs[id(log)], leaf.place)
+        return autopar.DeferredTable(logs[id(log)], leaf.index)
 
     return jax.tree.map(copy, state, is_leaf=lambda x: isinstance(x, autopar.DeferredTable))

@@ -75,7 +75,7 @@ def test_an_evaluation_copies_no_table(tx: Any, monkeypatch: pytest.MonkeyPatch)
     current = TablePart.current
 
     def watched(self: Any) -> Any:
-        copied.append(self.place)
+        copied.append(self.index)
         return current(self)
 
     monkeypatch.setattr(TablePart, "current", watched)

@@ -115,7 +115,7 @@ LARGE_RESULTS = frozenset({"gradients first", "gradients of the state's form", "
 def stored(leaf: Any) -> jax.Array:
     """The array that a leaf of the state is kept in."""
     if isinstance(leaf, DeferredTable):
-        return leaf.pending.leaves[leaf.place]
+        return leaf.pending.leaves[leaf.index]
     return leaf.stored if isinstance(leaf, Table) else leaf
 
 

@@ -378,7 +378,7 @@ def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
     """Returns the sorted places of distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
     flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
-    return distinct_rows(layout.place(flat))
+    return distinct_rows(layout.storage_index(flat))
 
 
 def _route(requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int) -> HostRoute:

@@ -69,7 +69,11 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
 
 
 def _longest_message(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
-    loads = [np.bincount(layout.place(rows) // layout.shard_rows, minlength=1).max() for rows in requested if rows.size]
+    loads = [
+        np.bincount(layout.storage_index(rows) // layout.shard_rows, minlength=1).max()
+        for rows in requested
+        if rows.size
+    ]
     return int(max(loads, default=0))
 
 
@@ -81,7 +85,7 @@ def needed_share(capacity: int, load: int) -> float:
 def busiest_owner(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
     """Returns the rows that all devices together ask the busiest owner for."""
     layout = bounds_layout(bounds)
-    return int(np.bincount(layout.place(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
+    return int(np.bincount(layout.storage_index(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
 
 
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:

@@ -145,7 +145,7 @@ class RowFiles:
         """Returns rows by number, [n, ...], row axis first."""
         go_on("restoring a checkpoint")
         picked = np.empty((numbers.size, *self._others), self.dtype)
-        places = self.layout.place(numbers.astype(np.int64))
+        places = self.layout.storage_index(numbers.astype(np.int64))
         owners, places = places // self.layout.shard_rows, places % self.layout.shard_rows
         for shard, read in enumerate(self._shards):
             (wanted,) = np.nonzero(owners == shard)
