@@ -17,7 +17,7 @@ from autopar.jax_types import Array, Leaf
 
 @dataclass(frozen=True)
 class StageDevice:
-    """One place in a pipeline: a device, or the T devices of a tensor axis, all of one process."""
+    """A device of a pipeline, or the T devices of a tensor axis that act as one, all of one process."""
 
     devices: tuple[Any, ...]
 
@@ -47,21 +47,21 @@ class StageDevice:
         return jax.device_put(value, sharding)
 
 
-def sharding_over(places: Sequence[StageDevice], axis: int | None = None) -> Any:
-    """Returns the sharding of an array that several places have whole, or divided within each along an axis."""
-    if len(places) == len(places[0].devices) == 1:
-        return jax.sharding.SingleDeviceSharding(places[0].devices[0])
-    return _mesh(places).sharding(None, axis)
+def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None = None) -> Any:
+    """Returns the sharding of an array that each of several stage devices has: whole, or divided along an axis."""
+    if len(stage_devices) == len(stage_devices[0].devices) == 1:
+        return jax.sharding.SingleDeviceSharding(stage_devices[0].devices[0])
+    return _mesh(stage_devices).sharding(None, axis)
 
 
-def array_over(values: Sequence[Array], places: Sequence[StageDevice], axis: int | None = None) -> Array:
-    """Makes one array of the arrays of several places."""
-    return values[0] if len(values) == 1 else _of_shards(values, sharding_over(places, axis))
+def array_over(values: Sequence[Array], stage_devices: Sequence[StageDevice], axis: int | None = None) -> Array:
+    """Makes one array of the arrays of several stage devices."""
+    return values[0] if len(values) == 1 else _of_shards(values, sharding_over(stage_devices, axis))
 
 
-def _mesh(places: Sequence[StageDevice]) -> Devices:
+def _mesh(stage_devices: Sequence[StageDevice]) -> Devices:
     """Returns a mesh with replicas along the first axis, the devices that divide products along the second one."""
-    devices = np.array([place.devices for place in places])
+    devices = np.array([each.devices for each in stage_devices])
     return Devices(jax.sharding.Mesh(devices, ("replica", "tensor")), "replica", tensor_axis="tensor")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar.ir.pipeline import Calls
 from autopar.ir.plan import PipelinePlan
-from autopar.ir.schedule import Kind, Places, Schedule, Task
+from autopar.ir.schedule import Kind, Schedule, StageDevices, Task
 
 #: Times are equal up to this fraction of a minibatch's, for rounding.
 _SAME = 1e-6
@@ -155,7 +155,7 @@ def simulate_versions(calls: Calls, times: StageTimes, minibatches: int | None =
     simulated = simulate_schedule(schedule, times)
     done = {
         device: sorted(_updated(calls, stage, device, schedule, simulated))
-        for stage, replicas in enumerate(calls.places)
+        for stage, replicas in enumerate(calls.stage_devices)
         for device in replicas
     }
     same = _SAME * simulated.seconds / count
@@ -181,16 +181,16 @@ def steps_ahead(calls: Calls, times: StageTimes) -> tuple[tuple[int, int], ...]:
     def of(kind: Kind, stage: int) -> int:
         return statistics.mode(found[Task(kind, stage, m)] for m in steady)
 
-    return tuple((of("F", k), of("B", k)) for k in range(len(calls.places)))
+    return tuple((of("F", k), of("B", k)) for k in range(len(calls.stage_devices)))
 
 
-def choose_slack(places: Places, times: StageTimes) -> int:
+def choose_slack(stage_devices: StageDevices, times: StageTimes) -> int:
     """Returns the least slack whose period is near the best one.
 
     Without slack there is one minibatch in flight for each device, and a stage waits where values take longer to come
     back over links than the other stages compute.
     """
-    calls = [Calls.soonest(places, slack=slack) for slack in range(_MOST_SLACK + 1)]
+    calls = [Calls.soonest(stage_devices, slack=slack) for slack in range(_MOST_SLACK + 1)]
     periods = [simulate_schedule(each.schedule(each.enough), times).period for each in calls]
     return next(slack for slack, period in enumerate(periods) if period <= _NEAR * min(periods))
 

@@ -17,9 +17,9 @@ from autopar.ir.schedule import (
     SCHEDULES,
     AsynchronousRule,
     Kind,
-    Places,
     Rule,
     Schedule,
+    StageDevices,
     Task,
     forwards_ahead,
     one_f_one_b,
@@ -164,11 +164,11 @@ class Pipeline:
     @property
     def devices(self) -> int:
         """Number of devices that the stages need."""
-        return max(max(replicas) for replicas in self.places) + 1
+        return max(max(replicas) for replicas in self.stage_devices) + 1
 
     @property
-    def places(self) -> Places:
-        return self.rule.places(self.replica_counts, self.chunks)
+    def stage_devices(self) -> StageDevices:
+        return self.rule.stage_devices(self.replica_counts, self.chunks)
 
     @property
     def rule(self) -> Rule:
@@ -187,7 +187,7 @@ class Pipeline:
         return f"{stages} of {', '.join(map(str, counts))} device{'s' * (max(counts) > 1 or self.count > 1)}"
 
     def scheduled(self, microbatches: int) -> Schedule:
-        return self.rule.make(self.places, microbatches)
+        return self.rule.make(self.stage_devices, microbatches)
 
 
 def _check_count(name: str, count: object) -> None:
@@ -257,7 +257,7 @@ class StagedStep:
 class Calls:
     """Says which call issues each task, counted from the one that brings its minibatch, and which version it sees."""
 
-    places: Places  #: The devices of each stage.
+    stage_devices: StageDevices  #: The devices of each stage.
     #: u of each stage. A replica's update waits for the others of its turn; one that needs other stages (the factor of
     #: a clip by the global norm) comes in a call after theirs.
     updates: tuple[int, ...]
@@ -267,17 +267,17 @@ class Calls:
     slack: int = 0
 
     @staticmethod
-    def soonest(places: Places, *, stashes: bool = False, slack: int = 0) -> Calls:
+    def soonest(stage_devices: StageDevices, *, stashes: bool = False, slack: int = 0) -> Calls:
         """Returns the calls where no update needs another stage."""
-        made = Calls(places, (), 0, stashes, slack)
-        updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(places))
+        made = Calls(stage_devices, (), 0, stashes, slack)
+        updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(stage_devices))
         return dataclasses.replace(made, updates=updates, last=max(updates))
 
     def forward(self, stage: int) -> int:
         return self.slack * stage
 
     def backward(self, stage: int) -> int:
-        return self.forward(stage) + forwards_ahead(self.places, stage, self.slack) - 1
+        return self.forward(stage) + forwards_ahead(self.stage_devices, stage, self.slack) - 1
 
     def version(self, kind: Kind, stage: int, minibatch: int) -> int:
         """Returns the version of its stage's leaves that a task sees."""
@@ -294,17 +294,17 @@ class Calls:
 
     def late(self, stage: int) -> int:
         """Counts the calls that an update of a stage waits for values of other stages."""
-        return self.updates[stage] - self.soonest(self.places, slack=self.slack).updates[stage]
+        return self.updates[stage] - self.soonest(self.stage_devices, slack=self.slack).updates[stage]
 
     def stashed(self, stage: int) -> int:
         """Counts the old versions that a device of a stage keeps for backwards."""
         between = self.backward(stage) - self.forward(stage)
-        return -(-between // len(self.places[stage])) if self.stashes else 0
+        return -(-between // len(self.stage_devices[stage])) if self.stashes else 0
 
     @property
     def period(self) -> int:
         """Number of calls after which a minibatch's values and version are gone, and replicas have their turn again."""
-        turn = math.lcm(*map(len, self.places))
+        turn = math.lcm(*map(len, self.stage_devices))
         return -(-(2 * self.last + 4) // turn) * turn
 
     @property
@@ -314,8 +314,8 @@ class Calls:
 
     def schedule(self, minibatches: int) -> AsynchronousSchedule:
         """Lists the tasks of some number of minibatches."""
-        made = one_f_one_b(self.places, minibatches, self.slack)
-        return AsynchronousSchedule("stash" if self.stashes else "async", self.places, made.orders, self)
+        made = one_f_one_b(self.stage_devices, minibatches, self.slack)
+        return AsynchronousSchedule("stash" if self.stashes else "async", self.stage_devices, made.orders, self)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class MinibatchLister:
 
     def versions(self, version: int) -> dict[Value, tuple[int, ...]]:
         """Names a version of all leaves that updates change -> the devices that have it."""
-        return {self.leaf(v, version): self._calls.places[stage] for v, stage in self._step.homes.items()}
+        return {self.leaf(v, version): self._calls.stage_devices[stage] for v, stage in self._step.homes.items()}
 
     def minibatch(self, number: int) -> Minibatch:
         """Lists the actions of minibatch `number`, counted from 0."""
@@ -124,10 +124,10 @@ class MinibatchLister:
 
     @property
     def _devices(self) -> int:
-        return max(max(replicas) for replicas in self._calls.places) + 1
+        return max(max(replicas) for replicas in self._calls.stage_devices) + 1
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
-        replicas = next(replicas for replicas in self._calls.places if makers[0] in replicas)
+        replicas = next(replicas for replicas in self._calls.stage_devices if makers[0] in replicas)
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
     def _work(self, call: int, number: int) -> Iterator[Run | Join]:
@@ -137,7 +137,7 @@ class MinibatchLister:
             if phase == "update":
                 yield from self._sums(call, number)
             for program in reversed(programs) if phase == "B" else programs:
-                replicas = self._calls.places[program.stage]
+                replicas = self._calls.stage_devices[program.stage]
                 own = replicas if phase == "update" else (replicas[number % len(replicas)],)
                 for device in own:
                     yield self._run(program, device, number)
@@ -147,7 +147,7 @@ class MinibatchLister:
         part = Microbatch(self.called(number))
         for stage, values in self._joins.items():
             if self._calls.backward(stage) == call:
-                replicas = self._calls.places[stage]
+                replicas = self._calls.stage_devices[stage]
                 joins = [(v, *self._step.joins[v]) for v in values]
                 made = {self._name(whole, part): ((self._name(v, part),), join) for v, whole, join in joins}
                 yield Join(replicas[number % len(replicas)], made)
@@ -190,7 +190,7 @@ class MinibatchLister:
         return self._calls.stashes and last + self._calls.backward(stage) > call
 
     def _last_backward(self, stage: int, device: int, version: int) -> int:
-        replicas, last = self._calls.places[stage], version + self._calls.missed(stage)[0]
+        replicas, last = self._calls.stage_devices[stage], version + self._calls.missed(stage)[0]
         back = (last - replicas.index(device)) % len(replicas)
         return last - back if version == 0 or back == 0 else -1 - last - self._calls.backward(stage)
 
@@ -303,7 +303,7 @@ class _Lister:
 
     def run(self) -> Timeline:
         work = [*self._once("before"), *self._tasks(), *self._joins(), *self._once("update")]
-        given = {self._name(v): self._schedule.places[stage] for v, stage in self._step.homes.items()}
+        given = {self._name(v): self._schedule.stage_devices[stage] for v, stage in self._step.homes.items()}
         makers = {value: list(devices) for value, devices in given.items()}
         for action in work:
             for value in writes_of(action):
@@ -326,14 +326,14 @@ class _Lister:
         return Timeline(tuple(actions), last_touches(actions, kept), given, arguments, results, self._step.microbatches)
 
     def _home(self, makers: Sequence[int]) -> tuple[int, ...]:
-        replicas = next(replicas for replicas in self._schedule.places if makers[0] in replicas)
+        replicas = next(replicas for replicas in self._schedule.stage_devices if makers[0] in replicas)
         return replicas if set(replicas) <= set(makers) else (makers[0],)
 
     def _once(self, phase: str) -> Iterator[Run]:
         for program in self._step.programs:
             if program.phase == phase:
                 reads, writes = ([*map(self._name, each)] for each in (program.block.inputs, program.outputs))
-                for device in self._schedule.places[program.stage]:
+                for device in self._schedule.stage_devices[program.stage]:
                     yield Run(program, device, None, tuple(reads), tuple(writes))
 
     def _tasks(self) -> Iterator[Run]:
@@ -345,7 +345,7 @@ class _Lister:
             reads = [self._name(v, part) if v in self._of_microbatch else self._name(v) for v in program.block.inputs]
             writes = [self._name(v, part) for v in program.outputs]
             device = self._schedule.device_of(task.stage, task.microbatch)
-            replica = SumOf(self._schedule.places[task.stage].index(device))
+            replica = SumOf(self._schedule.stage_devices[task.stage].index(device))
             sums = {v: self._name(v, replica) for v in program.outputs if isinstance(self._join(v), str)}
             yield Run(program, device, task.microbatch, tuple(reads), tuple(writes), sums)
 
@@ -354,7 +354,7 @@ class _Lister:
 
     def _joins(self) -> Iterator[Join]:
         count = self._step.microbatches
-        for stage, replicas in enumerate(self._schedule.places):
+        for stage, replicas in enumerate(self._schedule.stage_devices):
             made: dict[Value, tuple[tuple[Value, ...], str | int]] = {}
             for var, (whole, join) in self._step.joins.items():
                 if self._joined_at[var] != stage:

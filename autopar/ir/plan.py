@@ -21,7 +21,7 @@ from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
 from autopar.ir.pipeline import Calls, Pipeline
-from autopar.ir.schedule import Places, Schedule
+from autopar.ir.schedule import Schedule, StageDevices
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
 from autopar.ir.topology import Everyone, Ring, Topology
 from autopar.ir.typed_json import AGAIN, read_plan, write_plan
@@ -484,7 +484,7 @@ class PipelinePlan:
     stages: tuple[StagePlan, ...]
     stages_per_device: int = 1
     remat: bool = False
-    tensor: int = 1  #: T, the devices of each place of a stage, which divide its products.
+    tensor: int = 1  #: T, the devices that divide the products of a stage, or of each of its replicas.
     tied_bytes: int = 0  #: Bytes sent in each step for weights that several stages use: copies there, gradients back.
     send_byte_s: float = 0.0  #: Seconds for each byte from a device to another; 0 if unknown.
     #: In an asynchronous pipeline, the call of each stage's update, counted from the minibatch's.
@@ -500,7 +500,7 @@ class PipelinePlan:
     candidates: tuple[tuple[str, float], ...] = ()
 
     @property
-    def places(self) -> Places:
+    def stage_devices(self) -> StageDevices:
         return tuple(stage.devices for stage in self.stages)
 
     @property
@@ -531,7 +531,7 @@ class PipelinePlan:
     @property
     def calls(self) -> Calls:
         """The calls in which an asynchronous pipeline issues its tasks."""
-        return Calls(self.places, self.updates, self.last, self.schedule == "stash", self.slack)
+        return Calls(self.stage_devices, self.updates, self.last, self.schedule == "stash", self.slack)
 
     def version_bytes(self, stage: int) -> int:
         """Counts the bytes of stashed versions, or of the last change, that a device of a stage keeps."""
@@ -585,7 +585,7 @@ class SyncPlan:
     server_bytes: tuple[int, ...] = ()  #: Bytes of the centre on each server.
     way: str = "Average()"
     partners: str = "all"  #: With whom clients exchange weights, as `sync.Replicated` has it.
-    #: With means in every step, the place where the update isn't linear in the gradients; "" if there is none, or none
+    #: With means in every step, where the update isn't linear in the gradients; "" if there is none, or none
     #: is known.
     nonlinear: str = ""
     averages_gradients: bool = False  #: The means are known to equal averaging gradients.
@@ -627,7 +627,7 @@ class SyncPlan:
 class ServerPlan:
     """The leaves that a server keeps."""
 
-    leaves: tuple[str, ...]  #: Their paths, with the place of a piece.
+    leaves: tuple[str, ...]  #: Their paths, with the index of a piece.
     leaf_bytes: int  #: Bytes of the leaves.
     #: Bytes that a worker pulls from it and pushes to it in a step.
     pull_bytes: int

@@ -17,7 +17,7 @@ from typing import Literal as Choice
 Kind = Choice["F", "B", "W"]
 
 #: Stage -> its devices. Several devices of a stage are replicas, which take microbatches in turn.
-Places = tuple[tuple[int, ...], ...]
+StageDevices = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,15 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The tasks of each device in order (`orders`), and the devices of each stage (`places`)."""
+    """The tasks of each device in order (`orders`), and the devices of each stage (`stage_devices`)."""
 
     name: str
-    places: Places
+    stage_devices: StageDevices
     orders: tuple[tuple[Task, ...], ...]
 
     @property
     def stages(self) -> int:
-        return len(self.places)
+        return len(self.stage_devices)
 
     @property
     def devices(self) -> int:
@@ -53,7 +53,7 @@ class Schedule:
         return any(task.kind == "W" for task in self.orders[0])
 
     def device_of(self, stage: int, microbatch: int) -> int:
-        replicas = self.places[stage]
+        replicas = self.stage_devices[stage]
         return replicas[microbatch % len(replicas)]
 
     def needed(self, task: Task) -> Task | None:
@@ -90,60 +90,66 @@ class Schedule:
                 raise ValueError(f"{self.name}: the devices wait for each other forever: {shown}")
 
 
-def gpipe(places: Places, microbatches: int) -> Schedule:
+def gpipe(stage_devices: StageDevices, microbatches: int) -> Schedule:
     """Schedules all forwards, then all backwards; a stage holds the activations of all microbatches."""
-    return _by_stages("gpipe", places, microbatches, lambda stage: microbatches)
+    return _by_stages("gpipe", stage_devices, microbatches, lambda stage: microbatches)
 
 
-def one_f_one_b(places: Places, microbatches: int, slack: int = 0) -> Schedule:
+def one_f_one_b(stage_devices: StageDevices, microbatches: int, slack: int = 0) -> Schedule:
     """Schedules a forward and a backward in turn as early as possible; stage k holds S - k microbatches' activations.
 
     A stage with replicas holds as many as there are devices from it on, spread over its replicas.
     """
-    return _by_stages("1f1b", places, microbatches, lambda stage: forwards_ahead(places, stage, slack))
+    return _by_stages("1f1b", stage_devices, microbatches, lambda stage: forwards_ahead(stage_devices, stage, slack))
 
 
-def zero_bubble(places: Places, microbatches: int) -> Schedule:
+def zero_bubble(stage_devices: StageDevices, microbatches: int) -> Schedule:
     """Schedules 1F1B whose stages put off the gradients of weights until others would wait for them (H1).
 
     Stage k computes them k microbatches late. Each stage holds the activations of S microbatches, as 1F1B's first does;
     if F, B and W take equally long, the bubble is a third of 1F1B's.
     """
-    delay = [devices_from(places, 0) - devices_from(places, stage) for stage in range(len(places))]
-    return _by_stages("zero-bubble", places, microbatches, lambda stage: devices_from(places, stage), delay)
+    delay = [devices_from(stage_devices, 0) - devices_from(stage_devices, stage) for stage in range(len(stage_devices))]
+    return _by_stages(
+        "zero-bubble", stage_devices, microbatches, lambda stage: devices_from(stage_devices, stage), delay
+    )
 
 
-def interleaved(places: Places, microbatches: int) -> Schedule:
+def interleaved(stage_devices: StageDevices, microbatches: int) -> Schedule:
     """Schedules 1F1B where each of D devices has V stages (d, D + d, 2 D + d, ...), in groups of D microbatches.
 
     The bubble is a V-th of 1F1B's, at V times the sends.
     """
-    devices = max(max(replicas) for replicas in places) + 1
-    chunks = len(places) // devices
+    devices = max(max(replicas) for replicas in stage_devices) + 1
+    chunks = len(stage_devices) // devices
     groups = [range(m, min(m + devices, microbatches)) for m in range(0, microbatches, devices)]
     orders = []
     for device in range(devices):
-        stages = range(device, len(places), devices)
+        stages = range(device, len(stage_devices), devices)
         forward = [Task("F", k, m) for group in groups for k in stages for m in group]
         backward = [Task("B", k, m) for group in groups for k in reversed(stages) for m in group]
         ahead = 2 * (devices - device - 1) + (chunks - 1) * len(groups[0]) + 1
         orders.append(_in_turn(forward, backward, ahead))
-    return Schedule("interleaved", places, tuple(orders))
+    return Schedule("interleaved", stage_devices, tuple(orders))
 
 
-def devices_from(places: Places, stage: int) -> int:
+def devices_from(stage_devices: StageDevices, stage: int) -> int:
     """Counts the devices of a stage and those after it."""
-    return sum(map(len, places[stage:]))
+    return sum(map(len, stage_devices[stage:]))
 
 
-def forwards_ahead(places: Places, stage: int, slack: int = 0) -> int:
+def forwards_ahead(stage_devices: StageDevices, stage: int, slack: int = 0) -> int:
     """Counts a stage's forwards before its first backward: one for each device from it on, `slack` for each later
     border."""
-    return devices_from(places, stage) + slack * (len(places) - 1 - stage)
+    return devices_from(stage_devices, stage) + slack * (len(stage_devices) - 1 - stage)
 
 
 def _by_stages(
-    name: str, places: Places, microbatches: int, ahead: Callable[[int], int], delay: Sequence[int] | None = None
+    name: str,
+    stage_devices: StageDevices,
+    microbatches: int,
+    ahead: Callable[[int], int],
+    delay: Sequence[int] | None = None,
 ) -> Schedule:
     """Schedules stages that have devices of their own.
 
@@ -152,7 +158,7 @@ def _by_stages(
       delay: Stage -> how many microbatches late it computes gradients of weights; None: with those of its inputs.
     """
     orders: dict[int, tuple[Task, ...]] = {}
-    for stage, replicas in enumerate(places):
+    for stage, replicas in enumerate(stage_devices):
         forward = [Task("F", stage, m) for m in range(microbatches)]
         backward = [Task("B", stage, m) for m in range(microbatches)]
         order = _in_turn(forward, backward, min(ahead(stage), microbatches))
@@ -160,7 +166,7 @@ def _by_stages(
             order = _with_weights(order, stage, delay[stage], microbatches)
         for k, device in enumerate(replicas):
             orders[device] = tuple(task for task in order if task.microbatch % len(replicas) == k)
-    return Schedule(name, places, tuple(orders[device] for device in sorted(orders)))
+    return Schedule(name, stage_devices, tuple(orders[device] for device in sorted(orders)))
 
 
 def _in_turn(forward: Sequence[Task], backward: Sequence[Task], ahead: int) -> tuple[Task, ...]:
@@ -187,13 +193,14 @@ class Rule:
     """Makes a schedule and checks what it demands of a pipeline; here each stage has devices of its own."""
 
     name: str
-    make: Callable[[Places, int], Schedule]  #: Makes the schedule of places and a number of microbatches.
+    #: Makes the schedule of stages' devices and a number of microbatches.
+    make: Callable[[StageDevices, int], Schedule]
     stages_per_device: int = 1  #: The default; 1: never more.
 
     @property
     def splits_backward(self) -> bool:
         """Its schedules have tasks for the gradients of weights."""
-        return self.make(self.places((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
+        return self.make(self.stage_devices((1,) * self.stages_per_device, self.stages_per_device), 1).splits_backward
 
     @property
     def has_replicas(self) -> bool:
@@ -205,7 +212,7 @@ class Rule:
         """The default of M."""
         return 8
 
-    def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
+    def stage_devices(self, counts: Sequence[int], stages_per_device: int) -> StageDevices:
         """Returns the devices of each stage; `counts` has their numbers."""
         ends = tuple(itertools.accumulate(counts))
         return tuple(tuple(range(start, end)) for start, end in zip((0, *ends), ends, strict=False))
@@ -230,7 +237,7 @@ class CyclicRule(Rule):
     def has_replicas(self) -> bool:
         return False
 
-    def places(self, counts: Sequence[int], stages_per_device: int) -> Places:
+    def stage_devices(self, counts: Sequence[int], stages_per_device: int) -> StageDevices:
         return tuple((k % (len(counts) // stages_per_device),) for k in range(len(counts)))
 
     def numbers(self, devices: int, stages_per_device: int) -> Iterable[int]:

@@ -74,7 +74,7 @@ def split_pipeline(
     if pipeline.remat:
         parts, labels = with_remat(parts, labels, pipeline.count)
     division = divided.within(chosen.cut).follow(parts)
-    loads = stage_loads(parts, labels, homes, pipeline.places, division)
+    loads = stage_loads(parts, labels, homes, pipeline.stage_devices, division)
     plan = _plan(program, pipeline, weights, homes, loads, division, measured)
     statistics = parts.step.params.get("statistics", ())
     plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
@@ -94,8 +94,8 @@ def _without_flush(
     plan = dataclasses.replace(plan, statistics=())
     slack = pipeline.slack
     if slack is None:
-        slack = fitting_slack(plan, choose_slack(plan.places, stage_times(_later(plan, 0))), measured.memory)
-    staged = without_flush(staged, program, plan.places, stashes=rule.stashes, slack=slack)
+        slack = fitting_slack(plan, choose_slack(plan.stage_devices, stage_times(_later(plan, 0))), measured.memory)
+    staged = without_flush(staged, program, plan.stage_devices, stashes=rule.stashes, slack=slack)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
     plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
@@ -114,7 +114,7 @@ def fitting_slack(plan: PipelinePlan, asked: int, memory: int | None) -> int:
 
 
 def _later(plan: PipelinePlan, slack: int) -> PipelinePlan:
-    calls = Calls.soonest(plan.places, slack=slack)
+    calls = Calls.soonest(plan.stage_devices, slack=slack)
     return dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
 
 
@@ -132,7 +132,7 @@ def _plan(
     for k, load in enumerate(loads):
         stages.append(
             StagePlan(
-                devices=pipeline.places[k],
+                devices=pipeline.stage_devices[k],
                 weights=tuple(paths[v] for v in weights if homes[v] == k),
                 seconds={} if rates is None else load.seconds(rates),
                 update_s=0.0 if rates is None else rates.seconds(0.0, 2 * load.state + load.gradient),

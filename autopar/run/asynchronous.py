@@ -110,8 +110,8 @@ class AsynchronousRunner(Runner):
             raise
         new_clocks = dict(zip(self.asynchronous.clocks, clocks, strict=True))
         results: dict[int, Leaf] = {}
-        for place, k in enumerate(self.moving):
-            results[self.new_states[k]] = PendingArray(flight, place, flight.types[place])
+        for index, k in enumerate(self.moving):
+            results[self.new_states[k]] = PendingArray(flight, index, flight.types[index])
         for k, out in self.new_states.items():
             if out not in results:
                 results[out] = new_clocks.get(self.inputs[k][0], leaves[k])
@@ -148,8 +148,8 @@ class AsynchronousRunner(Runner):
             return None
         flight = first.pending
         mine = (
-            isinstance(leaf, PendingArray) and leaf.pending is flight and leaf.index == place and not leaf.is_deleted()
-            for place, leaf in enumerate(leaves[k] for k in self.moving)
+            isinstance(leaf, PendingArray) and leaf.pending is flight and leaf.index == index and not leaf.is_deleted()
+            for index, leaf in enumerate(leaves[k] for k in self.moving)
         )
         return flight if all(mine) and flight.goes_on(self, leaves) else None
 
@@ -238,15 +238,15 @@ class AsynchronousFlight:
         """Returns a minibatch's results besides the state, and forgets the minibatch."""
         minibatch, given = self._minibatches.pop(number), self._given.pop(self._lister.called(number))
         states = {*self._runner.new_states.values(), *self._runner.passed}
-        places = [k for k in range(len(self._step.outputs)) if k not in states]
-        named = [self._asynchronous.returned(self._step.outputs[k]) for k in places]
+        indices = [k for k in range(len(self._step.outputs)) if k not in states]
+        named = [self._asynchronous.returned(self._step.outputs[k]) for k in indices]
         outputs = [each[0] if len(each) == 1 else each for each in named]
         arrays = self._leaves.results(outputs, self._values, minibatch.results, given.__getitem__)
         for value, devices in minibatch.results.items():
             for device in devices:
                 if device in self._runner.executor.devices:
                     self._values.drop(value, device)
-        return dict(zip(places, arrays, strict=True))
+        return dict(zip(indices, arrays, strict=True))
 
     @uninterrupted
     def drained(self) -> list[Leaf]:

@@ -23,7 +23,7 @@ from autopar.run.kept_placements import KeptArguments
 from autopar.run.planned_step import Runner
 from autopar.run.stage_executor import Arguments, StageExecutor, Values
 from autopar.tables.kinds import copied
-from autopar.tables.staged import StageArray, StagePlace
+from autopar.tables.staged import StageArray, StagePart
 
 
 class PipelineRunner(Runner):
@@ -126,21 +126,21 @@ class StageLeaves:
         if len(parts) == 1 and not isinstance(leaf, StageArray):
             return [leaf]
         ends = tuple(itertools.accumulate(var.shape[0] for var in parts))
-        if isinstance(leaf, StageArray) and tuple(place.stop for place in leaf.places) == ends:
-            return [self._moved(*each) for each in zip(parts, leaf.places, leaf.values, strict=True)]
+        if isinstance(leaf, StageArray) and tuple(part.stop for part in leaf.parts) == ends:
+            return [self._moved(*each) for each in zip(parts, leaf.parts, leaf.values, strict=True)]
         array = np.asarray(leaf) if isinstance(leaf, StageArray) else leaf
         return [array[start:end] for start, end in zip((0, *ends), ends, strict=False)]
 
-    def _moved(self, var: Var, place: StagePlace, value: Leaf) -> Leaf:
+    def _moved(self, var: Var, part: StagePart, value: Leaf) -> Leaf:
         """Returns this rank's part of a leaf, exchanged between ranks if another pipeline has left it elsewhere."""
         messages = self._executor.messages
-        places = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
-        missing, me = [rank for rank in places if rank not in place.ranks], jax.process_index()
-        if messages is None or (me != place.ranks[0] and me not in missing):
+        ranks = dict.fromkeys(self._executor.ranks[device] for device in self._leaves.get(var, ((), ()))[1])
+        missing, me = [rank for rank in ranks if rank not in part.ranks], jax.process_index()
+        if messages is None or (me != part.ranks[0] and me not in missing):
             return value
         if me in missing:
-            shape = (place.stop - place.start, *var.shape[1:])
-            return messages.receive(shape, var.dtype, place.ranks[0]).wait()
+            shape = (part.stop - part.start, *var.shape[1:])
+            return messages.receive(shape, var.dtype, part.ranks[0]).wait()
         for rank in missing:
             messages.send(np.array(value), rank)
         return value
@@ -177,22 +177,22 @@ class StageLeaves:
             where = [made[var] if var in made else self._leaves[var] for var in parts]
             stages = [[self._executor.all[k] for k in devices] for _, devices in where]
             ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
-            places = StagePlace.of_parts(stages, ends, self._step.divided.get(parts[0]), self._executor.all)
+            stage_parts = StagePart.of_parts(stages, ends, self._step.divided.get(parts[0]), self._executor.all)
             arrays = [self._array(*each, values, seen) for each in where]
-            shape, type_ = (places[-1].stop, *parts[0].shape[1:]), parts[0].type
-            return StageArray(shape, type_.dtype, places, arrays, is_weak=type_.weak_type)
+            shape, type_ = (stage_parts[-1].stop, *parts[0].shape[1:]), parts[0].type
+            return StageArray(shape, type_.dtype, stage_parts, arrays, is_weak=type_.weak_type)
         if parts[0] in made:
             return self._array(*made[parts[0]], values, seen)
         return _own(given(parts[0]), seen)
 
     def _array(self, value: Value, devices: Sequence[int], values: Values, seen: set[int]) -> Array | None:
         """Returns one array over all devices of its stage that this process has."""
-        places = [k for k in devices if k in self._executor.devices]
-        shards = [_own(values.at(value, k), seen) for k in places]
+        here = [k for k in devices if k in self._executor.devices]
+        shards = [_own(values.at(value, k), seen) for k in here]
         axis = self._step.divided.get(value.var)
         if not shards:
             return None
-        array = array_over(shards, [self._executor.devices[k] for k in places], axis)
+        array = array_over(shards, [self._executor.devices[k] for k in here], axis)
         return jax_compat.weak(array) if value.var.type.weak_type and not jax_compat.is_weak(array) else array
 
 

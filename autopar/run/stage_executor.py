@@ -186,20 +186,22 @@ class StageExecutable:
     def lower(self, device: StageDevice) -> list[jax.stages.Lowered]:
         """Lowers the programs of `CompiledProgram` for a device."""
 
-        def places(values: Iterable[Var]) -> list[Leaf]:
+        def shardings(values: Iterable[Var]) -> list[Leaf]:
             return [device.sharding(axis) for axis in self._axes(values)]
 
         def types(values: Sequence[Var], dtype: Callable[[Dtype], Dtype] = lambda dtype: dtype) -> list[Leaf]:
-            pairs = zip(values, places(values), strict=True)
+            pairs = zip(values, shardings(values), strict=True)
             return [placed_types(v, there, dtype) for v, there in pairs]
 
         donated = (1, *(k + 2 for k in self.donated))
         run = jax.jit(
-            self._run(device.mesh), donate_argnums=donated, out_shardings=(places(self.joins), places(self._values))
+            self._run(device.mesh),
+            donate_argnums=donated,
+            out_shardings=(shardings(self.joins), shardings(self._values)),
         )
         number, sums = jax.ShapeDtypeStruct((), np.int32), types(list(self.joins), wide)
         programs = [run.lower(number, sums, *types(self.program.block.inputs))]
-        return programs + ([jax.jit(self._start, out_shardings=places(self.joins)).lower()] if sums else [])
+        return programs + ([jax.jit(self._start, out_shardings=shardings(self.joins)).lower()] if sums else [])
 
     def _start(self) -> Sequence[Array]:
         return [jnp.broadcast_to(neutral(n, wide(v.dtype)), v.shape) for v, n in self.joins.items()]
@@ -314,8 +316,8 @@ class StageExecutor:
     @functools.cached_property
     def _compiled(self) -> Mapping[tuple[StageProgram, int], CompiledProgram]:
         """(Program, device) -> compiled program. All are compiled at the same time, before the first step."""
-        places = dict.fromkeys((a.program, a.device) for a in self._timeline.actions if isinstance(a, Run))
-        own = [key for key in places if key[1] in self.devices]
+        runs = dict.fromkeys((a.program, a.device) for a in self._timeline.actions if isinstance(a, Run))
+        own = [key for key in runs if key[1] in self.devices]
         lowered = [self._programs[program].lower(self.devices[device]) for program, device in own]
         with concurrent.futures.ThreadPoolExecutor() as threads:
             made = [[threads.submit(each.compile) for each in programs] for programs in lowered]

@@ -28,7 +28,7 @@ from autopar.run.planned_step import PlannedStep
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
-from autopar.tables.staged import StageArray, StagePlace, is_staged
+from autopar.tables.staged import StageArray, StagePart, is_staged
 
 #: State -> all arguments of the step.
 CallArguments = Callable[[Any], Sequence[Any]]
@@ -182,10 +182,10 @@ class Maker:
 
 @dataclass(frozen=True, eq=False)
 class StageMaker(Maker):
-    """Makes each leaf on its stage's devices alone. `places`: of each leaf, or of its layers; (): it is everywhere."""
+    """Makes each leaf on its stage's devices alone. `parts`: of each leaf; (): it is everywhere."""
 
     types: Sequence[AnyType]
-    places: Sequence[Sequence[StagePlace]]
+    parts: Sequence[Sequence[StagePart]]
 
     @functools.cached_property
     def run(self) -> Leaf:
@@ -193,43 +193,43 @@ class StageMaker(Maker):
         everywhere."""
 
         def run(*flat: Leaf) -> list[list[Leaf]]:
-            made: list[list[Pytree]] = [[None] * max(1, len(places)) for places in self.places]
-            for (everywhere, alone), parts in self._programs().items():
+            made: list[list[Pytree]] = [[None] * max(1, len(parts)) for parts in self.parts]
+            for (everywhere, alone), own in self._programs().items():
                 whole = alone is not None
 
-                def make(*xs: Leaf, parts: Sequence[tuple[int, int]] = parts, whole: bool = whole) -> list[Leaf]:
+                def make(*xs: Leaf, own: Sequence[tuple[int, int]] = own, whole: bool = whole) -> list[Leaf]:
                     leaves = self.make(*xs)
-                    return [leaves[k] if whole else self._part(leaves[k], k, n) for k, n in parts]
+                    return [leaves[k] if whole else self._part(leaves[k], k, n) for k, n in own]
 
                 values = flat if everywhere is None else jax.device_put(flat, everywhere)
-                there = None if everywhere is None else [self.places[k][n].sharding for k, n in parts]
-                for (k, n), value in zip(parts, jax.jit(make, out_shardings=there)(*values), strict=True):
-                    made[k][n] = jax.device_put(self._part(value, k, n), self.places[k][n].sharding) if whole else value
+                there = None if everywhere is None else [self.parts[k][n].sharding for k, n in own]
+                for (k, n), value in zip(own, jax.jit(make, out_shardings=there)(*values), strict=True):
+                    made[k][n] = jax.device_put(self._part(value, k, n), self.parts[k][n].sharding) if whole else value
             return made
 
         return run
 
     def _programs(self) -> dict[tuple[Leaf, Leaf], list[tuple[int, int]]]:
-        """Returns (leaf, part) of each program's results, by the place of its arguments. A leaf that is made whole and
+        """Returns (leaf, part) of each program's results, by its arguments' sharding. A leaf that is made whole and
         then cut has a program of its own."""
         programs: dict[tuple[Any, Any], list[tuple[int, int]]] = {}
-        for k, places in enumerate(self.places):
-            if not places:
+        for k, parts in enumerate(self.parts):
+            if not parts:
                 programs.setdefault((None, None), []).append((k, 0))
-            for n, place in enumerate(places):
-                if place.sharding is not None:  # else of another process
-                    alone = (k, n) if self.whole and len(places) > 1 else None
-                    programs.setdefault((place.whole, alone), []).append((k, n))
+            for n, part in enumerate(parts):
+                if part.sharding is not None:  # else of another process
+                    alone = (k, n) if self.whole and len(parts) > 1 else None
+                    programs.setdefault((part.whole, alone), []).append((k, n))
         return programs
 
-    def _part(self, leaf: Leaf, number: int, part: int) -> Leaf:
-        places = self.places[number]
-        return leaf if len(places) < 2 else leaf[places[part].start : places[part].stop]
+    def _part(self, leaf: Leaf, k: int, n: int) -> Leaf:
+        parts = self.parts[k]
+        return leaf if len(parts) < 2 else leaf[parts[n].start : parts[n].stop]
 
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         return [
-            StageArray(aval.shape, aval.dtype, places, parts, is_weak=aval.weak_type) if is_staged(places) else parts[0]
-            for parts, aval, places in zip(leaves, self.types, self.places, strict=True)
+            StageArray(aval.shape, aval.dtype, parts, values, is_weak=aval.weak_type) if is_staged(parts) else values[0]
+            for values, aval, parts in zip(leaves, self.types, self.parts, strict=True)
         ]
 
 
@@ -244,8 +244,8 @@ class HostLeaf:
 
 @dataclass(frozen=True, eq=False)
 class HostMaker(Maker):
-    """Makes a state with tables on hosts, each rank its own shard. `tables`: for each leaf its place on hosts, else
-    None.
+    """Makes a state with tables on hosts, each rank its own shard. `tables`: for each leaf how it is to be stored on
+    hosts, else None.
 
     A table is made in equal shards of adjacent rows, on the devices of each rank, and distributed cyclically from
     there. It is whole on a device or in a process only if there is one, or where `init` says so.
@@ -288,8 +288,8 @@ class HostMaker(Maker):
         shard = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
         def read(numbers: np.ndarray) -> np.ndarray:
-            places, back = np.unique(numbers, return_inverse=True)
-            requested = ranks.ask(places, table.layout.shard_rows)
+            indices, back = np.unique(numbers, return_inverse=True)
+            requested = ranks.ask(indices, table.layout.shard_rows)
             return ranks.fetch(requested, shard[requested.rows])[back]
 
         storage.fill(read)

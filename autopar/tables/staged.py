@@ -21,8 +21,8 @@ from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, cop
 
 
 @dataclass(frozen=True, slots=True)
-class StagePlace:
-    """A place of a leaf of a pipeline's state, or of some of its layers.
+class StagePart:
+    """A leaf of a pipeline's state, or some of its layers, on one stage.
 
     Attributes:
       ranks: Where stages are on several processes, those that hold it; else none.
@@ -41,26 +41,26 @@ class StagePlace:
         ends: Sequence[int],
         axis: int | None,
         devices: Sequence[StageDevice],
-    ) -> tuple[StagePlace, ...]:
-        """Returns the places of a leaf's parts.
+    ) -> tuple[StagePart, ...]:
+        """Returns the parts of a leaf.
 
         Args:
-          stages: Of each part its replicas.
-          ends: In layers.
-          axis: Along which each is divided over the devices of a tensor axis.
-          devices: Those of all stages.
+          stages: For each part the devices of its stage.
+          ends: The layer at which each part ends.
+          axis: The axis along which each part is divided over the devices of a tensor axis; None: it isn't.
+          devices: The devices of all stages.
         """
         several = len({d.process_index for d in devices}) > 1
-        places = []
+        parts = []
         for stage, start, stop in zip(stages, (0, *ends), ends, strict=False):
             ranks = tuple(dict.fromkeys(d.process_index for d in stage)) if several else ()
             own = [d for d in stage if d.process_index == jax.process_index()]
-            places.append(StagePlace(ranks, sharding_over(own, axis) if own else None, start, stop))
-        return tuple(places)
+            parts.append(StagePart(ranks, sharding_over(own, axis) if own else None, start, stop))
+        return tuple(parts)
 
     @property
     def whole(self) -> Pytree:
-        """The sharding of what all of its devices have."""
+        """The sharding of an array that each of its devices has whole."""
         if isinstance(self.sharding, jax.sharding.NamedSharding):
             return jax.sharding.NamedSharding(self.sharding.mesh, jax.sharding.PartitionSpec())
         return self.sharding
@@ -71,29 +71,29 @@ class StagePlace:
         return jax.process_index() == self.ranks[0] if self.ranks else True
 
 
-def is_staged(places: Sequence[StagePlace]) -> bool:
+def is_staged(parts: Sequence[StagePart]) -> bool:
     """Tells whether a leaf that is there is a `StageArray`, not one of JAX's."""
-    return len(places) > 1 or any(place.ranks for place in places)
+    return len(parts) > 1 or any(part.ranks for part in parts)
 
 
 @dataclass(frozen=True)
 class StageHome(Home):
-    """In the memory of stages, some layers in each of several places."""
+    """In the memory of stages, some layers on each of several stages."""
 
-    places: tuple[StagePlace, ...]
+    parts: tuple[StagePart, ...]
 
     def made(self, source: Source, leaf: Described) -> StageArray:
         require_dtype(leaf)
-        own = [None if place.sharding is None else _part(place, source, leaf) for place in self.places]
-        return StageArray(leaf.shape, leaf.numpy_dtype, self.places, own, is_weak=leaf.weak)
+        own = [None if part.sharding is None else _made(part, source, leaf) for part in self.parts]
+        return StageArray(leaf.shape, leaf.numpy_dtype, self.parts, own, is_weak=leaf.weak)
 
 
-def _part(place: StagePlace, source: Source, leaf: Described) -> jax.Array:
+def _made(part: StagePart, source: Source, leaf: Described) -> jax.Array:
     def read(index: Index) -> np.ndarray:
-        start, stop, _ = index[0].indices(place.stop - place.start)
-        return source.part((slice(place.start + start, place.start + stop), *index[1:]))
+        start, stop, _ = index[0].indices(part.stop - part.start)
+        return source.part((slice(part.start + start, part.start + stop), *index[1:]))
 
-    array = jax.make_array_from_callback((place.stop - place.start, *leaf.shape[1:]), place.sharding, read)
+    array = jax.make_array_from_callback((part.stop - part.start, *leaf.shape[1:]), part.sharding, read)
     return jax_compat.weak(array) if leaf.weak else array
 
 
@@ -110,41 +110,42 @@ class StageArray(PlacedLeaf):
         self,
         shape: tuple[int, ...],
         dtype: Dtype,
-        places: Sequence[StagePlace],
+        parts: Sequence[StagePart],
         values: Sequence[jax.Array | None],
         *,
         is_weak: bool = False,
     ) -> None:
-        """Takes who holds it, part by part, and this rank's arrays; `is_weak`: its dtype yields to others."""
+        """`values`: this rank's arrays, one for each part, None for other ranks' parts. `is_weak`: its dtype yields to
+        others."""
         super().__init__(jax.ShapeDtypeStruct(shape, dtype))
-        self.is_weak, self._places, self._values = is_weak, tuple(places), tuple(values)
+        self.is_weak, self._parts, self._values = is_weak, tuple(parts), tuple(values)
         self._is_gone = False
 
     @property
-    def places(self) -> tuple[StagePlace, ...]:
-        """Its places, in the order of its layers."""
-        return self._places
+    def parts(self) -> tuple[StagePart, ...]:
+        """Its parts, in the order of its layers."""
+        return self._parts
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """Who holds it, or some of it; none where all is in this process."""
-        return tuple(dict.fromkeys(rank for place in self._places for rank in place.ranks))
+        return tuple(dict.fromkeys(rank for part in self._parts for rank in part.ranks))
 
     @property
     def home(self) -> StageHome:
-        return StageHome(self._places)
+        return StageHome(self._parts)
 
     @property
     def shards(self) -> Shards:
-        """Its parts in files: shards that one stage has each, which writes them."""
-        rows = math.gcd(*(place.stop for place in self._places))
+        """The shards in which files hold it: each lies on one stage, which writes it."""
+        rows = math.gcd(*(part.stop for part in self._parts))
         layout = RowLayout(self.shape[0], self.shape[0] // rows if rows else 1, cyclic=False)
 
         def own() -> Iterator[tuple[int, np.ndarray]]:
-            for place, part in zip(self._places, self.values, strict=True):
-                for start in range(place.start, place.stop, layout.shard_rows) if place.writes else ():
-                    first = start - place.start
-                    yield start // layout.shard_rows, np.asarray(part)[first : first + layout.shard_rows]
+            for part, value in zip(self._parts, self.values, strict=True):
+                for start in range(part.start, part.stop, layout.shard_rows) if part.writes else ():
+                    first = start - part.start
+                    yield start // layout.shard_rows, np.asarray(value)[first : first + layout.shard_rows]
 
         return Shards(layout, 0, own)
 
@@ -161,7 +162,7 @@ class StageArray(PlacedLeaf):
 
     def duplicate(self) -> StageArray:
         values = [None if value is None else copied(value) for value in self.values]
-        return StageArray(self.shape, self.dtype, self._places, values, is_weak=self.is_weak)
+        return StageArray(self.shape, self.dtype, self._parts, values, is_weak=self.is_weak)
 
     def is_deleted(self) -> bool:
         return self._is_gone or any(value is not None and value.is_deleted() for value in self._values)
@@ -172,15 +173,15 @@ class StageArray(PlacedLeaf):
 
     @uninterrupted  # the others wait for this rank
     def _on_host(self) -> np.ndarray:
-        parts = [self._read(place, value) for place, value in zip(self._places, self.values, strict=True)]
+        parts = [self._read(part, value) for part, value in zip(self._parts, self.values, strict=True)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _read(self, place: StagePlace, value: jax.Array | None) -> np.ndarray:
-        """Returns a part, of which its first rank tells the others."""
-        shape = (place.stop - place.start, *self.shape[1:])
-        array = np.ascontiguousarray(value) if value is not None and place.writes else np.empty(shape, self.dtype)
-        if place.ranks:
-            everyone().share(array.reshape(-1).view(np.uint8), place.ranks[0])
+    def _read(self, part: StagePart, value: jax.Array | None) -> np.ndarray:
+        """Returns a part; its first rank sends it to the others."""
+        shape = (part.stop - part.start, *self.shape[1:])
+        array = np.ascontiguousarray(value) if value is not None and part.writes else np.empty(shape, self.dtype)
+        if part.ranks:
+            everyone().share(array.reshape(-1).view(np.uint8), part.ranks[0])
         return array
 
     def __getitem__(self, index: Index) -> np.ndarray:
@@ -191,5 +192,5 @@ class StageArray(PlacedLeaf):
     def _where(self) -> str:
         ranks = self.ranks
         if not ranks:
-            return f" on {len(set().union(*(place.sharding.device_set for place in self._places)))} devices"
+            return f" on {len(set().union(*(part.sharding.device_set for part in self._parts)))} devices"
         return f" on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -38,7 +38,7 @@ from autopar.run.kept_placements import KeptArguments
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
 from autopar.tables.leaf import ArrayHome, Home
-from autopar.tables.staged import StageHome, StagePlace, is_staged
+from autopar.tables.staged import StageHome, StagePart, is_staged
 from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 if TYPE_CHECKING:
@@ -56,14 +56,14 @@ class InStages(Way):
     Attributes:
       pipeline: The pipeline that the user asked for, or the chosen one.
       candidates: What it was chosen from, as text, with predicted seconds a step.
-      places: Places of stages, used or not; (): these devices aren't here.
-      count: Number of places.
-      group: The processes of the places.
+      stage_devices: Devices of stages, used or not; (): these devices aren't here.
+      count: Number of devices.
+      group: The processes of the devices.
     """
 
     pipeline: Pipeline
     candidates: tuple[tuple[str, float], ...] = ()
-    places: Sequence[StageDevice] = ()
+    stage_devices: Sequence[StageDevice] = ()
     count: int = 1
     group: StoreGroup | None = None
 
@@ -88,15 +88,15 @@ class InStages(Way):
             raise ArgumentsError(
                 f"{' and '.join(named)} given together with pipeline=, which decides that. Leave it out"
             )
-        places = _places(pipeline, asked.devices)
-        for place in places:
-            if len({device.process_index for device in place.devices}) > 1:
+        devices = _stage_devices(pipeline, asked.devices)
+        for each in devices:
+            if len({device.process_index for device in each.devices}) > 1:
                 raise ArgumentsError(
-                    f"pipeline: the devices of the tensor axis, {', '.join(map(str, place.devices))}, are of several "
+                    f"pipeline: the devices of the tensor axis, {', '.join(map(str, each.devices))}, are of several "
                     "processes. Within a stage products are divided over devices of one process; give a mesh of such "
                     "rows"
                 )
-        own = {place.process_index for place in places}
+        own = {device.process_index for device in devices}
         if jax.process_index() not in own:
             raise ArgumentsError(
                 f"pipeline: its {pipeline.devices} devices are those of processes {', '.join(map(str, sorted(own)))}, "
@@ -108,13 +108,13 @@ class InStages(Way):
     def planner(cls, asked: Asked) -> Planner:
         pipeline = asked.pipeline
         assert pipeline is not None, "a pipeline is asked for"
-        places = _places(pipeline, asked.devices)
-        flat = tuple(device for place in places for device in place.devices)
+        devices = _stage_devices(pipeline, asked.devices)
+        flat = tuple(device for each in devices for device in each.devices)
         all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
         planner = asked.on(asked.devices)
         options = dataclasses.replace(planner.options, devices=1, microbatches=pipeline.microbatch_count)
         machine = Machine(memory=partial(memory_of, all_), stages=partial(stage_rates_of, flat, all_.processes))
-        way = cls(options, pipeline=pipeline, places=places, count=len(places), group=all_.processes)
+        way = cls(options, pipeline=pipeline, stage_devices=devices, count=len(devices), group=all_.processes)
         return dataclasses.replace(planner, options=options, machine=machine, devices=None, way_of=way.by)
 
     def on(self, planner: Planner, devices: int) -> Planner:
@@ -128,7 +128,7 @@ class InStages(Way):
 
     @property
     def choices(self) -> Mapping[str, object]:
-        """Leaves out `group`, which follows from `places`."""
+        """Leaves out `group`, which follows from `stage_devices`."""
         return {name: value for name, value in super().choices.items() if name != "group"}
 
     @property
@@ -178,7 +178,7 @@ class InStages(Way):
             return found
         program, _ = self._cut(analysed, UNMEASURED)
         block = next(e for e in program.block.equations if e.op == "ap.microbatches").bodies[0]
-        devices = [device for place in self.places for device in place.devices]
+        devices = [device for each in self.stage_devices for device in each.devices]
         rates = profiled_rates(found.stages, block, self.options.microbatches, devices)
         if planner.processes is not None:
             rates = first_rates(planner.processes, rates)
@@ -244,7 +244,7 @@ class InStages(Way):
         assert planned.compiled.plan.pipeline is not None, "stages are planned"
         pipeline = planned.compiled.plan.pipeline.pipeline
         staged = known(planned.compiled.program.staged)
-        devices, analysed = self.places[: pipeline.devices], planned.compiled.analysed
+        devices, analysed = self.stage_devices[: pipeline.devices], planned.compiled.analysed
         given = devices, planned.out_tree, planned.donate, KeptArguments(analysed, staged)
         if staged.asynchronous is not None:
             return AsynchronousRunner(staged, analysed.new_states, analysed.echoes, *given)
@@ -253,7 +253,7 @@ class InStages(Way):
         if len({device.process_index for device in devices}) > 1:
             arguments = {v for leaf in staged.inputs for v in (leaf if isinstance(leaf, tuple) else (leaf,))}
             wanted = dict.fromkeys((v for v in staged.results if v not in arguments), range(schedule.devices))
-            wanted |= {v: schedule.places[stage] for v, stage in staged.new_leaves.items() if v in wanted}
+            wanted |= {v: schedule.stage_devices[stage] for v, stage in staged.new_leaves.items() if v in wanted}
         return PipelineRunner(staged, stage_timeline(staged, schedule, wanted), *given)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
@@ -265,23 +265,22 @@ class InStages(Way):
         leaves = self._leaves(planned)
         if not leaves:
             return None
-        places = [() if k is None else leaves.get(k, ()) for k in numbers]
+        parts = [() if k is None else leaves.get(k, ()) for k in numbers]
         make, nowhere = jax_compat.jaxpr_as_fun(traced.jaxpr), [None] * len(numbers)
-        return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, places)
+        return StageMaker(make, None, None, nowhere, jax_compat.rounds_by_shape(), traced.jaxpr.out_avals, parts)
 
-    def _leaves(self, planned: PlannedStep) -> dict[int, tuple[StagePlace, ...]]:
-        """Returns the places of the state's leaves (or of their layers) by number. Scalars and random keys are
-        everywhere, and have none."""
+    def _leaves(self, planned: PlannedStep) -> dict[int, tuple[StagePart, ...]]:
+        """Returns the parts of the state's leaves by index. Scalars and random keys are everywhere, and have none."""
         assert planned.compiled.plan.pipeline is not None, "stages are planned"
         staged = known(planned.compiled.program.staged)
-        places = planned.compiled.plan.pipeline.places
-        leaves: dict[int, tuple[StagePlace, ...]] = {}
+        stage_devices = planned.compiled.plan.pipeline.stage_devices
+        leaves: dict[int, tuple[StagePart, ...]] = {}
         for k, leaf in enumerate(staged.inputs):
             parts = leaf if isinstance(leaf, tuple) else (leaf,)
             if all(v in staged.homes and v.shape and not jax_compat.is_key(v.dtype) for v in parts):
-                devices = [[self.places[n] for n in places[staged.homes[v]]] for v in parts]
+                devices = [[self.stage_devices[n] for n in stage_devices[staged.homes[v]]] for v in parts]
                 ends = tuple(itertools.accumulate(v.shape[0] for v in parts))
-                leaves[k] = StagePlace.of_parts(devices, ends, staged.divided.get(parts[0]), self.places)
+                leaves[k] = StagePart.of_parts(devices, ends, staged.divided.get(parts[0]), self.stage_devices)
         return leaves
 
     # --- what it is compared with ---
@@ -299,13 +298,13 @@ class InStages(Way):
         return compare_pipeline(planned, name)
 
 
-def _places(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
-    """Returns a place for each stage: one device, or all devices of the tensor axis."""
+def _stage_devices(pipeline: Pipeline, devices: Devices) -> tuple[StageDevice, ...]:
+    """Returns what runs each stage: one device, or all devices of the tensor axis."""
     rows = devices.mesh.devices
     if devices.tensor_axis is not None:
         rows = np.moveaxis(rows, devices.mesh.axis_names.index(devices.tensor_axis), -1)
-    places = [StageDevice(tuple(row)) for row in rows.reshape(-1, devices.tensor)]
-    return tuple(places[: None if pipeline.stages == AUTO else pipeline.devices])
+    made = [StageDevice(tuple(row)) for row in rows.reshape(-1, devices.tensor)]
+    return tuple(made[: None if pipeline.stages == AUTO else pipeline.devices])
 
 
 def _divided(program: Program, bound: ProgramPlan) -> DividedLeaves:

@@ -51,7 +51,7 @@ def test_a_stack_in_stages_is_donated_saved_and_goes_on_in_others(tmp_path: Any)
     )
     old = autopar.init(lambda key: make(), jax.random.key(0), step=by_patterns, batch=batch(0))
     first = old["params"]["layers"]["w"]
-    assert [(p.start, p.stop) for p in first.places] == [(0, 1), (1, 4)]
+    assert [(p.start, p.stop) for p in first.parts] == [(0, 1), (1, 4)]
     assert [x.devices() for x in first.values] == [{jax.devices()[0]}, {jax.devices()[1]}]
     assert np.array_equal(first, jax.jit(make)()["params"]["layers"]["w"])
     assert first[2].shape == first.shape[1:] and "on 2 devices" in repr(first)

@@ -70,8 +70,8 @@ def test_stages(pipeline: autopar.Pipeline) -> None:
     planned = autopar.parallelize(step, pipeline=pipeline)
     assert difference(planned, step, make) < 1e-12
     plan = planned.plan.pipeline
-    assert (plan.places, plan.schedule, plan.microbatches) == (
-        pipeline.places,
+    assert (plan.stage_devices, plan.schedule, plan.microbatches) == (
+        pipeline.stage_devices,
         pipeline.schedule,
         pipeline.microbatches,
     )
@@ -107,12 +107,12 @@ def test_schedules_agree_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same programs on the same values, as with one microbatch after the other: when they run changes nothing."""
     step, make = language_model(optax.sgd(0.1), dropout=0.2)
 
-    def in_sequence(places: schedules.Places, microbatches: int, kinds: str = "FB") -> schedules.Schedule:
+    def in_sequence(stage_devices: schedules.StageDevices, microbatches: int, kinds: str = "FB") -> schedules.Schedule:
         orders = [
             tuple(schedules.Task(kind, stage, m) for m in range(microbatches) for kind in kinds)
-            for stage in range(len(places))
+            for stage in range(len(stage_devices))
         ]
-        return schedules.Schedule("sequence", places, tuple(orders))
+        return schedules.Schedule("sequence", stage_devices, tuple(orders))
 
     known = {"sequence": in_sequence, "sequence W": functools.partial(in_sequence, kinds="FBW")}
     for name, schedule in known.items():

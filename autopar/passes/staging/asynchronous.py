@@ -19,26 +19,28 @@ from autopar import jax_compat
 from autopar.errors import StrategyError
 from autopar.ir.pipeline import Asynchronous, Calls, StagedStep, StageProgram
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
-from autopar.ir.schedule import Places
+from autopar.ir.schedule import StageDevices
 from autopar.ir.slicing import eliminate_dead, needed_equations
 from autopar.ir.writer import expand
 from autopar.jax_types import Array, Params
 
 
-def without_flush(staged: StagedStep, program: Program, places: Places, *, stashes: bool, slack: int) -> StagedStep:
+def without_flush(
+    staged: StagedStep, program: Program, stage_devices: StageDevices, *, stashes: bool, slack: int
+) -> StagedStep:
     """Returns the step with the additions of an asynchronous pipeline.
 
     Args:
       staged: The programs, of one microbatch, with the program's inputs and outputs.
       program: The program that they were cut from.
-      places: The devices of each stage.
+      stage_devices: The devices of each stage.
       stashes: Backwards see the versions of their forwards.
       slack: Extra minibatches for each border.
 
     Raises:
       StrategyError: the update of a stage needs leaves of another, or of a version that is gone.
     """
-    return _Cutter(staged, program, Calls.soonest(places, stashes=stashes, slack=slack)).run()
+    return _Cutter(staged, program, Calls.soonest(stage_devices, stashes=stashes, slack=slack)).run()
 
 
 class _Cutter:
@@ -358,9 +360,9 @@ def _pulling_ahead(pull: Equation, change: _Change, steps: int) -> Iterator[Equa
     yield numbers
 
     def predicted(rows: Array, numbers: Array, values: Array, touched: Array) -> Array:
-        place = jnp.minimum(jnp.searchsorted(touched, numbers), touched.shape[0] - 1)
-        is_touched = jnp.expand_dims(touched[place] == numbers, [k for k in range(rows.ndim) if k != axis])
-        return rows + steps * jnp.where(is_touched, jnp.take(values, place, axis), jnp.zeros_like(rows))
+        index = jnp.minimum(jnp.searchsorted(touched, numbers), touched.shape[0] - 1)
+        is_touched = jnp.expand_dims(touched[index] == numbers, [k for k in range(rows.ndim) if k != axis])
+        return rows + steps * jnp.where(is_touched, jnp.take(values, index, axis), jnp.zeros_like(rows))
 
     yield from expand(predicted, pull, (pulled, numbers.outputs[0], *change.leaves), pull.outputs[0])
 

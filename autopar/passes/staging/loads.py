@@ -13,7 +13,7 @@ from autopar.analysis.work import equation_work
 from autopar.cost.rates import StageRates
 from autopar.cost.stage_time import Layer
 from autopar.ir.program import Equation, Var
-from autopar.ir.schedule import Places
+from autopar.ir.schedule import StageDevices
 from autopar.passes.staging.layers import CutProgram
 from autopar.passes.staging.parts import NOWHERE, Label, Parts, homes_before, read_by
 
@@ -32,7 +32,7 @@ class StageLoad:
     #: Bytes that it sends to later stages, and to earlier ones.
     ahead: int = 0
     back: int = 0
-    tied: int = 0  #: Bytes that cross it in a step for weights that are used on both sides.
+    tied: int = 0  #: Bytes that cross that border in a step, for weights used on both sides.
     activation: int = 0  #: Bytes that its forward leaves for its backward.
     gradient: int = 0  #: Bytes of the sums over microbatches.
     state: int = 0  #: Bytes of its leaves.
@@ -101,17 +101,21 @@ class StageLoad:
 
 
 def stage_loads(
-    parts: Parts, labels: Mapping[Equation, Label], homes: Mapping[Var, int], places: Places, division: Division
+    parts: Parts,
+    labels: Mapping[Equation, Label],
+    homes: Mapping[Var, int],
+    stage_devices: StageDevices,
+    division: Division,
 ) -> list[StageLoad]:
     """Returns the load of each stage, for one of the devices that divide its products.
 
     Args:
-      labels: Of `label_parts`.
+      labels: Each equation's stage and direction (`label_parts`).
       homes: The stage of each leaf of the state.
-      places: The devices of each stage; stages of one device send each other nothing.
-      division: The division of its values (`DividedLeaves`).
+      stage_devices: The devices of each stage; stages of one device send each other nothing.
+      division: How the values are divided (`DividedLeaves.follow`).
     """
-    loads = [StageLoad() for _ in places]
+    loads = [StageLoad() for _ in stage_devices]
     made: dict[Var, Label] = {}
     for equation in parts.body.equations:
         label = labels[equation]
@@ -121,7 +125,7 @@ def stage_loads(
         made.update(dict.fromkeys(equation.outputs, label))
     for var, readers in _readers(parts, labels).items():
         if var in made:
-            _add_value(loads, var, made[var], readers, places, division)
+            _add_value(loads, var, made[var], readers, stage_devices, division)
     outer, known = read_by(parts), homes_before(parts, homes)
     for inner, readers in _readers(parts, labels).items():
         home = known.get(outer[inner]) if inner in outer else None
@@ -166,7 +170,7 @@ def _add_work(load: StageLoad, kind: str, equation: Equation, division: Division
 
 
 def _add_value(
-    loads: list[StageLoad], var: Var, made: Label, readers: set[Label], places: Places, division: Division
+    loads: list[StageLoad], var: Var, made: Label, readers: set[Label], stage_devices: StageDevices, division: Division
 ) -> None:
     """Counts the bytes of a value that are sent, and that a forward keeps for a backward."""
     size = _bytes(var)
@@ -175,7 +179,7 @@ def _add_value(
         for border in _borders(made.stage, stage):
             loads[border].sent += size
     own = loads[made.stage]
-    others = {places[stage]: stage for stage in stages if places[stage] != places[made.stage]}
+    others = {stage_devices[stage]: stage for stage in stages if stage_devices[stage] != stage_devices[made.stage]}
     for stage in others.values():
         own.ahead, own.back = (own.ahead + size, own.back) if stage > made.stage else (own.ahead, own.back + size)
     kept = {r.stage for r in readers if made.direction == "F" and r.direction != "F"}

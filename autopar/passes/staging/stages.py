@@ -84,7 +84,7 @@ def find_units(program: Program, divided: DividedLeaves) -> Units:
 
 
 def check_units(fine: Units, stages: int) -> None:
-    """Raises StrategyError for more stages than there are places to cut at."""
+    """Raises StrategyError for more stages than there are cuts."""
     if len(fine.units) < stages:
         raise StrategyError(
             f"pipeline: {fine.cut.program.name} has {len(fine.units)} weights and layers to cut between, which is too "
@@ -113,7 +113,7 @@ def _balanced(fine: Units, pipeline: Pipeline, measured: Measurements) -> dict[V
     loads = unit_loads(fine, splits_backward=splits, remat=bool(pipeline.remat))
     layers = [load.as_layer(rates, microbatches) for load in loads]
     memory = measured.memory if pipeline.rule.has_replicas else None
-    counts = [len(replicas) for replicas in pipeline.places]
+    counts = [len(replicas) for replicas in pipeline.stage_devices]
     chain = Chain(layers, sum(counts), microbatches, rates.send_byte_s, memory)
     cut = partition(chain, pipeline.count, counts)
     if cut is None:
@@ -316,7 +316,7 @@ def _partitions(
         for stages, chunks in _numbers(asked, rule, count, len(layers), devices):
             fields = {"stages": stages, "schedule": schedule, "microbatches": count, "stages_per_device": chunks}
             made = dataclasses.replace(asked, remat=remat, **fields)
-            own = None if chooses_replicas else [len(replicas) for replicas in made.places]
+            own = None if chooses_replicas else [len(replicas) for replicas in made.stage_devices]
             for limit in dict.fromkeys((None, memory if rule.has_replicas else None)):
                 chain = Chain(layers, devices if own is None else sum(own), count, rates.send_byte_s, limit)
                 cut = partition(chain, stages, own)
@@ -354,17 +354,17 @@ def predicted(pipeline: Pipeline, cut: Partition, loads: Sequence[StageLoad], ra
     held = [float(stage.activation) for stage in stages]
     times = StageTimes(kinds, ahead=[*sends[1:], 0.0], back=sends, activations=held)
     if pipeline.is_asynchronous:
-        slack = choose_slack(pipeline.places, times) if pipeline.slack is None else pipeline.slack
-        calls = Calls.soonest(pipeline.places, slack=slack)
+        slack = choose_slack(pipeline.stage_devices, times) if pipeline.slack is None else pipeline.slack
+        calls = Calls.soonest(pipeline.stage_devices, slack=slack)
         simulated = simulate_schedule(calls.schedule(calls.enough), times)
     else:
         simulated = simulate_schedule(pipeline.scheduled(pipeline.microbatch_count), times)
     ends, sizes = dict.fromkeys(range(pipeline.devices), 0.0), list(simulated.held)
-    for stage, places in zip(stages, pipeline.places, strict=True):
-        own = 2 * (len(places) - 1) * stage.gradient * rates.send_byte_s
+    for stage, devices in zip(stages, pipeline.stage_devices, strict=True):
+        own = 2 * (len(devices) - 1) * stage.gradient * rates.send_byte_s
         own += rates.seconds(0.0, 2 * stage.state + stage.gradient)
         copies = 2 * sum(stage.copies.values())  # copies have gradients of their own
-        for device in places:
+        for device in devices:
             ends[device] += own
             sizes[device] += stage.state + stage.gradient + copies
     tied = max(stage.tied for stage in stages) * rates.send_byte_s

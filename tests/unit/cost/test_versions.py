@@ -19,8 +19,8 @@ from autopar.ir.schedule import Task
 def calls(*replicas: int, stashes: bool = False, slack: int = 0) -> Calls:
     """Of stages of so many devices, whose updates are behind their backwards."""
     ends = [sum(replicas[: k + 1]) for k in range(len(replicas))]
-    places = tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
-    return Calls.soonest(places, stashes=stashes, slack=slack)
+    stage_devices = tuple(tuple(range(end - count, end)) for count, end in zip(replicas, ends, strict=True))
+    return Calls.soonest(stage_devices, stashes=stashes, slack=slack)
 
 
 def times(stages: int, forward: float, backward: float) -> StageTimes:
@@ -69,7 +69,7 @@ def test_minibatches_hide_links(stages: int, send: float, slack: int, period: fl
     """As many more are in flight as it takes, until a stage, or a link, never waits."""
     made, each = calls(*[1] * stages), times(stages, 1, 2)
     each = StageTimes(each.seconds, ahead=[send] * stages, back=[send] * stages)
-    assert choose_slack(made.places, each) == slack
+    assert choose_slack(made.stage_devices, each) == slack
     hidden = calls(*[1] * stages, slack=slack)
     found = [simulate_schedule(c.schedule(c.enough), each).period for c in (made, hidden)]
     assert found[1] == pytest.approx(period, rel=0.1) and (slack == 0 or found[0] > 1.1 * found[1])

@@ -186,19 +186,19 @@ WEIGHT = 4 * WIDTH * WIDTH
 
 
 @pytest.mark.parametrize(
-    ("send_byte_s", "memory", "places"),
+    ("send_byte_s", "memory", "stage_devices"),
     [
         (0.0, None, ((0, 1),)),  # sums that cost nothing: data parallelism has no bubble
         (1e6, None, ((0,), (1,))),  # activations of examples are fewer bytes than gradients of weights
         (0.0, 4 * WEIGHT, ((0,), (1,))),  # both weights and their gradients don't fit beside activations
     ],
 )
-def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: int | None, places: Any) -> None:
+def test_auto_takes_what_is_predicted_to_be_fastest(send_byte_s: float, memory: int | None, stage_devices: Any) -> None:
     rates = dataclasses.replace(RATES, send_byte_s=send_byte_s)
     pipeline = Pipeline("auto", microbatches=2 * COUNT)
     _, plan = _planned(pipeline, Measurements(memory=memory, stages=rates))
-    assert plan.places == places
-    assert min(plan.candidates, key=lambda x: x[1])[0].startswith(f"{len(places)} stage")
+    assert plan.stage_devices == stage_devices
+    assert min(plan.candidates, key=lambda x: x[1])[0].startswith(f"{len(stage_devices)} stage")
     if send_byte_s == 0 and memory is None:
         operations = 6 * 2 * 2 * IDS * WIDTH * WIDTH  # of the four products that train, and the two forward ones
         assert plan.candidates[0][1] == pytest.approx(operations / 2, rel=0.2)

@@ -44,12 +44,12 @@ def staged(schedule: str) -> Plan:
     seconds = [dict(zip("FBW", times, strict=True)) for times in ((1e-3, 2e-3, 5e-4), (2e-3, 3e-3, 1e-3))]
     if schedule not in ("zero-bubble", "1f1b"):
         seconds = [{kind: each[kind] for kind in "FB"} for each in seconds]
-    places = ((0,), (1, 2))
+    stage_devices = ((0,), (1, 2))
     stages = tuple(
         StagePlan(devices, (f"{k}",), own, update_s=1e-4 * (1 + k), ahead_bytes=1000, back_bytes=1000)
-        for k, (devices, own) in enumerate(zip(places, seconds, strict=True))
+        for k, (devices, own) in enumerate(zip(stage_devices, seconds, strict=True))
     )
-    calls = Calls.soonest(places) if schedule == "async" else None
+    calls = Calls.soonest(stage_devices) if schedule == "async" else None
     when = {} if calls is None else {"updates": calls.updates, "last": calls.last}
     plan = PipelinePlan(schedule, 1 if calls else 4, stages, send_byte_s=1e-7, **when)
     return dataclasses.replace(planned(), pipeline=plan)

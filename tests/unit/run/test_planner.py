@@ -77,9 +77,9 @@ def test_options_of_a_way_are_compared(name: str) -> None:
         assert dataclasses.replace(_PLAIN, way_of=dataclasses.replace(way, **changed).by).choices != alone.choices
 
 
-def test_places_of_stages_and_outer_optimizers_are_compared() -> None:
+def test_devices_of_stages_and_outer_optimizers_are_compared() -> None:
     others = {
-        "stages": {"places": (StageDevice((_DEVICE,)),)},
+        "stages": {"stage_devices": (StageDevice((_DEVICE,)),)},
         "replicas": {"sync": autopar.sync.Average(outer=optax.sgd(1.0))},
     }
     for name, changed in others.items():
