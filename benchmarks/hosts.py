@@ -130,8 +130,8 @@ def _alternate(
 
 def _breakdown(planned: Ranks, rows: int, steps: int = 60) -> None:
     """Where autopar's step goes."""
-    print(f"autopar's stages at V={rows:,}, {RANKS} processes, medians of {steps} steps:")
-    print("\n".join(table(planned("stages", rows=rows, count=steps))), flush=True)
+    print(f"autopar's segments at V={rows:,}, {RANKS} processes, medians of {steps} steps:")
+    print("\n".join(table(planned("segments", rows=rows, count=steps))), flush=True)
 
 
 def tiny(rows: int = 1_000, dim: int = 8, hidden: int = 16, ids: tuple[int, int] = (8, 8), steps: int = 400) -> None:
@@ -157,7 +157,7 @@ def tiny(rows: int = 1_000, dim: int = 8, hidden: int = 16, ids: tuple[int, int]
 
 
 def _profile(planned: Any, state: Any, batches: Sequence[Any], lines: int = 14) -> None:
-    """Stages, and the functions that a step's time goes to."""
+    """Segments, and the functions that a step's time goes to."""
     with timed(planned.latest.runner) as times:
         for batch in batches:
             start = time.perf_counter()
@@ -313,8 +313,8 @@ class Planned(System):
 
         return step
 
-    def stages(self, rows: int, count: int) -> dict[str, list[float]]:
-        """Seconds of each stage in each of the next `count` steps."""
+    def segments(self, rows: int, count: int) -> dict[str, list[float]]:
+        """Seconds of each segment in each of the next `count` steps."""
         planned = self.planned[rows]
         with timed(planned.latest.runner) as times:
             batches = [zipf_ids(rows, (SIZE * IDS[0], IDS[1]), 10_000 + k) for k in range(count)]
@@ -438,35 +438,35 @@ SYSTEMS: dict[str, type[System]] = {"autopar": Planned, "plain JAX": Plain, "PyT
 def main(address: str, name: str, folder: str) -> None:
     """A rank's life."""
     system = SYSTEMS[name](Path(folder))
-    names = ("prepare", "turn", "stages", "told")
+    names = ("prepare", "turn", "segments", "told")
     serve(address, RANK, {n: getattr(system, n) for n in names if hasattr(system, n)})
 
 
-# --- seconds of each stage of a step with tables on hosts: a `StagedProgram`'s actions, timed from outside ---
+# --- seconds of each segment of a step with tables on hosts: a `SegmentedProgram`'s actions, timed from outside ---
 #
-# Results of a stage's compiled program are waited for before the next one begins, so that a program's time is its own;
-# a step then takes a little longer than it does untimed. An exchange's time holds the wait for the slowest rank: the
-# least of all ranks' times for the same stage of the same step is what it costs once everyone is there.
+# Results of a segment's compiled program are waited for before the next one begins, so that a program's time is its
+# own; a step then takes a little longer than it does untimed. An exchange's time holds the wait for the slowest rank:
+# the least of all ranks' times for the same segment of the same step is what it costs once everyone is there.
 
 #: What is left of a step's time: finding the plan, placing arguments, handing on results.
-AROUND = "around the stages"
+AROUND = "around the segments"
 
 
-class StageTimes:
-    """Seconds by stage, a list of all steps for each.
+class SegmentTimes:
+    """Seconds by segment, a list of all steps for each.
 
     Args:
-      programs: The stages of each of a step's programs, in words; a step runs one of these.
+      programs: The segments of each of a step's programs, in words; a step runs one of these.
     """
 
     def __init__(self, programs: Iterable[Sequence[str]]) -> None:
-        rows = (row for stages in programs for row in numbered(stages))
+        rows = (row for segments in programs for row in numbered(segments))
         self.seconds: dict[str, list[float]] = {row: [] for row in (*rows, AROUND)}
         #: Of the step that is under way.
         self._step = dict.fromkeys(self.seconds, 0.0)
 
     def add(self, name: str, seconds: float) -> None:
-        """A stage of this step took so long; where the step went on in another program, once more."""
+        """A segment of this step took so long; where the step went on in another program, once more."""
         self._step[name] += seconds
 
     def finish(self, step_s: float) -> None:
@@ -478,23 +478,23 @@ class StageTimes:
 
 
 @contextlib.contextmanager
-def timed(runner: HostRunner) -> Iterator[StageTimes]:
-    """Times the stages of the runner's steps, in all programs that it has; no other may be compiled meanwhile."""
+def timed(runner: HostRunner) -> Iterator[SegmentTimes]:
+    """Times the segments of the runner's steps, in all programs that it has; no other may be compiled meanwhile."""
     programs: list[Any] = list(runner._programs.values())  # a benchmark may look inside
-    found = StageTimes(staged.stages for staged in programs)
-    actions = [staged._actions for staged in programs]
-    for staged in programs:
-        pairs = zip(numbered(staged.stages), staged._actions, strict=True)
-        staged._actions = [_timed(action, name, found) for name, action in pairs]
+    found = SegmentTimes(each.segments for each in programs)
+    actions = [each._actions for each in programs]
+    for each in programs:
+        pairs = zip(numbered(each.segments), each._actions, strict=True)
+        each._actions = [_timed(action, name, found) for name, action in pairs]
     try:
         yield found
     finally:
-        assert len(programs) == len(runner._programs), "compiled again while its stages were timed"
-        for staged, before in zip(programs, actions, strict=True):
-            staged._actions = before
+        assert len(programs) == len(runner._programs), "compiled again while its segments were timed"
+        for each, before in zip(programs, actions, strict=True):
+            each._actions = before
 
 
-def _timed(action: Callable[[Any], None], name: str, times: StageTimes) -> Callable[[Any], None]:
+def _timed(action: Callable[[Any], None], name: str, times: SegmentTimes) -> Callable[[Any], None]:
     def act(step: Any) -> None:
         start = time.perf_counter()
         try:
@@ -508,25 +508,25 @@ def _timed(action: Callable[[Any], None], name: str, times: StageTimes) -> Calla
     return act
 
 
-def numbered(stages: Sequence[str]) -> list[str]:
-    """Returns each stage with its number and what it is for, told by its place: "device program of 5 equations" before
-    the route finds the ids."""
+def numbered(segments: Sequence[str]) -> list[str]:
+    """Returns each segment with its number and what it is for, told by its position: "device program of 5 equations"
+    before the route finds the ids."""
     names = []
-    kinds = [stage.split()[0] for stage in stages]
-    for k, (kind, stage) in enumerate(zip(kinds, stages, strict=True)):
+    kinds = [segment.split()[0] for segment in segments]
+    for k, (kind, segment) in enumerate(zip(kinds, segments, strict=True)):
         meaning = ""
         if kind == "device":
             delivered = "deliver" in kinds[:k]
             meaning = "ids" if "route" not in kinds[:k] else "dense update" if delivered else "forward and backward"
         elif kind == "owner":
             meaning = "norm" if "reduce" in kinds[k:] else "row update"
-        names.append(f"{k:2} {stage}: {meaning}" if meaning else f"{k:2} {stage}")
+        names.append(f"{k:2} {segment}: {meaning}" if meaning else f"{k:2} {segment}")
     return names
 
 
 def table(by_rank: Sequence[Mapping[str, Sequence[float]]]) -> list[str]:
-    """Lines: medians over the steps, in ms, of the fastest rank in each step and of all ranks; of stages that ran."""
-    lines = [f"  {'stage':46} {'fastest rank':>12} {'all ranks':>12}  ms"]
+    """Lines: medians over the steps, in ms, of the fastest rank in each step and of all ranks; of segments that ran."""
+    lines = [f"  {'segment':46} {'fastest rank':>12} {'all ranks':>12}  ms"]
     fastest_total = mean_total = 0.0
     for name in by_rank[0]:
         seconds = np.array([rank[name] for rank in by_rank]) * 1e3

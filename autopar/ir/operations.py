@@ -29,7 +29,7 @@ PASSES = (
     "localize",
     "once_per_row",
     "localize_tensor",
-    "split_stages",
+    "split_segments",
 )
 
 #: Counts the operands of a group from an equation's parameters.

@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # they are made of programs
     from autopar.ir.local import LocalFacts, OncePerRow
     from autopar.ir.pipeline import StagedStep
     from autopar.ir.rowspace import Refusal, RowFacts, RowIds
+    from autopar.ir.segments import Segments
     from autopar.ir.served import ServedStep
     from autopar.ir.stacked import StackIndex
-    from autopar.ir.stages import Stages
     from autopar.ir.trace import Origin
 
 Found = TypeVar("Found")
@@ -314,7 +314,7 @@ class Program:
     ids: Mapping[int, RowIds] = field(default_factory=dict)
     local: LocalFacts | None = None  #: In the program of one device, its part of each output.
     once_per_row: OncePerRow | None = None  #: Work that is done once for each distinct row, if any.
-    stages: Stages | None = None  #: In the program of one rank, its compiled programs and exchanges.
+    segments: Segments | None = None  #: In the program of one rank, its compiled programs and exchanges.
     staged: StagedStep | None = None  #: In a pipeline, the programs of its stages.
     served: ServedStep | None = None  #: With servers, the programs of a worker and of the servers.
 

@@ -14,8 +14,8 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends import across
 from autopar.backends.host.ranks import Ranks
+from autopar.backends.host.segmented import OtherShapes, RunningStep, SegmentedProgram
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
-from autopar.backends.host.stages import OtherBucket, RunningStep, StagedProgram
 from autopar.backends.host.storage import HostRows, stacked
 from autopar.backends.host.update_log import HostLogPrograms, common_host_log
 from autopar.backends.update_log import AnyLog
@@ -97,9 +97,9 @@ class HostRunner(Runner):
         self._pulled = {f.family for f in there if f.table.pulled}
         self._pulled_alone = frozenset(k for k in self._tables if _is_pulled_alone(compiled.program.block, k))
         self._log_programs = [HostLogPrograms(e, self._ranks.host) for e in flushes(compiled.program.block)]
-        self._programs: dict[ShapeBucket, StagedProgram] = {}
+        self._programs: dict[ShapeBucket, SegmentedProgram] = {}
         #: The last step's program; the next step begins with it.
-        self._staged: StagedProgram | None = None
+        self._segmented: SegmentedProgram | None = None
         self._is_first = True
         #: Row counts that the last step needed.
         self._needed: Rows = {}
@@ -170,16 +170,16 @@ class HostRunner(Runner):
     def _ran(self, inputs: Sequence[Leaf], step: RunningStep) -> Sequence[Leaf]:
         """Runs the step and returns its results. It begins in the last step's program, and changes to another where
         rows don't fit."""
-        staged = self._staged or self._compiled_for(self._buckets.least)
+        segmented = self._segmented or self._compiled_for(self._buckets.least)
         while True:
-            is_known = self._staged in (None, staged)  # the caller announces the first compilation
+            is_known = self._segmented in (None, segmented)  # the caller announces the first compilation
             try:
                 with nullcontext() if is_known else compiling(self._program.name):
-                    results = staged.run(inputs, step)
+                    results = segmented.run(inputs, step)
                 break
-            except OtherBucket as other:
-                staged = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
-        self._staged = staged
+            except OtherShapes as other:
+                segmented = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
+        self._segmented = segmented
         self._needed = step.needs
         self._routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
         return results
@@ -223,24 +223,24 @@ class HostRunner(Runner):
 
     @property
     def compilations(self) -> int:
-        """The number of compiled buckets."""
+        """The number of compiled shape buckets."""
         return len(self._programs)
 
     @property
     def once_per_row(self) -> OncePerRow | None:
         """The values that the last step's program computed once per distinct row, if any."""
-        return self._staged.once_per_row if self._staged is not None else None
+        return self._segmented.once_per_row if self._segmented is not None else None
 
-    def _compiled_for(self, bucket: ShapeBucket) -> StagedProgram:
-        staged = self._programs.get(bucket)
-        if staged is None:
+    def _compiled_for(self, bucket: ShapeBucket) -> SegmentedProgram:
+        segmented = self._programs.get(bucket)
+        if segmented is None:
             plan = self._bound.with_sizes(bucket.rows)
             program: Program = follow(self._program, plan, self._way)
             donated = frozenset(self._states - set(self._tables) if self._donate and not self._ranks.is_joint else ())
             mark(self._ranks.step, "compiling", "compiles")
-            staged = StagedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
-            self._programs[bucket] = staged
-        return staged
+            segmented = SegmentedProgram(program, plan, self._ranks, self._buckets, bucket, donated)
+            self._programs[bucket] = segmented
+        return segmented
 
     # --- arguments ---
 

@@ -25,7 +25,7 @@ from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
-from autopar.passes.split_stages import split_stages
+from autopar.passes.split_segments import split_segments
 from autopar.passes.stack_tables import stack_tables
 from autopar.run.asked import Asked
 from autopar.run.planned_step import PlannedStep, Runner
@@ -95,16 +95,16 @@ class OnHosts(Way):
         made += [
             ("localize", localize_rank),
             ("once_per_row", rewriting(once_per_row)),
-            ("split_stages", self._split_stages),
+            ("split_segments", self._split_segments),
         ]
         return tuple((name, partial(_checked, run)) for name, run in made)
 
-    def _split_stages(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
+    def _split_segments(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
         hosted = [f for f in bound.families if f.on_hosts]
         owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
-        stages = split_stages(program, {f.family for f in hosted}, owners=owners, bucket_bytes=self.bucket_bytes)
-        bound = bound.noting(stages=tuple(map(str, stages.items)))
-        return dataclasses.replace(program, stages=stages), bound, f"{stages.programs} compiled programs"
+        segments = split_segments(program, {f.family for f in hosted}, owners=owners, bucket_bytes=self.bucket_bytes)
+        bound = bound.noting(stages=tuple(map(str, segments.items)))
+        return dataclasses.replace(program, segments=segments), bound, f"{segments.programs} compiled programs"
 
     exchanges = "tables on hosts"
 

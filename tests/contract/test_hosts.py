@@ -15,9 +15,9 @@ import pytest
 
 import autopar
 from autopar import HostTable
-from autopar.backends.host.stages import awaited_fetches
+from autopar.backends.host.segmented import awaited_fetches
 from autopar.ir.program import ArrayType, Block, Equation, Var
-from autopar.ir.stages import ExchangeStage, ProgramStage
+from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.planning.verify import compare_runs
 from tests.support.explained import explained
 from tests.support.settings import set_machine
@@ -64,7 +64,7 @@ def test_two_programs() -> None:
     """Ids, and all the rest; tables are outside."""
     step = autopar.parallelize(update, strategy={"params/emb": HOSTS})
     program = step.planned_for(*make_state(jax.random.key(0)), batch_of(0)).compiled.program
-    items = program.stages.items
+    items = program.segments.items
     assert [str(i).split(" (")[0].split(" of")[0] for i in items] == [
         "device program",
         "route",
@@ -73,9 +73,9 @@ def test_two_programs() -> None:
         "sweep",
         "commit",
     ]
-    first = next(i for i in items if isinstance(i, ProgramStage))
+    first = next(i for i in items if isinstance(i, ProgramSegment))
     assert all(e.op != "dot_general" for e in first.block.equations)
-    commit = next(i for i in items if isinstance(i, ExchangeStage) and i.op == "ap.commit")
+    commit = next(i for i in items if isinstance(i, ExchangeSegment) and i.op == "ap.commit")
     assert len(commit.equations) == 2  # the table and Adagrad's sum
 
 
@@ -117,10 +117,10 @@ def test_memory_of_fetched_rows_is_used_again_where_the_step_waits() -> None:
     """JAX takes NumPy's memory as it is: it mustn't change under a program that still runs."""
     rows, sums = (Var(ArrayType((4, 2), np.dtype(np.float32))) for _ in range(2))
     fetch = Equation("ap.fetch", (), (rows,), {"axis": 0})
-    first = ExchangeStage("ap.fetch", 2, (fetch,))
-    backward = ProgramStage("device", 3, Block((rows,), (), (sums,)))
-    deliver = ExchangeStage("ap.deliver", 3, (Equation("ap.deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
-    metrics = ProgramStage("device", 5, Block((rows,), (), ()))
+    first = ExchangeSegment("ap.fetch", 2, (fetch,))
+    backward = ProgramSegment("device", 3, Block((rows,), (), (sums,)))
+    deliver = ExchangeSegment("ap.deliver", 3, (Equation("ap.deliver", (sums,), (Var(sums.type),), {"axis": 0}),))
+    metrics = ProgramSegment("device", 5, Block((rows,), (), ()))
     assert awaited_fetches([first, backward, deliver]) == {fetch}
     assert not awaited_fetches([first, backward])  # an evaluation
     assert not awaited_fetches([first, backward, deliver, metrics])

@@ -1,1 +1,1 @@
-"""The parameter server on hosts: tables in host memory, owned by ranks, and steps that run in stages around them."""
+"""The parameter server on hosts: tables in host memory, owned by ranks, and steps that run in segments around them."""

@@ -25,7 +25,7 @@ from autopar.backends.combined import combined
 from autopar.backends.devices import OwnPart
 from autopar.backends.host.view import RankDevice, RankView
 from autopar.backends.messages import by_gloo
-from autopar.ir.stages import Side
+from autopar.ir.segments import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
 from autopar.mpi.buffers import Buffers
@@ -35,21 +35,21 @@ T = TypeVar("T")
 
 #: Where an operand or result of a device program is: None: whole on each device; k: spread over them along axis k;
 #: `EACH`: each device's own, behind one another along a new first axis.
-Place = int | None
+Placement = int | None
 EACH = -1
 
 
 class Ranks:
-    """One rank's part.
+    """One rank's exchange, devices and compiled programs.
 
     Attributes:
       device_view, owner_view: The devices as programs of either side see them.
       mesh: The mesh of the device programs: the rank's own devices, or all ranks'.
-      is_joint, is_single: Whether the device programs are of several ranks, or of one device.
+      is_joint, is_single: Whether device programs run on several ranks together, or on one device.
       host: The device of the owner's programs; None: the default one.
       own_devices: This rank's devices that run device programs.
       buffers: Two sets of buffers, used by steps in turn.
-      step: The number of the step, for messages.
+      step: The index of the step, for messages.
     """
 
     def __init__(self, exchange: Exchange, *, joint: bool, devices: int | None = None) -> None:
@@ -76,8 +76,8 @@ class Ranks:
 
     # --- exchanges ---
 
-    def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
-        return self._exchanged("asking for rows", self.exchange.ask, places, shard_rows)
+    def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
+        return self._exchanged("asking for rows", self.exchange.ask, indices, shard_rows)
 
     def fetch(self, requested: Requested, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("fetching rows", self.exchange.fetch, requested, rows, out)
@@ -102,10 +102,10 @@ class Ranks:
         run: Callable[..., Sequence[Array]],
         side: Side,
         donated: Sequence[int],
-        given: Sequence[Place] = (),
-        returned: Sequence[Place] = (),
+        given: Sequence[Placement] = (),
+        returned: Sequence[Placement] = (),
     ) -> Callable[..., Sequence[Array]]:
-        """Compiles a program of one side; `given`, `returned`: places of a device's operands and results."""
+        """Compiles a program of one side; `given`, `returned`: placements of a device's operands and results."""
         options: dict[str, Any] = {"donate_argnums": tuple(donated), "keep_unused": bool(donated)}
         if side == "device" and not self.is_single:
 
@@ -115,7 +115,7 @@ class Ranks:
                 pairs = zip(run(*own), returned, strict=True)
                 return tuple(jax.tree.map(lambda a: jnp.asarray(a)[None], x) if at == EACH else x for x, at in pairs)
 
-            specs = [tuple(self.sharding(at).spec for at in places) for places in (given, returned)]
+            specs = [tuple(self.sharding(at).spec for at in placements) for placements in (given, returned)]
             fun = combined(each, by_messages=True) if by_gloo(self.mesh) else each
             mapped = jax.shard_map(fun, mesh=self.mesh, in_specs=specs[0], out_specs=specs[1], check_vma=False)
             return jit_on(self.mesh, mapped, **options)
@@ -129,56 +129,56 @@ class Ranks:
 
         return program if self.host is None else on_host
 
-    def sharding(self, place: Place) -> NamedSharding:
-        if place is None:
+    def sharding(self, placement: Placement) -> NamedSharding:
+        if placement is None:
             return NamedSharding(self.mesh, P())
-        return NamedSharding(self.mesh, P(*[None] * max(place, 0), ("ranks", "local")))
+        return NamedSharding(self.mesh, P(*[None] * max(placement, 0), ("ranks", "local")))
 
     # --- values ---
 
-    def for_device(self, value: Leaf, place: Place) -> Leaf:
-        """Returns a value that is whole in this process as a device program takes it."""
-        return value if self.is_single else jax.tree.map(lambda x: self._on_each(x, place), value)
+    def for_device(self, value: Leaf, placement: Placement) -> Leaf:
+        """Converts a value that this process has whole to an operand of a device program."""
+        return value if self.is_single else jax.tree.map(lambda x: self._on_each(x, placement), value)
 
-    def _on_each(self, value: Leaf, place: Place) -> jax.Array:
+    def _on_each(self, value: Leaf, placement: Placement) -> jax.Array:
         """Puts a value on each of the own devices."""
         if isinstance(value, jax.Array) and getattr(value.sharding, "mesh", None) == self.mesh:
             return value
         if isinstance(value, jax.Array) and jax_compat.is_key(value.dtype):
-            data = self._on_each(jax.random.key_data(value), place)
+            data = self._on_each(jax.random.key_data(value), placement)
             return jax.random.wrap_key_data(data, impl=jax.random.key_impl(value))
         value = value if isinstance(value, jax.Array) else np.asarray(value)
-        return self.array_of([value[None] if place == EACH else value] * len(self.own_devices), place)
+        return self.array_of([value[None] if placement == EACH else value] * len(self.own_devices), placement)
 
-    def array_of(self, parts: Sequence[Leaf], place: Place) -> jax.Array:
+    def array_of(self, parts: Sequence[Leaf], placement: Placement) -> jax.Array:
         """Makes an array of the own devices' parts."""
         if self.is_single:
             return parts[0]
         shape = parts[0].shape
-        if place is not None:
-            axis = max(place, 0)
+        if placement is not None:
+            axis = max(placement, 0)
             shape = (*shape[:axis], self.mesh.size * shape[axis], *shape[axis + 1 :])
         placed = [jax.device_put(x, d) for x, d in zip(parts, self.own_devices, strict=True)]
-        return jax.make_array_from_single_device_arrays(shape, self.sharding(place), placed)
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(placement), placed)
 
     def everywhere(self, value: Leaf) -> jax.Array:
         """Puts a value that all ranks have on all devices."""
         return self._on_each(value, None)
 
-    def from_device(self, value: Leaf, place: Place) -> Leaf:
+    def from_device(self, value: Leaf, placement: Placement) -> Leaf:
         """Returns a device program's value, which all of a rank's devices share, for other programs and exchanges."""
         if self.is_single or not isinstance(value, jax.Array):
             return value
         jax.block_until_ready(value)  # on all devices: none reads any more what the program was given
         value = value.addressable_data(0)
         value = value if jax_compat.is_key(value.dtype) else np.asarray(value)
-        return value[0] if place == EACH else value
+        return value[0] if placement == EACH else value
 
     def for_owner(self, value: Leaf) -> Leaf:
         return np.asarray(value) if isinstance(value, jax.Array) and self.host is not None else value
 
     def own(self, value: Leaf) -> Leaf:
-        """Returns a result that all devices have as an ordinary array of this process."""
+        """Converts a result that all devices have to an ordinary array of this process."""
         if is_global(value) and value.is_fully_replicated:
             return value.addressable_data(0)
         return value

@@ -1,9 +1,10 @@
 """Shape buckets: the row counts that programs are compiled for, and the choice of a step's program.
 
-A program is compiled for so many rows that this rank asks for, and so many that it is asked for. Batches that don't fit
-get a larger bucket (`ir.figures.bucket_size`). Values computed once per distinct row are computed for all rows of the
-bucket: once most steps have needed far fewer rows, smaller programs are made as well, and each step runs the smallest
-one that it fits. All of it follows from the batches alone: a repeated run compiles the same programs at the same steps.
+A program is compiled for two numbers: of rows that this rank asks for, and of rows that it is asked for. Batches that
+don't fit get a larger bucket (`ir.figures.bucket_size`). Values computed once per distinct row are computed for all
+rows of the bucket: once most steps have needed far fewer rows, smaller programs are made as well, and each step runs
+the smallest one that it fits. All of it follows from the batches alone: a repeated run compiles the same programs at
+the same steps.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from autopar.ir.figures import bucket_size, rounded_size
 #: Family -> (rows of this owner, rows that this rank asks for).
 Rows = Mapping[int, tuple[int, int]]
 
-#: Steps by which smaller buckets are judged, and that pass between two new buckets.
+#: Number of latest steps that decide on a smaller bucket, and of steps between two new buckets.
 _WATCHED = 64
-#: How often it is asked whether a smaller bucket would do.
+#: Steps between two checks whether a smaller bucket would do.
 _LOOKS = 2
-#: A smaller bucket is made for this much fewer rows at least, of those computed over the watched steps.
+#: A smaller bucket must leave out at least this share of the rows computed over the watched steps.
 _GAIN = 1 / 32
 
 
@@ -41,14 +42,14 @@ class ShapeBucket:
 
 
 class ShapeBuckets:
-    """The buckets of a step."""
+    """A step's shape buckets, and which of them a batch needs."""
 
     def __init__(self, first: Rows, limits: Rows) -> None:
         """Begins with the smallest bucket, `first`. Families that have their limit in it have it in all buckets: a
         step's needs of them aren't known before it is under way. `limits` never need to be exceeded."""
         self._limits = limits
         self._varied = [family for family in first if first[family] != limits[family]]
-        #: By the rows that may be asked for; the last one is the largest in each.
+        #: Sorted by the rows that may be asked for; the last one is the largest for each family.
         self._buckets: list[ShapeBucket] = [ShapeBucket(first)]
         self._grown = -1
         self._looks = 0

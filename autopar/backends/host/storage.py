@@ -72,8 +72,8 @@ class HostRows:
 
     def numbers(self, start: int, end: int) -> np.ndarray:
         """Returns which rows of the table are stored in a part of the shard; the last one for spare rows."""
-        places = np.arange(start, end) + self.rank * self.layout.shard_rows
-        return np.minimum(self.layout.row(places), self.layout.extent - 1)
+        indices = np.arange(start, end) + self.rank * self.layout.shard_rows
+        return np.minimum(self.layout.row(indices), self.layout.extent - 1)
 
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date, those of the whole family."""
@@ -156,9 +156,9 @@ def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRo
     """
     first = members[0]
     starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()
-    places = zip(members, starts, strict=False)
+    pairs = zip(members, starts, strict=False)
     is_whole = first.stack is not None and len(first.stack.rows) == layout.shard_rows  # no other table is in it
-    if first.stack is not None and is_whole and all(m.stack is first.stack and m.start == at for m, at in places):
+    if first.stack is not None and is_whole and all(m.stack is first.stack and m.start == at for m, at in pairs):
         for member in members:
             member.without_own_log()
         return first.stack

@@ -85,8 +85,8 @@ def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> Local
       NotLocal: an equation can't run on a part of its operands.
     """
     worker = known(program.served).worker
-    places = zip(program.block.inputs, bound.placements, strict=False)
-    axes = {v: axis for v, axis in places if axis is not None and v.shape[axis] % devices == 0}
+    pairs = zip(program.block.inputs, bound.placements, strict=False)
+    axes = {v: axis for v, axis in pairs if axis is not None and v.shape[axis] % devices == 0}
     over = dataclasses.replace(bound, plan=dataclasses.replace(bound.plan, devices=devices))
     walk = Localizer(Shared(over, True))
     inputs = tuple(walk.define(v, Spread(axes[v]) if v in axes else None) for v in worker.inputs)

@@ -14,7 +14,7 @@ import numpy as np
 import autopar
 import autopar.calibration
 from autopar.backends.devices import Devices
-from autopar.backends.host.stages import StagedProgram
+from autopar.backends.host.segmented import SegmentedProgram
 from autopar.cost import Link
 from autopar.launch.cluster_file import COLLECTIVES, format_toml
 from autopar.measure import cluster
@@ -104,7 +104,7 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
     assert "gradients are summed in buckets of 4.0 KiB or more" in explained(planned, params, batches[0])
     theirs, plain = params, jax.jit(step)
     begun, later = [], threading.Event()
-    reduce, wait = exchange().reduce, StagedProgram._await_reductions
+    reduce, wait = exchange().reduce, SegmentedProgram._await_reductions
 
     def watched(arrays: Any, *options: Any, beside: bool = False) -> Any:
         assert beside == (threading.current_thread() is not threading.main_thread())
@@ -113,20 +113,20 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
             assert later.wait(60), "a sum that is awaited before the rest is computed"
         return reduce(arrays, *options, beside=beside)
 
-    def awaiting(self: StagedProgram, state: Any) -> None:
+    def awaiting(self: SegmentedProgram, state: Any) -> None:
         if state.beside:
             later.set()
         wait(self, state)
         later.clear()
 
-    exchange().reduce, StagedProgram._await_reductions = watched, awaiting
+    exchange().reduce, SegmentedProgram._await_reductions = watched, awaiting
     try:
         for batch in batches:
             params, value = planned(params, batch)
             theirs, their_value = plain(theirs, batch)
             np.testing.assert_allclose(value, their_value, rtol=1e-5)
     finally:
-        exchange().reduce, StagedProgram._await_reductions = reduce, wait
+        exchange().reduce, SegmentedProgram._await_reductions = reduce, wait
     for name in (*names, "emb"):
         np.testing.assert_allclose(np.asarray(params[name]), theirs[name], rtol=1e-5, atol=1e-7)
     size = params["layer 0"].nbytes

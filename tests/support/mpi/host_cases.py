@@ -312,7 +312,7 @@ def check_growth() -> None:
         wanted, _ = plain(wanted, batch)
     assert step.latest is not None
     assert step.latest.runner.compilations <= 4
-    kinds = [stage.split()[0] for stage in step.latest.compiled.plan.stages]
+    kinds = [each.split()[0] for each in step.latest.compiled.plan.stages]
     assert kinds.count("reduce") == (RANKS > 1), "dense gradients go along with the norm of the rows' ones"
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)

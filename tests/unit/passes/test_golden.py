@@ -76,8 +76,8 @@ def _findings(stage: Stage) -> list[str]:
             f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in stage.bound.families
         ]
         lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.bound.plan.parameters]
-    elif stage.name == "split_stages":
-        lines += map(str, program.stages.items if program.stages is not None else ())
+    elif stage.name == "split_segments":
+        lines += map(str, program.segments.items if program.segments is not None else ())
     return lines
 
 

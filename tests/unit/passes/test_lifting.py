@@ -1,4 +1,4 @@
-"""`lift_rows`, `merge_pushes` and `split_stages` on programs written by hand: what they promise of any program."""
+"""`lift_rows`, `merge_pushes` and `split_segments` on programs written by hand: what they promise of any program."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.compile import analyze_program, compile_program
 from autopar.ir.operations import OPERATIONS
 from autopar.ir.options import Options
 from autopar.ir.program import ArrayType, Program
-from autopar.ir.stages import ExchangeStage, ProgramStage
+from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.ir.verifier import verify_program
 from autopar.ways.table import way_of
 from tests.support.programs import ROWS, Builder, adagrad, add_rows, lookup, projected, scan, sgd, times, total, zeros
@@ -91,15 +91,15 @@ def test_rows_of_two_lookups_are_fetched_once() -> None:
 @pytest.mark.parametrize("devices", [1, 2])
 def test_stages_read_what_earlier_ones_made(devices: int) -> None:
     options = {"strategy": {"table": ("ps", "hosts")}, "hosts": True, "devices": devices}
-    program = compiled(projected(ids_count=8), "split_stages", **options)
+    program = compiled(projected(ids_count=8), "split_segments", **options)
     made = set(program.block.inputs)
     seen = []
-    for item in program.stages.items:
-        if isinstance(item, ProgramStage):
+    for item in program.segments.items:
+        if isinstance(item, ProgramSegment):
             assert made.issuperset(item.block.inputs)
             made.update(item.block.outputs)
         else:
-            assert isinstance(item, ExchangeStage)
+            assert isinstance(item, ExchangeSegment)
             for equation in item.equations:
                 assert made.issuperset(a for a in equation.inputs if hasattr(a, "type") and not hasattr(a, "value"))
                 made.update(equation.outputs)

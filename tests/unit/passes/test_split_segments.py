@@ -1,4 +1,4 @@
-"""Gradients that are added up while others are computed: where `split_stages` cuts a backward pass."""
+"""Gradients that are added up while others are computed: where `split_segments` cuts a backward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from autopar import jax_compat
 from autopar.ir.program import Equation, Var
 from autopar.ir.trace import block_of
-from autopar.passes.split_stages import _buckets
+from autopar.passes.split_segments import _buckets
 
 SIDE, LAYERS = 32, 6
 LAYER_BYTES = SIDE * SIDE * 4

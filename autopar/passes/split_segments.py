@@ -1,10 +1,10 @@
-"""Cuts the program of one rank into stages at every value that crosses owners or ranks.
+"""Cuts the program of one rank into segments at every value that crosses owners or ranks.
 
-The stage of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
-rows, else the devices'; constants are computed where they are read. Values that aren't needed earlier are computed in
-the latest possible stage, so that the first one holds only the equations of ids. There is one exchange of each kind a
-stage. If many gradients are added up, the backward pass is cut, and the earlier ones (a bucket: Li et al., PyTorch
-Distributed, 2020, section 3.2.3) are added up beside the rest of it.
+The level of a value is the longest path to it, counted in exchanges. An equation is the owner's if it reads an owner's
+rows, else the devices'; constants are computed where they are read. Values that aren't needed earlier are computed at
+the latest possible level, so that the first one holds only the equations of ids. There is one exchange of each kind a
+level. If many gradients are added up, the backward pass is cut, and the earlier ones (a gradient bucket: Li et al.,
+PyTorch Distributed, 2020, section 3.2.3) are added up beside the rest of it.
 
 With one rank only tables are outside of compiled programs: fetching, delivering and reducing do nothing then.
 """
@@ -17,10 +17,10 @@ from collections.abc import Collection, Mapping, Sequence
 from autopar.analysis.work import equation_work
 from autopar.ir.local import NotLocal
 from autopar.ir.program import Atom, Block, Equation, Program, Var, family_of
+from autopar.ir.segments import ExchangeSegment, ProgramSegment, Segments, Side
 from autopar.ir.slicing import clone, eliminate_dead
-from autopar.ir.stages import ExchangeStage, ProgramStage, Side, Stages
 
-#: Operations between compiled programs, in their order within one stage.
+#: Operations between compiled programs, in their order within one level.
 EXCHANGES = (
     "ap.route",
     "ap.pull",
@@ -46,21 +46,23 @@ _OF_DEVICES = frozenset(
 )
 
 
-#: Most buckets of a stage's reductions.
+#: Most gradient buckets of a level.
 _BUCKETS = 8
-#: Smallest fraction of a stage's operations that is worth a program of its own, beside which a bucket is added up.
+#: Smallest fraction of a level's operations that is worth a program of its own, beside which a bucket is reduced.
 _LEAST_SHARE = 1 / 32
 
 
-def split_stages(program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None = None) -> Stages:
-    """Returns the stages of a localized program.
+def split_segments(
+    program: Program, hosted: Collection[int], *, owners: bool, bucket_bytes: int | None = None
+) -> Segments:
+    """Returns the segments of a localized program.
 
     Args:
       program: The program of one rank.
       hosted: Families on hosts; the rows of others are the programs' own.
       owners: Owners have programs of their own: there are several ranks, or dense leaves, whose slots must not be on
         devices.
-      bucket_bytes: Least bytes that are added up beside a later program; None: none are.
+      bucket_bytes: Least bytes of a gradient bucket; None: all are reduced at once.
 
     Raises:
       NotLocal: an exchange is within a loop or branch, which can't be left for it.
@@ -113,23 +115,23 @@ class _Split:
         self.free = _free(block, self.exchanged)
         self.level: dict[Atom, int] = dict.fromkeys(block.inputs, 0)
         self.side: dict[Atom, Side] = {}
-        self.stage: dict[Equation, int] = {}
+        self.runs_at: dict[Equation, int] = {}  # the level of each equation
 
-    def run(self, bucket_bytes: int | None) -> Stages:
+    def run(self, bucket_bytes: int | None) -> Segments:
         for equation in self.block.equations:
-            self._place(equation)
-        last = max([0, *self.stage.values()])
-        self._sink(max([0, *(stage for e, stage in self.stage.items() if e not in self.exchanged)]))
-        items: list[ProgramStage | ExchangeStage] = []
-        # Within a level programs come before the exchanges of their results, buckets of sums in between.
+            self._assign(equation)
+        last = max([0, *self.runs_at.values()])
+        self._sink(max([0, *(level for e, level in self.runs_at.items() if e not in self.exchanged)]))
+        items: list[ProgramSegment | ExchangeSegment] = []
+        # Within a level programs come before the exchanges of their results, gradient buckets in between.
         for level in range(last + 1):
-            here = [e for e in self.block.equations if self.stage.get(e) == level]
+            here = [e for e in self.block.equations if self.runs_at.get(e) == level]
             exchanged = [e for e in here if e in self.exchanged]
             for side in self.sides:
                 mine = [e for e in here if e not in self.exchanged and self._side(e) == side]
                 if side == "device" and bucket_bytes is not None:
                     for bucket, (part, sums) in enumerate(_buckets(mine, exchanged, bucket_bytes)):
-                        items += [self._segment(level, side, part), ExchangeStage("ap.reduce", level, sums, bucket)]
+                        items += [self._segment(level, side, part), ExchangeSegment("ap.reduce", level, sums, bucket)]
                         mine = [e for e in mine if e not in part]
                         exchanged = [e for e in exchanged if e not in sums]
                 if mine:
@@ -137,11 +139,11 @@ class _Split:
             for op in self.exchanges:
                 equations = tuple(e for e in exchanged if e.op == op)
                 if equations:
-                    items.append(ExchangeStage(op, level, equations))
-        return Stages(_with_last_uses(items, set(self.block.outputs)))
+                    items.append(ExchangeSegment(op, level, equations))
+        return Segments(_with_last_uses(items, set(self.block.outputs)))
 
-    def _place(self, equation: Equation) -> None:
-        """Finds the earliest stage of an equation, and its side."""
+    def _assign(self, equation: Equation) -> None:
+        """Finds the earliest level of an equation, and its side."""
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
@@ -155,7 +157,7 @@ class _Split:
             owner and len(self.sides) > 1 and any(e.op in _OF_DEVICES for body in equation.bodies for e in body.walk())
         ):
             raise NotLocal("rows are looked up and added to their owners' rows in one loop or branch", equation.source)
-        self.stage[equation] = level
+        self.runs_at[equation] = level
         for var in equation.outputs:
             self.level[var] = level + exchanged
             if owner and len(self.sides) > 1:
@@ -165,7 +167,7 @@ class _Split:
         return self.side.get(equation.outputs[0], "device") if equation.outputs else "device"
 
     def _sink(self, last: int) -> None:
-        """Moves equations to the stage of their first reader, reductions to the one before it.
+        """Moves equations to the level of their first reader, reductions to the one before it.
 
         Late reductions are joined: gradients with the norm of rows' gradients, which comes later. Their operands are
         computed where they could have been reduced, so that operands of these aren't kept for a later program.
@@ -174,16 +176,16 @@ class _Split:
         for equation in reversed(self.block.equations):
             if equation in self.free:
                 continue
-            stage = self.stage[equation]
+            level = self.runs_at[equation]
             reader = min((first.get(v, last) for v in equation.outputs), default=last)
             if equation.op == "ap.reduce" and equation in self.exchanged:
-                self.stage[equation] = max(stage, reader - 1)
+                self.runs_at[equation] = max(level, reader - 1)
             elif equation not in self.exchanged and not equation.effects:
-                self.stage[equation] = stage = reader
+                self.runs_at[equation] = level = reader
             for atom in equation.inputs:
-                first[atom] = min(first.get(atom, stage), stage)
+                first[atom] = min(first.get(atom, level), level)
 
-    def _segment(self, level: int, side: Side, mine: Collection[Equation]) -> ProgramStage:
+    def _segment(self, level: int, side: Side, mine: Collection[Equation]) -> ProgramSegment:
         inside = set(mine)
         constants = self._constants(mine)
         made = {v for e in (*constants, *mine) for v in e.outputs}
@@ -193,7 +195,7 @@ class _Split:
             if equation not in inside and equation not in self.free:
                 elsewhere.update(equation.inputs)
         kept = tuple(v for e in mine for v in e.outputs if v in elsewhere)
-        return ProgramStage(side, level, Block(tuple(read), (*constants, *mine), kept))
+        return ProgramSegment(side, level, Block(tuple(read), (*constants, *mine), kept))
 
     def _constants(self, equations: Collection[Equation]) -> list[Equation]:
         wanted: set[Atom] = {a for e in equations for a in e.inputs}
@@ -273,17 +275,17 @@ def _free(block: Block, exchanged: Collection[Equation]) -> Mapping[Equation, No
 
 
 def _with_last_uses(
-    items: Sequence[ProgramStage | ExchangeStage], outputs: set[Atom]
-) -> tuple[ProgramStage | ExchangeStage, ...]:
+    items: Sequence[ProgramSegment | ExchangeSegment], outputs: set[Atom]
+) -> tuple[ProgramSegment | ExchangeSegment, ...]:
     """Returns the segments with the inputs that nothing reads after them."""
     later: set[Atom] = set(outputs)
-    stages_: list[ProgramStage | ExchangeStage] = []
+    found: list[ProgramSegment | ExchangeSegment] = []
     for item in reversed(items):
-        if isinstance(item, ProgramStage):
+        if isinstance(item, ProgramSegment):
             last = frozenset(v for v in item.block.inputs if v not in later)
-            stages_.append(ProgramStage(item.side, item.level, item.block, last))
+            found.append(ProgramSegment(item.side, item.level, item.block, last))
             later.update(item.block.inputs)
         else:
-            stages_.append(item)
+            found.append(item)
             later.update(a for e in item.equations for a in e.inputs)
-    return tuple(stages_[::-1])
+    return tuple(found[::-1])

@@ -1,8 +1,8 @@
-"""Run a step in stages: compiled programs, with exchanges between ranks in between.
+"""Runs a step in segments: compiled programs, with exchanges between ranks in between.
 
-Calls into MPI are made between programs, never from a callback inside one. Everything that a stage needs is looked up
-once, when the step is compiled for a bucket (rows asked for and owned); a step itself walks a list. `OtherBucket` says
-that the step's rows don't fit, or fit a smaller bucket, before anything has changed.
+Calls into MPI are made between programs, never from a callback inside one. Everything that a segment needs is looked up
+once, when the step is compiled for a shape bucket (rows asked for and owned); a step itself walks a list. `OtherShapes`
+says that the step's rows don't fit, or fit a smaller bucket, before anything has changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
-from autopar.backends.host.ranks import EACH, Place, Ranks
+from autopar.backends.host.ranks import EACH, Placement, Ranks
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
@@ -29,14 +29,14 @@ from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
-from autopar.ir.stages import ExchangeStage, ProgramStage
+from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.jax_types import Dtype, Index, Leaf
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
 
 
-class OtherBucket(Exception):
-    """A step needs another bucket."""
+class OtherShapes(Exception):
+    """A step needs another shape bucket."""
 
     def __init__(self, needs: Rows) -> None:
         super().__init__(str(needs))
@@ -48,7 +48,7 @@ class HostRoute:
     """The rows of a family in one step."""
 
     requested: Requested
-    places: np.ndarray  #: Sorted storage indices that this rank asks for.
+    indices: np.ndarray  #: Sorted storage indices that this rank asks for.
     view: RouteView
     rows: np.ndarray  #: Rows of this owner that are asked for, padded.
     spare: int  #: A row that the step doesn't touch, which padding reads.
@@ -61,15 +61,15 @@ class HostRoute:
 
 @dataclass(eq=False)
 class RunningStep:
-    """One run of the stages.
+    """One run of the segments.
 
-    All but `values` outlives a run that begins again in another bucket: other ranks need not begin again, so exchanges
-    aren't repeated.
+    All but `values` outlives a run that begins again in another shape bucket: other ranks need not begin again, so
+    exchanges aren't repeated.
 
     Attributes:
-      routes: By family the requests, and the places.
-      needs: By family rows of this owner, and rows that this rank asks for.
-      reduced: By level, bucket and operation.
+      routes: Family -> its request, and the storage indices in it.
+      needs: Family -> number of rows of this owner that are asked for, and of rows that this rank asks for.
+      reduced: (Level, gradient bucket, operation) -> a function that waits for the sums.
       beside: Reductions under way beside programs, and where their results go.
       lagging: Tables whose rows are brought up to date when they are pulled.
       is_first: Whether it is the first one of all ranks, which then agree on a bucket.
@@ -86,12 +86,12 @@ class RunningStep:
     has_written: bool = False
 
 
-class StagedProgram:
-    """A step's stages, compiled for a bucket.
+class SegmentedProgram:
+    """A step's segments, compiled for a shape bucket.
 
     Attributes:
-      once_per_row: What is computed for distinct rows; None if nothing.
-      stages: What it runs, in words, in order.
+      once_per_row: The values that are computed once for each distinct row; None if there are none.
+      segments: What it runs, in order, as text.
     """
 
     def __init__(
@@ -105,9 +105,9 @@ class StagedProgram:
     ) -> None:
         """
         Args:
-          program: Localized, with stages.
-          bound: Whose sizes it was made for: those of the bucket.
-          buckets: All of the step's; `bucket` is among them.
+          program: A localized program, cut into segments.
+          bound: The plan, with the sizes of the bucket.
+          buckets: The step's shape buckets; `bucket` is one of them.
           donated: Inputs whose buffers may be used for their new values.
         """
         self._ranks = ranks
@@ -116,7 +116,7 @@ class StagedProgram:
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
         items, self._outputs = returned_by_programs(program)
-        self.stages = tuple(map(str, items))
+        self.segments = tuple(map(str, items))
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
@@ -127,9 +127,9 @@ class StagedProgram:
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
         self._ids = self._ids_by_device(items)
-        self._places = self._placed(program, items)
+        self._placements = self._placed(program, items)
         self._awaited = awaited_fetches(items)
-        routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeStage) and item.op == "ap.route"]
+        routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeSegment) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         self._actions: list[Callable[[RunningStep], None]] = []
         for k, item in enumerate(items):
@@ -139,15 +139,15 @@ class StagedProgram:
         """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
 
         Raises:
-          OtherBucket: the step belongs into another one; nothing has changed yet.
+          OtherShapes: the step needs another shape bucket; nothing has changed yet.
         """
         step.values = dict(zip(self._inputs, inputs, strict=True))
         for act in self._actions:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: ProgramStage | ExchangeStage, *, may_donate: bool) -> Callable[[RunningStep], None]:
-        if isinstance(item, ProgramStage):
+    def _action(self, item: ProgramSegment | ExchangeSegment, *, may_donate: bool) -> Callable[[RunningStep], None]:
+        if isinstance(item, ProgramSegment):
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
             return lambda step: self._reduce(item, step)
@@ -164,25 +164,25 @@ class StagedProgram:
 
         return act
 
-    def _placed(self, program: Program, items: Sequence[ProgramStage | ExchangeStage]) -> dict[Atom, Place]:
-        """Returns the places of device programs' inputs, outputs and values."""
-        made = (v for i in items if isinstance(i, ProgramStage) and i.side == "device" for v in i.block.outputs)
-        places: dict[Atom, Place] = dict.fromkeys(made, EACH)
+    def _placed(self, program: Program, items: Sequence[ProgramSegment | ExchangeSegment]) -> dict[Atom, Placement]:
+        """Returns the placements of device programs' inputs, outputs and values."""
+        made = (v for i in items if isinstance(i, ProgramSegment) and i.side == "device" for v in i.block.outputs)
+        placements: dict[Atom, Placement] = dict.fromkeys(made, EACH)
         inputs = itertools.zip_longest(program.block.inputs, self._bound.placements)
-        places |= {v: at for v, at in inputs if isinstance(v.type, ArrayType)}
+        placements |= {v: at for v, at in inputs if isinstance(v.type, ArrayType)}
         for atom, state in zip(self._outputs, known(program.local).outputs, strict=True):
-            if atom in places:
-                places[atom] = state.axis if isinstance(state, Spread) and not state.owner else None
-        return places
+            if atom in placements:
+                placements[atom] = state.axis if isinstance(state, Spread) and not state.owner else None
+        return placements
 
-    def _ids_by_device(self, items: Sequence[ProgramStage | ExchangeStage]) -> set[Atom]:
-        """Returns ids of which each device looks up those of its own examples."""
-        routes = [e for i in items if isinstance(i, ExchangeStage) and i.op == "ap.route" for e in i.equations]
+    def _ids_by_device(self, items: Sequence[ProgramSegment | ExchangeSegment]) -> set[Atom]:
+        """Returns ids that are spread over devices: each looks up those of its own examples."""
+        routes = [e for i in items if isinstance(i, ExchangeSegment) and i.op == "ap.route" for e in i.equations]
         return {a for e in routes for a, batched in _ids_of(e) if batched}
 
     # --- compiled programs ---
 
-    def _segment(self, segment: ProgramStage, may_donate: bool) -> Callable[[RunningStep], None]:
+    def _segment(self, segment: ProgramSegment, may_donate: bool) -> Callable[[RunningStep], None]:
         block = segment.block
         names = block.inputs
         owner = segment.side == "owner"
@@ -191,29 +191,29 @@ class StagedProgram:
         last = segment.last if may_donate else frozenset()
         states = [k for k, v in enumerate(names) if v in last and self._reusable.get(v) in made]
         new = {k: made[self._reusable[names[k]]] for k in states}
-        new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one place
+        new = {k: out for out, k in {out: k for k, out in new.items()}.items()}  # a new value has one placement
         outputs = [block.outputs[k] for k in donation_order(new, len(block.outputs))]
         block = dataclasses.replace(block, outputs=tuple(outputs))
-        given, returned = ([self._places.get(v, EACH) for v in of] for of in (names, outputs))
+        given, returned = ([self._placements.get(v, EACH) for v in of] for of in (names, outputs))
 
         def compiled_now() -> Callable[..., Sequence[Any]]:
             run = emit(block, host_backends(self._bound, view), view)
             return self._ranks.compile(run, segment.side, sorted(new), given, returned)
 
-        try:  # what doesn't depend on the bucket is compiled once: ids, updates of dense parameters
+        try:  # what doesn't depend on the shape bucket is compiled once: ids, updates of dense parameters
             key = block_key(block), segment.side, *map(tuple, (sorted(new), given, returned))
             compiled = self._ranks.programs.get(key) or self._ranks.programs.setdefault(key, compiled_now())
         except TypeError:  # a parameter can't be hashed
             compiled = compiled_now()
 
-        def read(step: RunningStep, var: Var, place: Place) -> Leaf:
+        def read(step: RunningStep, var: Var, placement: Placement) -> Leaf:
             if owner:
                 return self._ranks.for_owner(_shown(self._value(step, var)))
-            return self._ranks.for_device(_shown(step.values[var]), place)
+            return self._ranks.for_device(_shown(step.values[var]), placement)
 
         def act(step: RunningStep) -> None:
             values = step.values
-            operands = [read(step, v, place) for v, place in zip(names, given, strict=True)]
+            operands = [read(step, v, placement) for v, placement in zip(names, given, strict=True)]
             for var, value in zip(outputs, compiled(*operands), strict=True):
                 values[var] = value
 
@@ -227,29 +227,29 @@ class StagedProgram:
             if family not in step.routes:
                 layout = self._layouts[family]
                 ids = [self._own_ids(step, a) for a in equation.inputs]
-                places = _places(ids, layout)
-                requested = self._ranks.ask(places, layout.shard_rows)
-                step.routes[family] = requested, places
-                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, places.size), first=step.is_first)
+                indices = _distinct_indices(ids, layout)
+                requested = self._ranks.ask(indices, layout.shard_rows)
+                step.routes[family] = requested, indices
+                step.needs[family] = self._ranks.agree((len(requested.rows) + 1, indices.size), first=step.is_first)
         if self._buckets.best(step.needs) is not self._bucket:
-            raise OtherBucket(step.needs)
+            raise OtherShapes(step.needs)
         for equation, family in zip(equations, families, strict=True):
-            requested, places = step.routes[family]
+            requested, indices = step.routes[family]
             rows, requested_rows = self._bucket.rows[family]
-            route = _route(requested, places, self._layouts[family], rows, requested_rows)
+            route = _route(requested, indices, self._layouts[family], rows, requested_rows)
             step.values[equation.outputs[0]] = route
 
-    def _reduce(self, item: ExchangeStage, step: RunningStep) -> None:
-        if item.bucket is None:
+    def _reduce(self, item: ExchangeSegment, step: RunningStep) -> None:
+        if item.gradient_bucket is None:
             self._await_reductions(step)
         for op in dict.fromkeys(e.params["op"] for e in item.equations):
             some = [e for e in item.equations if e.params["op"] == op]
-            key = item.level, item.bucket, op
+            key = item.level, item.gradient_bucket, op
             if key not in step.reduced:
                 values = [self._value(step, e.inputs[0]) for e in some]
-                step.reduced[key] = self._ranks.reduce(values, op, beside=item.bucket is not None)
+                step.reduced[key] = self._ranks.reduce(values, op, beside=item.gradient_bucket is not None)
             step.beside.append((some, step.reduced[key]))
-        if item.bucket is None:
+        if item.gradient_bucket is None:
             self._await_reductions(step)
 
     def _await_reductions(self, step: RunningStep) -> None:
@@ -282,7 +282,7 @@ class StagedProgram:
         self, equation: Equation, step: RunningStep, sums: Leaf, route: HostRoute, *base: Leaf
     ) -> Sequence[Leaf]:
         axis = equation.params["axis"]
-        own = rows_first(np.asarray(sums), axis)[: route.places.size]
+        own = rows_first(np.asarray(sums), axis)[: route.indices.size]
         out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
         total = self._ranks.deliver(route.requested, np.ascontiguousarray(own), out)
         out[len(total) :] = 0
@@ -352,7 +352,7 @@ class StagedProgram:
         if isinstance(atom, Literal):
             return atom.value
         value = step.values[atom]
-        return self._ranks.from_device(value, self._places[atom]) if atom in self._places else value
+        return self._ranks.from_device(value, self._placements[atom]) if atom in self._placements else value
 
     def _own_ids(self, step: RunningStep, atom: Atom) -> np.ndarray:
         return self._ranks.own_ids(step.values[atom] if atom in self._ids else self._value(step, atom))
@@ -374,21 +374,21 @@ def _shown(value: Leaf) -> Leaf:
     return value.view if isinstance(value, HostRoute) else value
 
 
-def _places(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
-    """Returns the sorted places of distinct rows among flat ids; `extent` is no row."""
+def _distinct_indices(ids: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
+    """Returns the sorted storage indices of distinct rows among flat ids; `extent` is no row."""
     flat = np.concatenate(ids) if ids else np.zeros((0,), np.int32)
     flat = flat[flat < layout.extent].astype(number_dtype(layout.stored), copy=False)
     return distinct_rows(layout.storage_index(flat))
 
 
-def _route(requested: Requested, places: np.ndarray, layout: RowLayout, rows: int, requested_rows: int) -> HostRoute:
+def _route(requested: Requested, indices: np.ndarray, layout: RowLayout, rows: int, requested_rows: int) -> HostRoute:
     touched = requested.rows
     # The first row that the step doesn't touch; some row if it touches all.
     gaps = np.flatnonzero(touched != np.arange(touched.size, dtype=touched.dtype))
     spare = int(gaps[0]) if gaps.size else touched.size if touched.size < layout.shard_rows else 0
     numbers = padded(touched, rows, layout.shard_rows)
-    view = RouteView(numbers, np.array([spare], np.int32), padded(places, requested_rows, layout.stored))
-    return HostRoute(requested, places, view, numbers, spare)
+    view = RouteView(numbers, np.array([spare], np.int32), padded(indices, requested_rows, layout.stored))
+    return HostRoute(requested, indices, view, numbers, spare)
 
 
 # --- rows that a step doesn't touch, where they may differ from the padding row: a rank's own, block by block ---
@@ -414,9 +414,9 @@ class OtherRows:
         self._size = p["rows"] // bound.devices
         is_sweep = equation.op == "ap.sweep"
         self._count = len(p["read_axes"]) + (len(p["axes"]) if is_sweep else 0)
-        places = {v: k for k, v in enumerate(rest[: self._count])}
-        pulls = {e: places[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in places}
-        #: Which leaves the program takes rows of.
+        pulled = {v: k for k, v in enumerate(rest[: self._count])}
+        pulls = {e: pulled[v] for e in body.equations if e.op == "ap.pull" and (v := e.inputs[0]) in pulled}
+        #: Leaves of which the program takes rows.
         self._pulls = list(pulls.values())
         inputs = (chunk, *(e.outputs[0] for e in pulls), *rest[self._count :])
         block = Block(inputs, tuple(e for e in body.equations if e not in pulls), body.outputs)
@@ -435,7 +435,7 @@ class OtherRows:
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 
     def reduce(self, part: np.ndarray, touched: np.ndarray, operands: Sequence[Leaf]) -> np.ndarray:
-        """Joins a reduction of the touched rows (numbers in the shard) with that of all others."""
+        """Joins a reduction of the touched rows (indices in the shard) with that of all others."""
         rank = self._ranks.exchange.rank
         for start, end, taken in self._blocks(operands, int(self._layout.rows_on(np.int64(rank)))):
             which = np.arange(start, start + self._size) < end
@@ -459,15 +459,16 @@ class OtherRows:
 # --- what compiled programs are given and return, and whose memory is used again ---
 
 
-def returned_by_programs(program: Program) -> tuple[list[ProgramStage | ExchangeStage], tuple[Atom, ...]]:
-    """Returns stages and outputs in which a later program returns reduced results of the caller (a loss, metrics): a
-    program's results are JAX arrays already, and making these from NumPy takes longer than some stages."""
-    items: list[ProgramStage | ExchangeStage] = list(known(program.stages).items)
+def returned_by_programs(program: Program) -> tuple[list[ProgramSegment | ExchangeSegment], tuple[Atom, ...]]:
+    """Returns segments and outputs in which a program returns the caller's reduced results (a loss, metrics).
+
+    What a program returns is a JAX array already; making one of NumPy's takes longer than some segments."""
+    items: list[ProgramSegment | ExchangeSegment] = list(known(program.segments).items)
     outputs = list(program.block.outputs)
     last = max(
-        (k for k, item in enumerate(items) if isinstance(item, ProgramStage) and item.side == "device"), default=-1
+        (k for k, item in enumerate(items) if isinstance(item, ProgramSegment) and item.side == "device"), default=-1
     )
-    before = [item for item in items[: max(last, 0)] if isinstance(item, ExchangeStage) and item.op == "ap.reduce"]
+    before = [item for item in items[: max(last, 0)] if isinstance(item, ExchangeSegment) and item.op == "ap.reduce"]
     reduced = {v for item in before for e in item.equations for v in e.outputs}
     copies: list[tuple[Var, Var]] = []
     for k in sorted(set(range(len(program.outputs))) - set(program.new_states.values())):
@@ -477,7 +478,7 @@ def returned_by_programs(program: Program) -> tuple[list[ProgramStage | Exchange
             copies.append((atom, new))
     if copies:
         segment = items[last]
-        assert isinstance(segment, ProgramStage), "the last program of the devices"
+        assert isinstance(segment, ProgramSegment), "the last program of the devices"
         block = segment.block
         inputs = tuple(dict.fromkeys((*block.inputs, *(old for old, _ in copies))))
         made = tuple(Equation("copy", (old,), (new,), primitive=jax.lax.copy_p) for old, new in copies)
@@ -486,17 +487,19 @@ def returned_by_programs(program: Program) -> tuple[list[ProgramStage | Exchange
     return items, tuple(outputs)
 
 
-def awaited_fetches(items: Sequence[ProgramStage | ExchangeStage]) -> frozenset[Equation]:
+def awaited_fetches(items: Sequence[ProgramSegment | ExchangeSegment]) -> frozenset[Equation]:
     """Returns fetches whose rows are read only by programs that the same step waits for: their memory can be reused.
 
     A program reads its operands until it is done, and JAX may use NumPy's memory directly. A step waits for the program
     whose sums it delivers; an evaluation waits for none.
     """
-    waits = {item.level for item in items if isinstance(item, ExchangeStage) and item.op == "ap.deliver"}
+    waits = {item.level for item in items if isinstance(item, ExchangeSegment) and item.op == "ap.deliver"}
     late = {
-        v for item in items if isinstance(item, ProgramStage) and item.level not in waits for v in item.block.inputs
+        v for item in items if isinstance(item, ProgramSegment) and item.level not in waits for v in item.block.inputs
     }
-    fetches = [e for item in items if isinstance(item, ExchangeStage) and item.op == "ap.fetch" for e in item.equations]
+    fetches = [
+        e for item in items if isinstance(item, ExchangeSegment) and item.op == "ap.fetch" for e in item.equations
+    ]
     return frozenset(e for e in fetches if waits and not late.intersection(e.outputs))
 
 
