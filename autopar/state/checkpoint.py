@@ -30,8 +30,8 @@ from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.files import manifest as manifests
 from autopar.state.files.arrays import RowFiles, read_dense
 from autopar.state.files.folder import Folder
+from autopar.state.files.locations import Location, mapped, named
 from autopar.state.files.manifest import NUMBERS, LeafRecord, Manifest, check_files, rebuild
-from autopar.state.files.places import Place, mapped, named
 from autopar.state.init import planned_step_of, unbound
 from autopar.state.resize import home_before, resized_axis
 from autopar.state.resize import resize as with_rows_of
@@ -61,7 +61,7 @@ def save(path: str | os.PathLike[str], state: Pytree, *, position: Mapping[str, 
 
     Args:
       path: A directory for this checkpoint alone, made if it doesn't exist; several checkpoints have several, such as
-        f"checkpoints/{step}". Or a place in an object store: "s3://bucket/run", "gs://bucket/run".
+        f"checkpoints/{step}". Or a location in an object store: "s3://bucket/run", "gs://bucket/run".
       state: A pytree of arrays (JAX's, PRNG keys, NumPy's), `autopar.Table`s, tables on hosts and numbers. Ordinary
         arrays are the same on all ranks, or one array over all of JAX's processes.
       position: Where the training is in its data: `autopar.shard(...).state()`, or any dict that JSON holds. `restore`
@@ -195,7 +195,7 @@ def _restore(
     return Restored(state, None if manifest.position is None else dict(manifest.position))
 
 
-def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
+def _manifest_of(folder: Folder, group: Group) -> tuple[Location, Manifest]:
     """Returns the directory of the current version, and its manifest."""
 
     def read() -> tuple[str, int, str]:
@@ -207,7 +207,7 @@ def _manifest_of(folder: Folder, group: Group) -> tuple[Place, Manifest]:
             except FileNotFoundError:
                 raise DamagedCheckpointError(f"{path} can't be read: it is missing") from None
 
-    def told(found: Json) -> tuple[Place, int, bytes]:
+    def told(found: Json) -> tuple[Location, int, bytes]:
         name, crc32, text = from_json(tuple[str, int, str], list(found), "the manifest")
         return folder.version(name), crc32, text.encode("latin-1")
 
@@ -352,7 +352,7 @@ def home_as_saved(record: LeafRecord) -> Home:
 
 
 def read_leaves(
-    version: Place, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
+    version: Location, records: Sequence[LeafRecord], homes: Sequence[Home], client: int | None = None
 ) -> list[Leaf]:
     """Reads all leaves to their homes, from checked files: this rank's rows of tables on hosts, and this client's
     replicas, or their mean if `client` is None. Exchanges nothing."""
@@ -374,7 +374,7 @@ def _key_data(record: LeafRecord) -> Leaf:
     return jax.eval_shape(lambda: jax.random.key_data(jnp.zeros(record.shape, _key_dtype(record))))
 
 
-def _read(version: Place, record: LeafRecord, home: Home, array: Leaf, client: int | None) -> Leaf:
+def _read(version: Location, record: LeafRecord, home: Home, array: Leaf, client: int | None) -> Leaf:
     if record.kind == "value":
         return record.value == "True" if record.type == "bool" else NUMBERS[record.type](record.value)
     if record.kind == "rows" and record.replicas:
@@ -390,7 +390,7 @@ def _read(version: Place, record: LeafRecord, home: Home, array: Leaf, client: i
     return home.made(Whole(np.asarray(array)), record)
 
 
-def _array(version: Place, record: LeafRecord) -> Source:
+def _array(version: Location, record: LeafRecord) -> Source:
     shape = record.shape if record.key is None else _key_data(record).shape
     rows = shape or (1,)
     layout = RowLayout(rows[0], 1, cyclic=False)
@@ -398,7 +398,7 @@ def _array(version: Place, record: LeafRecord) -> Source:
     return files if rows == record.shape else Whole(files.whole().reshape(shape))
 
 
-def _replica(version: Place, record: LeafRecord, client: int | None) -> np.ndarray:
+def _replica(version: Location, record: LeafRecord, client: int | None) -> np.ndarray:
     """Reads a client's replica; for None the mean of all, or the first one of leaves that have no mean."""
     shape = record.shape if record.key is None else _key_data(record).shape
     files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))

@@ -49,9 +49,9 @@ from autopar.launch.notices import LOG
 from autopar.launch.progress import PROGRESS
 from autopar.run.step import MethodStep, ParallelStep
 from autopar.state.checkpoint import restore, template_of
-from autopar.state.files.arrays import require_place
+from autopar.state.files.arrays import require_location
 from autopar.state.files.folder import POINTER, Folder
-from autopar.state.files.places import Place, named, place_of, put, remove_all
+from autopar.state.files.locations import Location, location_of, named, put, remove_all
 from autopar.state.init import init
 from autopar.state.saving import PendingSave, Written
 
@@ -140,7 +140,7 @@ class Maker:
         return init(make_state, *args, step=self.step, batch=self.batch, call=self.call)
 
     def restored(
-        self, path: Place, plan: Plan | None, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
+        self, path: Location, plan: Plan | None, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
     ) -> tuple[Pytree, Pytree]:
         """Restores a state and its position. `plan`: the step's plan when it was saved; `resize`: as for `resume`."""
         if self.step is None:
@@ -157,7 +157,7 @@ class Maker:
             return self._restored(path, make_state, args, resize)
 
     def _restored(
-        self, path: Place, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
+        self, path: Location, make_state: Callable[..., Pytree], args: Sequence[Pytree], resize: bool
     ) -> tuple[Pytree, Pytree]:
         if resize:
             return restore(path, self.made(make_state, args), resize=True)
@@ -259,7 +259,7 @@ class Checkpointer:
         self._metric, self._choose = (None, max) if best is None else (best[0], _CHOICES[best[1]])
         self._group = everyone()
         if self._kept is not None:  # before hours of training
-            self._group.together(CheckpointError, functools.partial(require_place, self._kept.path), "a folder")
+            self._group.together(CheckpointError, functools.partial(require_location, self._kept.path), "a folder")
         self._thread = ThreadPoolExecutor(1, "autopar-checkpoint")
         if step is not None and not isinstance(step, (ParallelStep, MethodStep)):
             raise ArgumentsError(
@@ -290,7 +290,7 @@ class Checkpointer:
         """Returns the step of the best checkpoint, or None."""
         return None if self._best is None else self._best.step
 
-    def path(self, step: int) -> Place:
+    def path(self, step: int) -> Location:
         """Returns the path of a step's checkpoint, for `autopar.restore`."""
         return self._history.folder(step).path
 
@@ -555,12 +555,12 @@ class Best:
 class History:
     """A folder of checkpoints. One process writes to it."""
 
-    path: Place
+    path: Location
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> History:
-        """Returns the folder that a user names; raises CheckpointError if there is no such kind of place."""
-        return History(place_of(path))
+        """Returns the folder that a user names; raises CheckpointError if there is no such kind of location."""
+        return History(location_of(path))
 
     def folder(self, step: int) -> Folder:
         return Folder(self.path / f"step-{step:08d}")
@@ -598,7 +598,7 @@ class History:
             (self.path / _BEST).unlink(missing_ok=True)
 
     @property
-    def plan_file(self) -> Place:
+    def plan_file(self) -> Location:
         return self.path / _PLAN
 
     def known_plan(self) -> Plan | None:
@@ -620,7 +620,7 @@ class History:
                     (path / POINTER).unlink(missing_ok=True)  # first: a part of a checkpoint must not count as one
                     remove_all(path)
 
-    def _folders(self) -> list[tuple[int, Place]]:
+    def _folders(self) -> list[tuple[int, Location]]:
         if not self.path.is_dir():
             return []
         return [(int(match[1]), path) for path in self.path.iterdir() if (match := _STEP.fullmatch(path.name))]

@@ -253,5 +253,5 @@ def _overwritten(old: jax.Array, new: jax.Array, axis: int, kept: int, layout: R
         old = jax.lax.slice_in_dim(old, 0, kept, axis=axis)
         widths = [(0, (size - kept) * (d == axis), 0) for d in range(old.ndim)]
         old = jax.lax.pad(old, jnp.zeros((), old.dtype), widths)
-    places = jax.lax.broadcasted_iota(jnp.int32, new.shape, axis)
-    return jnp.where((places if layout is None else layout.row(places)) < kept, old, new)
+    indices = jax.lax.broadcasted_iota(jnp.int32, new.shape, axis)
+    return jnp.where((indices if layout is None else layout.row(indices)) < kept, old, new)

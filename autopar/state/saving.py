@@ -30,8 +30,8 @@ from autopar.jax_types import Json, Leaf, Pytree
 from autopar.launch.group import Group
 from autopar.state.files.arrays import array_name, require_orbax, write_dense, write_rows
 from autopar.state.files.folder import Folder, await_visible
+from autopar.state.files.locations import Location, mapped, require_tensorstore
 from autopar.state.files.manifest import NUMBERS, FileRecord, LeafRecord, Manifest, Node, describe_tree
-from autopar.state.files.places import Place, mapped, require_tensorstore
 from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, average, replicas_of, settled
@@ -113,7 +113,7 @@ def on_one_process(state: Pytree) -> Pytree:
         shared = dataclasses.replace(replicas, anchors=centers)
 
         def now(leaf: Leaf) -> Leaf:
-            return Replica(own.get(leaf.index, leaf.own), shared, leaf.place) if isinstance(leaf, Replica) else leaf
+            return Replica(own.get(leaf.index, leaf.own), shared, leaf.index) if isinstance(leaf, Replica) else leaf
 
         return jax.tree.map(now, state)
     if replicas is None or replicas.clients.count == replicas.clients.processes.size:
@@ -235,7 +235,7 @@ class PendingSave:
     and what its replicas share."""
 
     folder: Folder
-    version: Place
+    version: Location
     structure: Node
     leaves: Sequence[SavedLeaf]
     count: int

@@ -25,8 +25,8 @@ import numpy as np
 from autopar.errors import CheckpointError, DamagedCheckpointError
 from autopar.jax_types import Dtype, Index, Leaf, Request
 from autopar.launch.group import go_on
+from autopar.state.files.locations import Location, disk_space, kvstore_of, require_tensorstore, shared_context
 from autopar.state.files.manifest import FileRecord, LeafRecord, flushed
-from autopar.state.files.places import Place, disk_space, kvstore_of, require_tensorstore, shared_context
 
 ROWS_FOLDER = "rows"
 
@@ -52,7 +52,7 @@ def _stored_dtype(dtype: np.dtype[Dtype]) -> np.dtype[Dtype]:
     return dtype if dtype.kind in "biufc" or dtype.name == "bfloat16" else np.dtype(f"u{dtype.itemsize}")
 
 
-def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Dtype], **how: Any) -> Any:
+def _open(path: Location, shape: Sequence[int], dtype: np.dtype[Dtype], **how: Any) -> Any:
     store = require_tensorstore()
     spec = {
         "driver": "zarr3",
@@ -72,7 +72,7 @@ def _open(path: Place, shape: Sequence[int], dtype: np.dtype[Dtype], **how: Any)
     return store.open(spec, dtype=_stored_dtype(dtype), shape=shape, context=context, **how).result()
 
 
-def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
+def write_rows(version: Location, name: str, rows: np.ndarray) -> tuple[FileRecord, ...]:
     """Writes a shard, [n, ...] in any memory order, to an array of this name in a checkpoint, and flushes it."""
     if not rows.size:
         return ()
@@ -100,7 +100,7 @@ def write_rows(version: Place, name: str, rows: np.ndarray) -> tuple[FileRecord,
 
 
 @contextlib.contextmanager
-def _told(path: Place, done: str) -> Iterator[None]:
+def _told(path: Location, done: str) -> Iterator[None]:
     """Raises a CheckpointError, with the array's path, in place of TensorStore's errors of any class."""
     try:
         yield
@@ -117,7 +117,7 @@ def _told(path: Place, done: str) -> Iterator[None]:
 class RowFiles:
     """Reads rows of a leaf by number, from files that were checked (`manifest.check_files`)."""
 
-    def __init__(self, version: Place, record: LeafRecord) -> None:
+    def __init__(self, version: Location, record: LeafRecord) -> None:
         assert record.layout is not None, "rows have a layout"
         self.record = record
         self.layout = record.layout
@@ -125,8 +125,8 @@ class RowFiles:
         self._others = (*record.shape[: record.axis], *record.shape[record.axis + 1 :])
         self._shards = [self._reader(version, shard) for shard in range(self.layout.devices)]
 
-    def _reader(self, version: Place, shard: int) -> Callable[[Any], np.ndarray]:
-        """Returns a function that reads rows of a shard by an index: a slice or places."""
+    def _reader(self, version: Location, shard: int) -> Callable[[Any], np.ndarray]:
+        """Returns a function that reads rows of a shard by an index: a slice or indices."""
         count = int(self.layout.rows_on(np.asarray(shard)))
         shape = (count, *self._others)
         if not math.prod(shape):
@@ -145,12 +145,12 @@ class RowFiles:
         """Returns rows by number, [n, ...], row axis first."""
         go_on("restoring a checkpoint")
         picked = np.empty((numbers.size, *self._others), self.dtype)
-        places = self.layout.storage_index(numbers.astype(np.int64))
-        owners, places = places // self.layout.shard_rows, places % self.layout.shard_rows
+        indices = self.layout.storage_index(numbers.astype(np.int64))
+        owners, indices = indices // self.layout.shard_rows, indices % self.layout.shard_rows
         for shard, read in enumerate(self._shards):
             (wanted,) = np.nonzero(owners == shard)
             if wanted.size:
-                picked[_run(wanted)] = read(_run(places[wanted]))
+                picked[_run(wanted)] = read(_run(indices[wanted]))
         return picked
 
     def rows(self, numbers: np.ndarray, axis: int) -> np.ndarray:
@@ -207,15 +207,15 @@ def require_orbax() -> Any:
     return orbax
 
 
-def require_place(place: Place) -> None:
-    """Checks that checkpoints can be kept in a place: their packages are installed, and it is no file, or raises
+def require_location(path: Location) -> None:
+    """Checks that checkpoints can be kept at a path: their packages are installed, and it is no file, or raises
     CheckpointError."""
     require_tensorstore()
-    if not isinstance(place, Path):  # nothing there is written by Orbax, which would need more packages
+    if not isinstance(path, Path):  # nothing there is written by Orbax, which would need more packages
         return
     require_orbax()
-    if place.is_file():
-        raise CheckpointError(f"{place} is a file: checkpoints are kept in a directory of their own")
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file: checkpoints are kept in a directory of their own")
 
 
 def _checkpointer(orbax: Any) -> Any:
@@ -242,7 +242,7 @@ def _without_its_errors() -> Iterator[None]:
         logger.removeFilter(is_shown)
 
 
-def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord, ...]:
+def write_dense(version: Location, arrays: Mapping[str, Leaf]) -> tuple[FileRecord, ...]:
     """Writes arrays by name (JAX's if JAX has one process, else NumPy's; none empty), and flushes them to the disk."""
     if not arrays:
         return ()
@@ -262,7 +262,7 @@ def write_dense(version: Place, arrays: Mapping[str, Leaf]) -> tuple[FileRecord,
     return tuple(sorted(records, key=lambda record: record.name))
 
 
-def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Leaf]:
+def read_dense(version: Location, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Leaf]:
     """Reads arrays from files that were checked (`manifest.check_files`).
 
     Args:
@@ -292,7 +292,7 @@ def read_dense(version: Place, wanted: Mapping[str, tuple[tuple[int, ...], Any, 
             raise CheckpointError(f"{version / DENSE_FOLDER} can't be read by Orbax: {message}") from error
 
 
-def _copied(version: Place, name: str) -> np.ndarray:
+def _copied(version: Location, name: str) -> np.ndarray:
     """Reads an array that Orbax wrote to a disk and that was copied to a store, where Orbax needs more packages."""
     files = {"driver": "ocdbt", "base": kvstore_of(version / DENSE_FOLDER), "path": f"{name}/"}
     store, spec = require_tensorstore(), {"driver": "zarr", "kvstore": files}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import CheckpointError, DamagedCheckpointError, MissingCheckpointError
-from autopar.state.files.places import Place, flush, flush_all, named, place_of, put, remove_all
+from autopar.state.files.locations import Location, flush, flush_all, location_of, named, put, remove_all
 
 POINTER = "CURRENT"
 #: Advice about a checkpoint of an older format.
@@ -38,14 +38,14 @@ _VISIBLE_S = 30.0
 class Folder:
     """The absolute path of a checkpoint, which needn't exist."""
 
-    path: Place
+    path: Location
 
     @staticmethod
     def of(path: str | os.PathLike[str]) -> Folder:
-        """Returns the folder that a user names; raises CheckpointError if there is no such kind of place."""
-        return Folder(place_of(path))
+        """Returns the folder that a user names; raises CheckpointError if there is no such kind of location."""
+        return Folder(location_of(path))
 
-    def version(self, name: str) -> Place:
+    def version(self, name: str) -> Location:
         """Returns the directory of a version; raises ValueError if it is no version's name."""
         if _VERSION.fullmatch(name) is None:
             raise ValueError(f"{name[:80]!r} is no version's name")
@@ -53,7 +53,7 @@ class Folder:
 
     # --- reading ---
 
-    def current(self) -> tuple[Place, int]:
+    def current(self) -> tuple[Location, int]:
         """Returns the directory of the current version, and its manifest's checksum.
 
         Raises:
@@ -89,7 +89,7 @@ class Folder:
 
     # --- writing: one process does it ---
 
-    def begin(self) -> Place:
+    def begin(self) -> Location:
         """Removes the remains of interrupted saves, and makes an empty directory for a new version."""
         with named(self.path, "made or written to"):
             if self.path.exists():
@@ -104,7 +104,7 @@ class Folder:
             flush(self.path)
         return version
 
-    def commit(self, version: Place, crc32: int) -> None:
+    def commit(self, version: Location, crc32: int) -> None:
         """Makes a version, whose files are flushed, the current one; `crc32` is its manifest's."""
         flush_all(version)
         put(self.path / POINTER, f"{version.name} crc32={crc32:08x}\n".encode())
@@ -140,7 +140,7 @@ class Folder:
             )
 
 
-def await_visible(path: Place) -> None:
+def await_visible(path: Location) -> None:
     """Waits until this machine sees a directory that another one made; raises CheckpointError if it doesn't."""
     end = time.monotonic() + _VISIBLE_S
     while isinstance(path, Path) and not path.is_dir():

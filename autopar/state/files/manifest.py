@@ -25,7 +25,7 @@ from autopar.ir.typed_json import from_json
 from autopar.jax_types import Leaf, Pytree
 from autopar.launch.group import go_on
 from autopar.state.files.folder import OLDER, POINTER
-from autopar.state.files.places import Place, blocks, flush, last_bytes, mapped, named, write_file
+from autopar.state.files.locations import Location, blocks, flush, last_bytes, mapped, named, write_file
 
 Node = dict[str, Any]
 
@@ -181,7 +181,7 @@ class Manifest:
         """All files but the manifest itself."""
         return (*(file for leaf in (*self.leaves, *self.beside) for file in leaf.files), *self.dense)
 
-    def write(self, version: Place) -> int:
+    def write(self, version: Location) -> int:
         """Writes it to a version's directory and flushes it; returns its checksum."""
         fields = dataclasses.asdict(self)
         for leaf in (*fields["leaves"], *fields["beside"]):
@@ -192,7 +192,7 @@ class Manifest:
         return zlib.crc32(data)
 
     @staticmethod
-    def parse(data: bytes, version: Place, crc32: int) -> Manifest:
+    def parse(data: bytes, version: Location, crc32: int) -> Manifest:
         """Returns the manifest of a version, from its bytes and their checksum; raises CheckpointError if it is
         damaged, or of another format."""
         if zlib.crc32(data) != crc32:
@@ -272,7 +272,7 @@ def flushed(version: Path, path: Path) -> FileRecord:
         return FileRecord(path.relative_to(version).as_posix(), *_length_and_crc32(path, "saving"))
 
 
-def check_files(version: Place, files: Iterable[FileRecord]) -> None:
+def check_files(version: Location, files: Iterable[FileRecord]) -> None:
     """Checks that files hold what was written (chunks of rows, which are checked when they are read: that they belong
     to this checkpoint); raises DamagedCheckpointError, with the file's name."""
 
@@ -299,7 +299,7 @@ def check_files(version: Place, files: Iterable[FileRecord]) -> None:
 _REMEDY = "The checkpoint can't be restored: take a copy of it, or another checkpoint"
 
 
-def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
+def _compared(path: Location, record: FileRecord) -> tuple[int, bool]:
     if record.crc32c is None:
         nbytes, crc32 = _length_and_crc32(path, "restoring")
         return nbytes, crc32 != record.crc32
@@ -308,7 +308,7 @@ def _compared(path: Place, record: FileRecord) -> tuple[int, bool]:
     return nbytes, nbytes == record.nbytes and int.from_bytes(last_bytes(path, 4), "little") != record.crc32c
 
 
-def _length_and_crc32(path: Place, doing: str) -> tuple[int, int]:
+def _length_and_crc32(path: Location, doing: str) -> tuple[int, int]:
     nbytes = crc = 0
     for block in blocks(path):
         nbytes, crc = nbytes + len(block), zlib.crc32(block, crc)

@@ -19,7 +19,7 @@ import pytest
 
 import autopar
 from autopar.state.files import arrays
-from autopar.state.files.places import ObjectPath, place_of
+from autopar.state.files.locations import ObjectPath, location_of
 from tests.support.checkpoints import batch_of, everything, hosted, make_state, same, saved_value
 from tests.support.object_store import ObjectStore, object_store
 from tests.unit.state.test_checkpointer import KEY, batches_of, equal, planned, trained, undisturbed
@@ -246,15 +246,15 @@ def test_a_killed_process_leaves_whole_checkpoints(bucket: Bucket) -> None:
 
 def test_names_of_places(environment: Callable[..., None]) -> None:
     for url in ("s3://bucket/a/b/", Path("s3://bucket/a/b"), ObjectPath("s3", "bucket", "a/b")):
-        path = place_of(url)
+        path = location_of(url)
         assert isinstance(path, ObjectPath) and str(path) == os.fspath(path) == "s3://bucket/a/b"
         assert path.name == "b" and path.parent / "b" == path and str(path.parent.parent) == "s3://bucket"
     names = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID")
     environment(**dict.fromkeys(names))
-    asked = place_of("s3://bucket/a").spec()
+    asked = location_of("s3://bucket/a").spec()
     assert not {"endpoint", "aws_region", "aws_credentials"} & set(asked)  # Amazon's own, which knows the region
     environment(AWS_ENDPOINT_URL="http://other")
-    assert place_of("s3://bucket/a").spec() == asked | {"endpoint": "http://other", "aws_region": "us-east-1"}
+    assert location_of("s3://bucket/a").spec() == asked | {"endpoint": "http://other", "aws_region": "us-east-1"}
     environment(AWS_REGION="here")
-    assert place_of("s3://bucket/a").spec()["aws_region"] == "here"
-    assert "endpoint" not in place_of("gs://bucket/a").spec()
+    assert location_of("s3://bucket/a").spec()["aws_region"] == "here"
+    assert "endpoint" not in location_of("gs://bucket/a").spec()

@@ -1,8 +1,8 @@
-"""Places of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
+"""Locations of files: on a disk, by `pathlib`, or in an object store, by TensorStore's key-value stores.
 
 A store has objects alone, each of which is written whole in a single step: no directories, no renames, nothing to
 flush. `ObjectPath` has the methods of `pathlib.Path` that checkpoints need; what takes more than one of these is a
-function here, of any place.
+function here, for any location.
 """
 
 from __future__ import annotations
@@ -175,11 +175,11 @@ class ObjectPath(os.PathLike[str]):
 
 
 #: A file or a directory.
-Place = Path | ObjectPath
+Location = Path | ObjectPath
 
 
-def place_of(path: str | os.PathLike[str]) -> Place:
-    """Returns the place that a user names, absolute; raises CheckpointError if there is no such kind of place."""
+def location_of(path: str | os.PathLike[str]) -> Location:
+    """Returns the location that a user names, absolute; raises CheckpointError if there is no such kind."""
     if not isinstance(path, (str, os.PathLike)):
         raise CheckpointError(f"{path!r} is no path of a checkpoint: give a string or a pathlib.Path")
     text = os.fsdecode(path).removeprefix("file://")
@@ -194,7 +194,7 @@ def place_of(path: str | os.PathLike[str]) -> Place:
     return Path(text).expanduser().absolute()
 
 
-def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) -> list[T]:
+def mapped(path: Location, work: Callable[[S], T], items: Iterable[S], doing: str) -> list[T]:
     """Returns `[work(item) for item in items]`; several at once in a store, which is slow to answer. `doing` is for the
     watchdog."""
     if isinstance(path, Path):
@@ -212,7 +212,7 @@ def mapped(path: Place, work: Callable[[S], T], items: Iterable[S], doing: str) 
         pool.shutdown(cancel_futures=True)
 
 
-def kvstore_of(path: Place) -> dict[str, Any]:
+def kvstore_of(path: Location) -> dict[str, Any]:
     """Returns TensorStore's key-value store of a directory."""
     if isinstance(path, Path):
         return {"driver": "file", "path": f"{path}/"}
@@ -220,7 +220,7 @@ def kvstore_of(path: Place) -> dict[str, Any]:
     return path.spec()
 
 
-def blocks(path: Place) -> Iterator[bytes]:
+def blocks(path: Location) -> Iterator[bytes]:
     if isinstance(path, ObjectPath):
         yield path.read_bytes()
         return
@@ -229,7 +229,7 @@ def blocks(path: Place) -> Iterator[bytes]:
             yield block
 
 
-def last_bytes(path: Place, count: int) -> bytes:
+def last_bytes(path: Location, count: int) -> bytes:
     if isinstance(path, ObjectPath):
         return path.read_bytes(count)
     with path.open("rb") as file:
@@ -237,7 +237,7 @@ def last_bytes(path: Place, count: int) -> bytes:
         return file.read()
 
 
-def write_file(path: Place, data: bytes) -> None:
+def write_file(path: Location, data: bytes) -> None:
     """Writes a file and flushes it to the disk."""
     with named(path, "written"):
         if isinstance(path, ObjectPath):
@@ -249,7 +249,7 @@ def write_file(path: Place, data: bytes) -> None:
             os.fsync(file.fileno())
 
 
-def put(path: Place, data: bytes) -> None:
+def put(path: Location, data: bytes) -> None:
     """Overwrites a file in a single step, and flushes it to the disk."""
     if isinstance(path, ObjectPath):
         write_file(path, data)
@@ -261,7 +261,7 @@ def put(path: Place, data: bytes) -> None:
         flush(path.parent)
 
 
-def flush(path: Place) -> None:
+def flush(path: Location) -> None:
     """Flushes a file's bytes, or a directory's entries, to the disk."""
     if isinstance(path, ObjectPath):
         return
@@ -272,14 +272,14 @@ def flush(path: Place) -> None:
         os.close(descriptor)
 
 
-def flush_all(path: Place) -> None:
+def flush_all(path: Location) -> None:
     """Flushes the entries of a directory, and of those below it, to the disk."""
     for folder, _, _ in os.walk(path) if isinstance(path, Path) else ():
         with named(Path(folder), "written"):
             flush(Path(folder))
 
 
-def remove_all(path: Place) -> None:
+def remove_all(path: Location) -> None:
     """Removes a directory and its contents, as far as possible."""
     if isinstance(path, Path):
         shutil.rmtree(path, ignore_errors=True)
@@ -289,7 +289,7 @@ def remove_all(path: Place) -> None:
 
 
 @contextlib.contextmanager
-def named(path: Place, done: str) -> Iterator[None]:
+def named(path: Location, done: str) -> Iterator[None]:
     """Raises a CheckpointError, with the path, in place of the system's OSError. `done`: "written" or "read"."""
     try:
         yield
@@ -300,7 +300,7 @@ def named(path: Place, done: str) -> Iterator[None]:
         raise CheckpointError(f"{path} can't be {done}: {message}{disk_space(path.parent, error)}") from error
 
 
-def disk_space(folder: Place, error: Exception) -> str:
+def disk_space(folder: Location, error: Exception) -> str:
     """Returns a sentence on free space, after an error that a full disk may have caused; else ""."""
     if isinstance(folder, ObjectPath):
         return ""
