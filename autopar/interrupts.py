@@ -7,12 +7,12 @@ once, whatever is lost: the call may be waiting for a process that is gone.
 
 A loop over batches has more to lose: the source moves on with each batch, the state with each step, and a checkpoint
 needs both at the same batch. A `Loop` holds signals back while its body runs, and answers them before it asks for the
-next batch. Of several open loops the first one does.
+next batch. Of several open loops only the outermost one does.
 
 How: from the first such call on, the signals' handlers are wrapped by ours, which stay, because the last moment (the
 call has returned, and its caller hasn't stored the results yet) comes after all of our code. Python answers signals
-between two instructions, and there is one such place between the call's return and the assignment. A signal that is
-first seen outside of a call is therefore answered at the next place: a thread sends it once more, a millisecond later.
+between two instructions, and there is one such point between the call's return and the assignment. A signal that is
+first seen outside of a call is therefore answered at the next one: a thread sends it once more, a millisecond later.
 In a call, or in the frame that is just leaving it, that thread goes on trying. (Without that thread 12 of 3,605
 interruptions from another process lost the state of a small step; with it none of 8,083 did.)
 
@@ -113,7 +113,7 @@ class Interrupts:
         #: Signals that another rank told of first -> `time.monotonic()`.
         self._told: dict[int, float] = {}
         self._answering = False
-        #: Handlers when a call last began: while they are the same, and nothing is held, there is nothing to do.
+        #: Handlers when a call last began. While they stay the same and no signal is held, a call has nothing to do.
         self._prepared: list[Any] = []
         self.main = threading.main_thread().ident
 
@@ -299,13 +299,13 @@ def interruptible(when: bool = True) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Body:
-    """The body of an open loop. `place`: file:line of the user's code that asked for its first batch."""
+    """The body of an open loop. `where`: file:line of the user's code that asked for its first batch."""
 
-    place: str
+    where: str
 
     def told(self, number: int, text: str) -> str:
         """Returns the line to print about a signal."""
-        return f"autopar: {signal.Signals(number).name} {text.format(self.place)}\n"
+        return f"autopar: {signal.Signals(number).name} {text.format(self.where)}\n"
 
 
 #: This rank's held signals -> all ranks'. Collective.

@@ -1,8 +1,8 @@
 """`Batches`: an iterator over batches that are placed over the devices ahead of the step, with its position.
 
-If streams differ by process, the processes tell each other before each batch how much of it they have. All see the same
-answers, so that all end, leave a batch out, or raise at the same one, and none waits for batches that don't come. The
-exchange is on the host (`launch.group`) and doesn't wait for steps in flight.
+If streams differ by process, the processes tell each other before each batch how many of its examples they have. All
+see the same answers, so that all end, leave a batch out, or raise at the same one, and none waits for batches that
+don't come. The exchange is on the host (`launch.group`) and doesn't wait for steps in flight.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from autopar.mpi.waiting import signal_channel
 
 
 def agreed(source: Stream, processes: StoreGroup, last: Last, epoch: int, start: int) -> Iterator[Part]:
-    """Yields batches of an epoch from number `start` on, joined from all processes' sources; `source` is this one's.
+    """Yields batches of an epoch from index `start` on, joined from all processes' sources; `source` is this one's.
 
-    `last`: what to do if they don't give as much. "error"; "drop": such a batch is left out, and the epoch ends with
+    `last`: what to do if sources differ in length. "error"; "drop": such a batch is left out, and the epoch ends with
     the first source that does; "pad": it is filled up with the source's last example, until all sources end.
     """
     parts = source.read(epoch, start)
@@ -138,7 +138,7 @@ class Options:
 
     @property
     def member(self) -> int:
-        """The number of this process's source among them."""
+        """The index of this process's source among them."""
         return self.devices.processes.rank if self.per_process else 0
 
 
@@ -245,7 +245,7 @@ class Batches(Iterator[Any]):
             number = None
             for part in self._parts(epoch, start, kept):
                 number = part.number
-                yield (epoch, number + 1, part.kept), self._place(part)
+                yield (epoch, number + 1, part.kept), self._put(part)
             if number is None and start == 0:
                 return  # a source without any batch, which may be gone through without end
             epoch, start, kept = epoch + 1, 0, None
@@ -275,7 +275,7 @@ class Batches(Iterator[Any]):
                 )
             yield filled(part, full)
 
-    def _place(self, part: Part) -> Pytree:
+    def _put(self, part: Part) -> Pytree:
         """Puts this process's part of a batch on its devices."""
         options, count = self._options, self._options.devices.count
         if part.total % count and options.sources > 1:

@@ -46,7 +46,7 @@ class BatchesOnDemand(Batches):
             raise StopIteration
         epoch, batch = divmod(self._next, self._examples.batches)
         self._next = None
-        return self._place(next(self._examples.read(epoch, batch)))
+        return self._put(next(self._examples.read(epoch, batch)))
 
     def state(self) -> dict[str, Json]:
         number = self._link.ask(0, Position(self._link.number))

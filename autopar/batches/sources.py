@@ -252,8 +252,8 @@ class Examples:
         held = Held(tuple((a + self._first, b + self._first) for a, b in self._held.runs))
         for first in range(start, self.batches - self._turns + 1, self._turns):
             number = first + self._turn
-            places = np.minimum(number * self._size + mine, count - 1)
-            batch, axes = self._reader.read(places if order is None else order[places])
+            indices = np.minimum(number * self._size + mine, count - 1)
+            batch, axes = self._reader.read(indices if order is None else order[indices])
             reals = tuple(min(max(n - number * self._size, 0), self._size) for n in self._counts)
             last = first + self._turns - 1
             yield Part(last, batch, axes, len(mine), self._size * len(self._counts), reals, held)
@@ -291,7 +291,7 @@ class Held:
 
     @property
     def numbers(self) -> np.ndarray:
-        """Their numbers in the batch."""
+        """Their indices in the batch."""
         return np.concatenate([np.arange(*run) for run in self.runs])
 
     def find(self, wanted: slice, size: int) -> slice | None:
@@ -307,15 +307,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Part:
-    """A batch, as far as a process has read it.
+    """The part of a batch that a process has read.
 
     Attributes:
-      number: Its number in the epoch.
+      number: The batch's index in the epoch.
       batch, axes: A pytree of arrays, and the batch axis of each leaf.
-      size, total: Number of examples along them here, and in the global batch.
-      reals: For each source of the batch the number of examples that are no padding.
+      size, total: Number of examples here, and in the global batch.
+      reals: For each source of the batch the number of its examples, padding left out.
       held: The examples of the global batch that are here.
-      kept: The source's own position after it, if it keeps one.
+      kept: The source's own position after this batch, if it keeps one.
     """
 
     number: int
@@ -329,7 +329,7 @@ class Part:
 
 
 def axes_of(batch: Pytree, batch_axis: BatchAxis, added: Sequence[str] = ()) -> list[int | None]:
-    """Returns the batch axis of each leaf. `added`: leaves to come, which a pattern may name."""
+    """Returns the batch axis of each leaf. `added`: further leaves that a pattern may name."""
     leaves = jax.tree_util.tree_leaves_with_path({"batch": batch})
     known = [(path_name(path), tuple(leaf.shape)) for path, leaf in leaves]
     for (path, _), (_, leaf) in zip(known, leaves, strict=True):
@@ -359,7 +359,7 @@ def size_of(batch: Pytree, axes: Sequence[int | None], name: str) -> int:
 
 
 def filled(part: Part, full: int) -> Part:
-    """Returns a part with its last example repeated until there are `full`."""
+    """Returns a part with its last example repeated until it has `full` examples."""
 
     def fill(leaf: Leaf, axis: int | None) -> Leaf:
         if axis is None or leaf.shape[axis] != part.size or part.size == full:

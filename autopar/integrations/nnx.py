@@ -48,22 +48,22 @@ _TAG = "autopar"
 
 @dataclass(frozen=True)
 class Values:
-    """The values of an nnx object, as a pytree with leaves named as in the object. `place` (which argument, which
+    """The values of an nnx object, as a pytree with leaves named as in the object. `key` (which argument, which
     object of it) keeps two objects of one form apart."""
 
-    place: tuple[Any, ...]
+    key: tuple[Any, ...]
     paths: tuple[str, ...]
     leaves: tuple[Leaf, ...]
 
 
 def _flatten_values(values: Values) -> tuple[list[tuple[Pytree, Pytree]], Pytree]:
     keys = map(jax.tree_util.GetAttrKey, values.paths)
-    return list(zip(keys, values.leaves, strict=True)), (values.place, values.paths)
+    return list(zip(keys, values.leaves, strict=True)), (values.key, values.paths)
 
 
 def _unflatten_values(data: Leaf, leaves: Leaf) -> Values:
-    place, paths = data
-    return Values(place, paths, tuple(leaves))
+    key, paths = data
+    return Values(key, paths, tuple(leaves))
 
 
 jax.tree_util.register_pytree_with_keys(Values, _flatten_values, _unflatten_values)
@@ -72,7 +72,7 @@ jax.tree_util.register_pytree_with_keys(Values, _flatten_values, _unflatten_valu
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Graphs:
-    """Structures of nnx objects by place; static in the arguments and results of the ordinary step."""
+    """Structures of nnx objects by key; static in the arguments and results of the ordinary step."""
 
     found: tuple[tuple[Leaf, Leaf], ...]
 
@@ -167,7 +167,7 @@ class NnxStep(ObjectStep):
 
 
 class _Split:
-    """Takes nnx objects out of arguments, and remembers their structure and Variables by place."""
+    """Takes nnx objects out of arguments, and remembers their structure and Variables by key."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -194,21 +194,21 @@ class _Split:
     def update(self, new: Pytree) -> None:
         """Puts the step's results into the Variables."""
         for values in _values_in(new):
-            for variable, leaf in zip(self.variables[values.place], values.leaves, strict=True):
+            for variable, leaf in zip(self.variables[values.key], values.leaves, strict=True):
                 if isinstance(variable, nnx.Variable):
                     variable.set_raw_value(leaf)
 
-    def _values(self, place: tuple[Any, ...], node: Any) -> Values:
+    def _values(self, key: tuple[Any, ...], node: Any) -> Values:
         graph, flat = self._context.flatten(node)
         flat = list(flat)
-        self.graphs[place] = graph
-        self.variables[place] = [leaf for _, leaf in flat]
+        self.graphs[key] = graph
+        self.variables[key] = [leaf for _, leaf in flat]
         paths = tuple("/".join(map(str, path)) or "value" for path, _ in flat)
         raw = (leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf for _, leaf in flat)
-        return Values(place, paths, tuple(raw))
+        return Values(key, paths, tuple(raw))
 
 
-#: The name of the step's result, in places.
+#: The name of the step's result, in keys.
 _OUT = None
 
 
@@ -227,7 +227,7 @@ def _values_in(tree: Pytree) -> Iterator[Values]:
 def _merged(tree: Pytree, graphs: Mapping[Any, Any], context: Any) -> Pytree:
 
     def made(v: Any) -> Pytree:
-        return context.unflatten(graphs[v.place], list(v.leaves)) if _is_values(v) else v
+        return context.unflatten(graphs[v.key], list(v.leaves)) if _is_values(v) else v
 
     return jax.tree.map(made, tree, is_leaf=_is_values)
 
@@ -252,10 +252,10 @@ def _pure(fun: Callable[..., Pytree], graphs: Mapping[Any, Any]) -> Callable[...
                 pairs = [(old, split(k, own)) for k, (old, own) in named if any(_values_in(old))]
                 out = split(_OUT, out)
         same = split.graphs.keys() == graphs.keys() and all(
-            graph.with_no_outer_index() == graphs[place] for place, graph in split.graphs.items()
+            graph.with_no_outer_index() == graphs[key] for key, graph in split.graphs.items()
         )
         for values in (v for old, _ in pairs for v in _values_in(old)):
-            changed = zip(split.variables[values.place], values.leaves, strict=True) if same else ()
+            changed = zip(split.variables[values.key], values.leaves, strict=True) if same else ()
             same = same and not any(not isinstance(v, nnx.Variable) and v is not x for v, x in changed)
         if not same:
             return out, split.structure, *(new for _, new in pairs)

@@ -14,13 +14,13 @@ from autopar.ir.program import Block
 from autopar.jax_types import Array, Leaf
 
 ServerIndex = NewType("ServerIndex", int)
-#: The number under which a server keeps a leaf (its input's number) or a piece of a leaf (a number beyond those).
+#: The index under which a server keeps a leaf (that of the step's input) or a piece of a leaf (beyond those).
 KeptIndex = NewType("KeptIndex", int)
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part [start:stop] along `axis` of a leaf (an input's number) that several servers keep."""
+    """The part [start:stop] along `axis` of a leaf (an input's index) that several servers keep."""
 
     leaf: int
     axis: int
@@ -42,9 +42,9 @@ class ServerPart:
     leaves: tuple[KeptIndex, ...]  #: What it keeps.
     clocks: tuple[int, ...]  #: Clocks that its programs read; it advances a copy of its own.
     pull: Block  #: The program of a pull, from leaves and ids to what a worker is given.
-    ids: tuple[int, ...]  #: Numbers of its ids among those that a worker sends.
+    ids: tuple[int, ...]  #: Indices of its ids among those that a worker sends.
     update: Block  #: The program of a push, from leaves, clocks and pushed values to new leaves and clocks.
-    pushed: tuple[int, ...]  #: Numbers of its values among those that a worker pushes.
+    pushed: tuple[int, ...]  #: Indices of its values among those that a worker pushes.
     #: Bytes of its leaves, and of a worker's messages.
     leaf_bytes: int
     pull_bytes: int
@@ -65,8 +65,8 @@ class ServedStep:
     """The programs of a step that is cut into a worker's part, for its minibatch, and the servers'.
 
     A worker's program takes what it pulled, server by server, and then the step's inputs that it has (`own`). It
-    returns what it pushes, the step's results (`results`), and new clocks. Inputs and outputs are the step's, by
-    number.
+    returns what it pushes, the step's results (`results`), and new clocks. Inputs and outputs are named by
+    their indices in the step.
     """
 
     ids: Block  #: The program that computes ids from `id_inputs`.
@@ -80,30 +80,30 @@ class ServedStep:
     clocks: tuple[int, ...]
     whole: frozenset[int]  #: Leaves that a worker pulls whole.
     servers: tuple[ServerPart, ...]  #: Each server's part; there may be fewer than were asked for.
-    #: Leaves that several servers keep, by numbers beyond those of the inputs.
+    #: Leaves that several servers keep, by indices beyond those of the inputs.
     pieces: Mapping[KeptIndex, Piece] = field(default_factory=dict)
     #: The worker's program on each of its devices, if several can divide its minibatch.
     local_worker: LocalWorker | None = None
 
     @functools.cached_property
     def homes(self) -> Mapping[int, Sequence[tuple[ServerIndex, KeptIndex]]]:
-        """The servers that keep each leaf, with its number there."""
+        """The servers that keep each leaf, with its index there."""
         found: dict[int, list[tuple[ServerIndex, KeptIndex]]] = {}
         for n, part in enumerate(self.servers):
             for k in part.leaves:
                 found.setdefault(self.leaf_of(k), []).append((ServerIndex(n), k))
-        return {leaf: sorted(places, key=lambda place: place[1]) for leaf, places in found.items()}
+        return {leaf: sorted(pieces, key=lambda piece: piece[1]) for leaf, pieces in found.items()}
 
     def leaf_of(self, number: KeptIndex) -> int:
-        """Returns the leaf of a number, which may be a piece's."""
+        """Returns the leaf that an index names, perhaps by a piece of it."""
         return self.pieces[number].leaf if number in self.pieces else number
 
     def kept(self, number: KeptIndex, leaves: Sequence[Leaf]) -> Leaf:
-        """Returns the array that a server keeps by a number, from the step's flat arguments."""
+        """Returns the array that a server keeps under an index, from the step's flat arguments."""
         return self.pieces[number].of(leaves[self.pieces[number].leaf]) if number in self.pieces else leaves[number]
 
     def whole_leaves(self, kept: Mapping[int, Leaf]) -> dict[int, Leaf]:
-        """Returns leaves by input number, with pieces put together."""
+        """Returns leaves by input index, with pieces put together."""
         cut: dict[int, list[Array]] = {}
         for number in sorted(self.pieces.keys() & kept.keys()):
             cut.setdefault(self.pieces[number].leaf, []).append(kept[number])

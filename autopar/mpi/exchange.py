@@ -1,9 +1,9 @@
 """`Exchange`: rows and sums that the ranks of a job exchange in a step, as NumPy arrays.
 
-Rows of a table are divided over ranks: place p belongs to rank `p // shard_rows` and is its row `p % shard_rows`. A
-step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`), and returns the sums
-of their gradients (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is Parallax's parameter
-server (papers/parallax.txt, 4.2 and 5.1), with one server in each worker.
+Rows of a table are divided over ranks: storage index p belongs to rank `p // shard_rows` and is its row
+`p % shard_rows`. A step asks the owners for the rows that its part of the batch touches (`ask`), gets them (`fetch`),
+and returns the sums of their gradients (`deliver`); dense gradients, losses and norms are reduced (`reduce`). This is
+Parallax's parameter server (papers/parallax.txt, 4.2 and 5.1), with one server in each worker.
 
 Invariants:
 
@@ -44,7 +44,7 @@ class Requested:
 
     Attributes:
       rows: `[u]`, int32 (int64 if a shard needs it), sorted, unique: rows of this rank that any rank asked for.
-      bounds: The places that this rank asked of owner r are `places[bounds[r]:bounds[r + 1]]`.
+      bounds: The storage indices that this rank asked of owner r are `indices[bounds[r]:bounds[r + 1]]`.
       sources: By rank, `[n_r]`, intp: positions of its rows in `rows`, in the order in which it asked.
     """
 
@@ -59,7 +59,7 @@ class Requested:
 
     @property
     def size(self) -> int:
-        """The number of places that this rank asked for."""
+        """The number of rows that this rank asked for."""
         return self.bounds[-1]
 
 
@@ -111,20 +111,20 @@ class Exchange:
     def polling(self) -> bool:
         return self._waiting.polling
 
-    def ask(self, places: np.ndarray, shard_rows: int) -> Requested:
+    def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
         """Tells owners which rows this rank wants, and learns which of its own are wanted.
 
         Args:
-          places: `[n]`, int32 or int64, sorted, unique, from 0 to below `size * shard_rows`.
+          indices: Storage indices, `[n]`, int32 or int64, sorted, unique, from 0 to below `size * shard_rows`.
           shard_rows: Rows that each rank owns; the same on all ranks.
         """
         dtype = number_dtype(shard_rows)
         if self.size == 1:
-            return Requested(places.astype(dtype, copy=False), (0, places.size), (np.arange(places.size),))
-        if places.dtype != np.int64:
-            places = places.astype(number_dtype(shard_rows * self.size), copy=False)  # that the shards' ends fit
-        bounds = self._bounds(places, shard_rows)
-        wanted = self._swap_ids(places, bounds, shard_rows, dtype)
+            return Requested(indices.astype(dtype, copy=False), (0, indices.size), (np.arange(indices.size),))
+        if indices.dtype != np.int64:
+            indices = indices.astype(number_dtype(shard_rows * self.size), copy=False)  # that the shards' ends fit
+        bounds = self._bounds(indices, shard_rows)
+        wanted = self._swap_ids(indices, bounds, shard_rows, dtype)
         self.own_bytes["ids"] += wanted[self.rank].nbytes
         rows, sources = union_rows(wanted)
         return Requested(rows, bounds, sources)
@@ -137,7 +137,7 @@ class Exchange:
           out: Where to write them: C order, `[at least n, ...]`, of the same dtype.
 
         Returns:
-          `[n, ...]` in the order of the places that were asked for: the first n of `out`, or an aligned array.
+          `[n, ...]` in the order of the indices that were asked for: the first n of `out`, or an aligned array.
         """
         require_rows(rows, len(requested.rows), "rows")
         n = requested.size
@@ -163,7 +163,7 @@ class Exchange:
         Sums of 16-bit and 8-bit floats are taken in float32 and rounded once; those of bools are "or".
 
         Args:
-          sums: `[n, ...]`, in the order of the places that were asked for. Not read after the call.
+          sums: `[n, ...]`, in the order of the indices that were asked for. Not read after the call.
           out: Where to write: C order, `[at least u, ...]`, of the same dtype.
 
         Returns:
@@ -255,26 +255,26 @@ class Exchange:
         slices = [None if r == self.rank else slice(a, b) for r, (a, b) in enumerate(pairwise(ends))]
         return slices, ends[-1]
 
-    def _bounds(self, places: np.ndarray, shard_rows: int) -> tuple[int, ...]:
-        edges = np.arange(self.size + 1, dtype=places.dtype) * shard_rows
-        bounds = tuple(np.searchsorted(places, edges).tolist())
-        assert bounds[0] == 0 and bounds[-1] == places.size, f"places beyond {self.size} shards of {shard_rows} rows"
+    def _bounds(self, indices: np.ndarray, shard_rows: int) -> tuple[int, ...]:
+        edges = np.arange(self.size + 1, dtype=indices.dtype) * shard_rows
+        bounds = tuple(np.searchsorted(indices, edges).tolist())
+        assert bounds[0] == 0 and bounds[-1] == indices.size, f"indices beyond {self.size} shards of {shard_rows} rows"
         return bounds
 
     def _swap_ids(
-        self, places: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype
+        self, indices: np.ndarray, bounds: tuple[int, ...], shard_rows: int, dtype: np.dtype
     ) -> tuple[np.ndarray, ...]:
         """Exchanges row numbers; returns by rank the rows that it wants of this one. A message is `[count | ids]`."""
         sends: list[np.ndarray | None] = []
         parts: list[np.ndarray] = []
-        packed = self._scratch.take("requested", places.size + self.size, dtype)
+        packed = self._scratch.take("requested", indices.size + self.size, dtype)
         received = self._scratch.take("wanted", (self.size, 1 + FIRST_IDS), dtype)
         received[:, 0] = 0
         for r in range(self.size):
             start, end = bounds[r], bounds[r + 1]
             message = packed[start + r : end + r + 1]
             message[0] = end - start
-            np.subtract(places[start:end], r * shard_rows, out=message[1:], casting="same_kind")
+            np.subtract(indices[start:end], r * shard_rows, out=message[1:], casting="same_kind")
             parts.append(message[1:])
             sends.append(message[: 1 + FIRST_IDS] if r in self._askable else None)
         first = [row if r in self._askers else None for r, row in enumerate(received)]
@@ -329,7 +329,7 @@ class Exchange:
                 waiting.collective(self._comm, "Allreduce", MPI.IN_PLACE, part, getattr(MPI, op))
 
 
-# --- many arrays in few messages: their places in one buffer, and the form in which they are reduced ---
+# --- many arrays in few messages: where they are in one buffer, and the form in which they are reduced ---
 #
 # Arrays that MPI can't reduce travel in another form:
 #

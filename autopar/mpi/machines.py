@@ -90,14 +90,14 @@ class LeaderExchange(Exchange):
         self._askable = frozenset(o for o in range(size) if o not in mine and mine[self._leaders[o]] == rank)
         self._askers = frozenset(ranks[_leaders(ranks, size)[rank]] for ranks in self.machines if rank not in ranks)
 
-    def ask(self, places: np.ndarray, shard_rows: int) -> RequestedByLeaders:
+    def ask(self, indices: np.ndarray, shard_rows: int) -> RequestedByLeaders:
         total = self.size * shard_rows
-        places = places.astype(np.int64, copy=False)
-        bounds = self._bounds(places, shard_rows)
+        indices = indices.astype(np.int64, copy=False)
+        bounds = self._bounds(indices, shard_rows)
         # Places of a table of which each node leader owns as many rows as there are in all.
-        keys = np.empty(places.size, np.int64)
+        keys = np.empty(indices.size, np.int64)
         for owner, part, sent in self._parts(bounds):
-            np.add(places[part], self._leaders[owner] * total, out=keys[sent])
+            np.add(indices[part], self._leaders[owner] * total, out=keys[sent])
         near = self.near.ask(keys, total)
         far = super().ask(near.rows, shard_rows)
         return RequestedByLeaders(far.rows, bounds, far.sources, near, far)
@@ -137,7 +137,7 @@ class LeaderExchange(Exchange):
         return NodeRings(self._comm, waiting, machines)
 
     def _parts(self, bounds: Sequence[int]) -> Iterator[tuple[int, slice, slice]]:
-        """Yields each owner, and the slices of its places among the given ones, and among those sorted by node
+        """Yields each owner, and the slices of its indices among the given ones, and among those sorted by node
         leader."""
         end = 0
         for owner in self._by_leader:

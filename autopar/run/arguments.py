@@ -45,7 +45,7 @@ class Argument:
     stack_indices: tuple[StackIndex | None, ...]
 
     @property
-    def place(self) -> int | str:
+    def key(self) -> int | str:
         """The position, or the name of a keyword argument."""
         return self.name if self.position is None else self.position
 
@@ -140,16 +140,16 @@ def read_call(
 
 def static_key(statics: Mapping[int | str, Any]) -> Any:
     """Returns a key of static arguments that, as in `jax.jit`, tells 1, 1.0 and True apart."""
-    return tuple((place, type(value), value) for place, value in statics.items())
+    return tuple((key, type(value), value) for key, value in statics.items())
 
 
 def _unhashable(statics: Mapping[int | str, Any], names: Sequence[str], cause: TypeError) -> str:
     what = "an argument's structure can't be hashed"
-    for place, value in statics.items():
+    for key, value in statics.items():
         try:
             hash(value)
         except TypeError:
-            which = names[place] if isinstance(place, int) else place
+            which = names[key] if isinstance(key, int) else key
             what = f"the static argument {which} is a {type(value).__name__}, which can't be hashed"
     return (
         f"{what} ({cause}). Each value of a static argument has a plan of its own, so it must be hashable (a tuple, a "
@@ -283,7 +283,7 @@ def _find(
             yield start
 
 
-def result_places(argument: Argument, outputs: Pytree, claimed: Sequence[tuple[int, int]]) -> list[int]:
+def possible_starts(argument: Argument, outputs: Pytree, claimed: Sequence[tuple[int, int]]) -> list[int]:
     """Returns first leaves of all outputs of an argument's form that don't overlap with claimed ranges of leaves."""
     leaves, treedef = jax.tree.flatten(outputs)
     return list(_find(argument, list(subtrees(treedef)), [type_of_shape(leaf) for leaf in leaves], claimed))
@@ -400,8 +400,8 @@ class NamedArguments:
     def __bool__(self) -> bool:
         return bool(self.argnums or self.argnames)
 
-    def __contains__(self, place: int | str) -> bool:
-        return place in self.argnums or place in self.argnames
+    def __contains__(self, key: int | str) -> bool:
+        return key in self.argnums or key in self.argnames
 
     def __or__(self, other: NamedArguments) -> NamedArguments:
         return NamedArguments(

@@ -82,8 +82,8 @@ def first_deleted(arguments: tuple[Pytree, Pytree]) -> str | None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(arguments):
         if is_table(leaf) or (isinstance(leaf, jax.Array) and not jax_compat.is_tracer(leaf)):
             if leaf.is_deleted():
-                place = path_name(path[2:])
-                return f"argument {path_name(path[1:2])}" + (f", {place}" if place else "")
+                inner = path_name(path[2:])
+                return f"argument {path_name(path[1:2])}" + (f", {inner}" if inner else "")
     return None
 
 
@@ -101,11 +101,11 @@ def noting_lost_state(call: Callable[..., Pytree]) -> Callable[..., Pytree]:
         except (AutoparError, Warning):
             raise
         except BaseException as error:
-            place = first_deleted((args, kwargs))
-            if place is not None:
+            deleted = first_deleted((args, kwargs))
+            if deleted is not None:
                 error.add_note(
-                    f"autopar: {step.name} updates its state in place, and had begun to: {place} is gone, and the new "
-                    "state isn't complete. Go on from a checkpoint (autopar.restore), or keep old states with "
+                    f"autopar: {step.name} updates its state in place, and had begun to: {deleted} is gone, and the "
+                    "new state isn't complete. Go on from a checkpoint (autopar.restore), or keep old states with "
                     "parallelize(step, donate=False)"
                 )
             raise

@@ -83,7 +83,7 @@ class DevicesRunner(Runner):
       run: The planned step on flat arrays as they are stored.
       compiled: The plan and its programs.
       devices: The mesh.
-      out_tree: The structure of its results.
+      out_tree: The structure of the step's results.
       donate: Whether states are updated in place.
       first: The planned step without its fallback, called until the whole is compiled.
       are_results_whole: Whether per-example results are brought to every process.
@@ -132,7 +132,7 @@ class DevicesRunner(Runner):
         self._tables = {out: bound.layouts[k] for k, out in analysed.new_states.items() if k in bound.layouts}
         self._types = [_stored(v.type, self._layouts.get(k)) for k, v in enumerate(analysed.block.inputs)]
         self._types += logs
-        self._places = (*self._shardings, *entries)
+        self._in_shardings = (*self._shardings, *entries)
         self._homes = [None if k in self._layouts else sharding for k, sharding in enumerate(self._shardings)]
         ordinary = (k for k in range(len(analysed.inputs)) if k not in self._donated and k not in self._layouts)
         self._placed_together = frozenset(() if devices.processes.several else ordinary)
@@ -142,8 +142,8 @@ class DevicesRunner(Runner):
         self._capacities = np.array([f.bounds.capacity for f in bound.families if f.bounds.tight])
         self._loads: collections.deque[Any] = collections.deque()
         self._across, self._are_results_whole = devices.processes.several, are_results_whole
-        places = self._returned(analysed, entries, bool(bound.fallback))
-        order = donation_order(compiled.program.new_states, len(places))
+        out_shardings = self._returned(analysed, entries, bool(bound.fallback))
+        order = donation_order(compiled.program.new_states, len(out_shardings))
         self._order = sorted(range(len(order)), key=order.__getitem__)
 
         def jitted(run: Callable[..., Sequence[Pytree]], *further: int) -> Any:
@@ -154,8 +154,8 @@ class DevicesRunner(Runner):
             return jit_on(
                 devices.mesh,
                 run_in_order,
-                in_shardings=self._places,
-                out_shardings=(*(places[k] for k in order), *[devices.sharding(None)] * len(further)),
+                in_shardings=self._in_shardings,
+                out_shardings=(*(out_shardings[k] for k in order), *[devices.sharding(None)] * len(further)),
                 donate_argnums=(*states, *range(len(analysed.inputs), len(self._types))) if donate else (),
                 keep_unused=True,  # all are placed, and JAX pairs what is donated with what comes back
             )
@@ -202,7 +202,7 @@ class DevicesRunner(Runner):
             self._call.prepare()
 
     def _lowered(self) -> Any:
-        pairs = zip(self._types, self._places, strict=True)
+        pairs = zip(self._types, self._in_shardings, strict=True)
         return self._run.lower(
             *(jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type, sharding=s) for t, s in pairs)
         )
@@ -217,7 +217,7 @@ class DevicesRunner(Runner):
         if self._read_rows is not None:
             leaves = self._read_rows.current(leaves)
         leaves, going = self._logs(leaves) if self._log_programs else (leaves, [])
-        placed = self._in_place(leaves)
+        placed = self._placed_leaves(leaves)
         pairs = zip(going, self._log_programs, strict=True)
         logs = [log or programs.begin([placed[k] for k in programs.leaves]) for log, programs in pairs]
         entries = [x for log in logs for x in log.entries]
@@ -233,14 +233,14 @@ class DevicesRunner(Runner):
                 results[out] = Table(results[out], layout, axis)
         return self._out_tree.unflatten(results if self._stack is None else self._stack.parted(results))
 
-    def _in_place(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
+    def _placed_leaves(self, leaves: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the arguments where the step takes them; most are there already."""
         placed = list(leaves)
         elsewhere = [
             k
             for k, (leaf, home) in enumerate(zip(leaves, self._homes, strict=True))
             if type(leaf) is not ConcreteArray
-            or ((place := leaf.sharding) is not home and place != home)
+            or ((sharding := leaf.sharding) is not home and sharding != home)
             or leaf.is_deleted()
         ]
         batch = [k for k in elsewhere if k in self._placed_together and isinstance(leaves[k], np.ndarray)]
@@ -259,7 +259,7 @@ class DevicesRunner(Runner):
         return placed
 
     def _separate(self, leaves: Sequence[Leaf], placed: list[Leaf], elsewhere: Sequence[int]) -> None:
-        """Copies state leaves that share a buffer with another leaf. `elsewhere`: numbers of leaves that were placed
+        """Copies state leaves that share a buffer with another leaf. `elsewhere`: indices of leaves that were placed
         now."""
         placed_now = self._donated.intersection(elsewhere)
         if any(placed[k] is not leaves[k] and isinstance(leaves[k], jax.Array) for k in placed_now):  # the user's
@@ -399,7 +399,7 @@ class LateFallback:
 
 @dataclass(frozen=True)
 class _Ids:
-    """The rows that are looked up in a leaf: `run` computes their numbers (flat; out of range is no row) from the
+    """The rows that are looked up in a leaf: `run` computes their indices (flat; out of range is no row) from the
     inputs `reads`."""
 
     run: Callable[..., Sequence[Array]]
@@ -425,18 +425,18 @@ class ReadRows:
             if isinstance(leaf, DeferredTable):
                 by_log.setdefault(id(leaf.pending), (leaf.pending, []))[1].append(k)
         made = list(leaves)
-        for log, places in by_log.values():
+        for log, indices in by_log.values():
             if log.is_up_to_date or log.is_deleted():
                 continue
-            found = {k: ids for k in places if (ids := self._ids(k, leaves[k].axis)) is not None}
+            found = {k: ids for k in indices if (ids := self._ids(k, leaves[k].axis)) is not None}
             reads = sorted({k for ids in found.values() for k in ids.reads})
-            if len(found) < len(places) or any(isinstance(leaves[k], TableLeaf) for k in reads):
+            if len(found) < len(indices) or any(isinstance(leaves[k], TableLeaf) for k in reads):
                 continue
-            tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in places), log.programs.everywhere
+            tables, everywhere = tuple((leaves[k].table, k, leaves[k].axis) for k in indices), log.programs.everywhere
             run = self._program_of(tables, log.programs.blocks, everywhere)
             for ids in run({k: self._placed(k, leaves[k], everywhere) for k in reads}):
                 log.catch_up(ids)
-            for k in places:
+            for k in indices:
                 made[k] = leaves[k].lagging()
         return made
 

@@ -155,17 +155,17 @@ class RingEnd(End):
         (values,), count = answers, len(self._dense)
         dense, is_active = dict(zip(self._dense, values[:count], strict=True)), self._topology.is_active(self._own)
         made = pulled(weights, dense) if is_active else {k: jnp.asarray(x) for k, x in dense.items()}
-        for k, places, rows in zip(self._tables, values[count::2], values[count + 1 :: 2], strict=True):
-            if not places.size:
+        for k, indices, rows in zip(self._tables, values[count::2], values[count + 1 :: 2], strict=True):
+            if not indices.size:
                 continue
             array = weights[k]
             if is_active:
                 with np.errstate(all="ignore"):
-                    rows = self._picked(k, array, places) - rows
+                    rows = self._picked(k, array, indices) - rows
                 for server, known in self._since.items():
                     if server != self._partner:
-                        known[k] = [*known[k], places]
-            padded = self._rows.padded(places)
+                        known[k] = [*known[k], indices]
+            padded = self._rows.padded(indices)
             made[k] = self._rows.put(k, array, padded, np.resize(rows, (padded.size, *rows.shape[1:])), in_place=True)
         self._is_open, self._steps = False, self._steps + 1
         return made
@@ -185,8 +185,8 @@ class RingEnd(End):
                 known[k] = [*known[k], self._touched[k]]
         return rows
 
-    def _picked(self, k: int, array: Array, places: np.ndarray) -> np.ndarray:
-        return np.asarray(local(self._rows.picked(k, array, self._rows.padded(places))))[: places.size]
+    def _picked(self, k: int, array: Array, indices: np.ndarray) -> np.ndarray:
+        return np.asarray(local(self._rows.picked(k, array, self._rows.padded(indices))))[: indices.size]
 
     def _neighbors(self, client: int) -> list[int]:
         turns = range(self._topology.period)

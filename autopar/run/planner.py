@@ -217,7 +217,7 @@ class Planner:
     def _donates(self, call: Call, states: States) -> bool:
         """Says whether a call's state is updated in place: all of it, or, with a warning, none."""
         arguments = [call.arguments[k] for k in states.outputs]
-        kept = [a.name for a in arguments if self.donated is not None and a.place not in self.donated]
+        kept = [a.name for a in arguments if self.donated is not None and a.key not in self.donated]
         donate = self.donate and not kept
         if self.way.is_asynchronous and not donate:
             raise ArgumentsError(

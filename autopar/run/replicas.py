@@ -240,13 +240,13 @@ class TouchedRows:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _picked(array: Array, places: Array, axis: int) -> Array:
-    return jnp.moveaxis(jnp.take(array, places, axis), axis, 0)
+def _picked(array: Array, indices: Array, axis: int) -> Array:
+    return jnp.moveaxis(jnp.take(array, indices, axis), axis, 0)
 
 
 @functools.cache
 def _putter(in_place: bool) -> Callable[[Array, Array, Array, int], Array]:
-    def put(array: Array, places: Array, values: Array, axis: int) -> Array:
-        return array.at[(slice(None),) * axis + (places,)].set(jnp.moveaxis(values, 0, axis))
+    def put(array: Array, indices: Array, values: Array, axis: int) -> Array:
+        return array.at[(slice(None),) * axis + (indices,)].set(jnp.moveaxis(values, 0, axis))
 
     return jax.jit(put, static_argnums=3, donate_argnums=0 if in_place else ())

@@ -32,7 +32,7 @@ from autopar.run.arguments import (
     States,
     alike,
     find_states,
-    result_places,
+    possible_starts,
     subtrees,
     tops,
     type_of_shape,
@@ -51,7 +51,7 @@ def match_states(
     starts = dict(states.outputs)
     for group in _groups(call, starts):
         others = [(starts[k], starts[k] + len(call.arguments[k].types)) for k in starts if k not in group]
-        free = result_places(call.arguments[group[0]], outputs, others)
+        free = possible_starts(call.arguments[group[0]], outputs, others)
         if len(free) > 1:
             score = score or _scores(call, block)
             starts |= _best({k: starts[k] for k in group}, free, score)
@@ -114,10 +114,10 @@ def warn_of_missed_states(
     if states.outputs:
         forgotten = _forgotten(call, block, states, batches) if differentiates else None
         if forgotten is not None:
-            place = "..." if forgotten.position is None else f"({forgotten.position},)"
+            named = "..." if forgotten.position is None else f"({forgotten.position},)"
             told = (
                 f"{name} makes a new value of {forgotten.name!r} and doesn't return it: each step begins with the old "
-                f"one. Return it as well; if it is no state, say so: parallelize(step, batch_argnums={place})"
+                f"one. Return it as well; if it is no state, say so: parallelize(step, batch_argnums={named})"
             )
     elif missed := missed_states(call, outputs, block, batches, differentiates=differentiates):
         told = _told(name, missed)
@@ -239,9 +239,9 @@ def missed_states(
 
 def _told(name: str, missed: Sequence[Argument]) -> str:
     names = " and ".join(repr(argument.name) for argument in missed)
-    places = tuple(argument.position for argument in missed if argument.position is not None)
-    by_name = "" if len(places) == len(missed) else " and pass it by position"
-    shown = f"({', '.join(map(str, places))}{',' if len(places) == 1 else ''})" if places else "(...)"
+    positions = tuple(argument.position for argument in missed if argument.position is not None)
+    by_name = "" if len(positions) == len(missed) else " and pass it by position"
+    shown = f"({', '.join(map(str, positions))}{',' if len(positions) == 1 else ''})" if positions else "(...)"
     return (
         f"{name}: no argument was recognised as state, so the step runs as under jax.jit, without an update in place "
         f"or by rows. But it returns {names} in the same form. If that is state, say parallelize(step, "

@@ -229,8 +229,8 @@ class ParallelStep(PickledByOptions):
         try:
             hash(statics)  # what can't be hashed may not be comparable, either
             types = jax_compat.type_keys(leaves, _table_key)
-            places = jax_compat.shardings(leaves) if self.latest is not None and self.latest.parameters else None
-            return leaves, (tree, types, statics, jax_compat.uses_x64(), places)
+            shardings = jax_compat.shardings(leaves) if self.latest is not None and self.latest.parameters else None
+            return leaves, (tree, types, statics, jax_compat.uses_x64(), shardings)
         except TypeError:  # shapes, or what planning has an error for
             return leaves, None
 

@@ -26,13 +26,13 @@ class Center:
     """
 
     def __init__(self, leaves: Mapping[int, Array], alpha: float, workers: int) -> None:
-        self._places, self._leaves = tuple(leaves), [jnp.copy(x) for x in leaves.values()]
+        self._indices, self._leaves = tuple(leaves), [jnp.copy(x) for x in leaves.values()]
         self._alpha, self._log = alpha, Log(workers)
 
     @property
     def leaves(self) -> dict[int, Array]:
         """The part of the centre that it keeps, by number."""
-        return dict(zip(self._places, self._leaves, strict=True))
+        return dict(zip(self._indices, self._leaves, strict=True))
 
     def take(self, message: Exchange | Read) -> list[tuple[int, Reply]]:
         """Returns the answer with its worker; raises AutoparError if an exchange isn't the next one of its worker."""
@@ -78,25 +78,25 @@ def _exchanged(center: Sequence[Array], weights: Sequence[Array], alpha: float) 
 
 
 class Earlier:
-    """Keeps rows as they were before their first change. `places`: their numbers, int64[n], ascending."""
+    """Keeps rows as they were before their first change. `indices`: of these rows, int64[n], ascending."""
 
     def __init__(self, like: np.ndarray) -> None:
-        self.places = np.zeros(0, np.int64)
+        self.indices = np.zeros(0, np.int64)
         self._values = like[:0]
 
-    def keep(self, places: np.ndarray, values: np.ndarray) -> None:
-        """Keeps rows that aren't kept yet. `places`: ascending, distinct."""
-        is_new = ~np.isin(places, self.places, assume_unique=True)
-        places = np.concatenate([self.places, places[is_new]])
-        order = np.argsort(places)
-        self.places = places[order]
+    def keep(self, indices: np.ndarray, values: np.ndarray) -> None:
+        """Keeps rows that aren't kept yet. `indices`: ascending, distinct."""
+        is_new = ~np.isin(indices, self.indices, assume_unique=True)
+        indices = np.concatenate([self.indices, indices[is_new]])
+        order = np.argsort(indices)
+        self.indices = indices[order]
         self._values = np.concatenate([self._values, values[is_new]])[order]
 
-    def of(self, places: np.ndarray, now: np.ndarray) -> np.ndarray:
+    def of(self, indices: np.ndarray, now: np.ndarray) -> np.ndarray:
         """Returns rows as they were before their first change. `now`: the rows as they are."""
         values = now.copy()
-        known = np.isin(places, self.places, assume_unique=True)
-        values[known] = self._values[np.searchsorted(self.places, places[known])]
+        known = np.isin(indices, self.indices, assume_unique=True)
+        values[known] = self._values[np.searchsorted(self.indices, indices[known])]
         return values
 
 
@@ -117,20 +117,20 @@ class SharedRows:
         self._since = {n: Earlier(self.rows) for n in neighbors}
         self._begun = Earlier(self.rows)
 
-    def exchange(self, neighbor: int, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Moves this table's rows to the mean of both; returns their numbers, and the moves to subtract from the
+    def exchange(self, neighbor: int, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Moves this table's rows to the mean of both; returns their indices, and the moves to subtract from the
         neighbour's.
 
         Args:
           neighbor: The active client that asks.
-          places: Rows that it has changed since their last exchange, ascending, distinct.
+          indices: Rows that it has changed since their last exchange, ascending, distinct.
           values: [n, ...]: these rows.
         """
         earlier = self._since[neighbor]
-        union = np.union1d(places, earlier.places)
+        union = np.union1d(indices, earlier.indices)
         now = self.rows[union]
         theirs = earlier.of(union, now)
-        theirs[np.searchsorted(union, places)] = values
+        theirs[np.searchsorted(union, indices)] = values
         with np.errstate(all="ignore"):  # what overflows is infinite, as in JAX
             moves = (now.dtype.type(0.5) * (theirs - now)).astype(now.dtype)
             differ = np.any(moves != 0, axis=tuple(range(1, moves.ndim)))
@@ -144,24 +144,24 @@ class SharedRows:
         self.rows[union] = new
         return union, moves
 
-    def step(self, places: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def step(self, indices: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Adds the changes of the client's own step; returns the numbers and values of rows that differ from the
         step's.
 
         Args:
-          places: Rows that the step looked up, ascending, distinct.
+          indices: Rows that the step looked up, ascending, distinct.
           values: [n, ...]: these rows, as it made them.
         """
-        begun, now = self._begun, self.rows[places]
-        moved = np.isin(places, begun.places, assume_unique=True)
+        begun, now = self._begun, self.rows[indices]
+        moved = np.isin(indices, begun.indices, assume_unique=True)
         new = np.array(values)
         with np.errstate(all="ignore"):
-            new[moved] = now[moved] + (values[moved] - begun.of(places[moved], now[moved]))
+            new[moved] = now[moved] + (values[moved] - begun.of(indices[moved], now[moved]))
         for each in self._since.values():
-            each.keep(places, now)
-        self.rows[places] = new
+            each.keep(indices, now)
+        self.rows[indices] = new
         self._begun = Earlier(self.rows)
-        return begun.places, self.rows[begun.places]
+        return begun.indices, self.rows[begun.indices]
 
 
 class Neighbor(Center):
@@ -205,11 +205,11 @@ class Neighbor(Center):
         ((worker, reply),) = self._stepped(message) if isinstance(message, Stepped) else super().take(message)
         assert isinstance(reply, Pulled), "nobody reads"
         made = list(reply.values)
-        for table, places, values in zip(self._tables.values(), rows[::2], rows[1::2], strict=True):
+        for table, indices, values in zip(self._tables.values(), rows[::2], rows[1::2], strict=True):
             if isinstance(message, Stepped):
-                made += table.step(places, values)
+                made += table.step(indices, values)
             else:
-                made += table.exchange(worker, places, values)
+                made += table.exchange(worker, indices, values)
         return [(worker, replace(reply, values=made))]
 
     def _stepped(self, message: Stepped) -> list[tuple[int, Reply]]:

@@ -53,15 +53,15 @@ class ExchangeSession:
 
     Args:
       end: The client's end.
-      servers, clients, places: As for `Link`.
+      servers, clients, processes: As for `Link`.
     """
 
     is_ring: ClassVar[bool] = False
 
     def __init__(
-        self, end: End, servers: Sequence[Spec], clients: Clients, places: Sequence[int] | None = None
+        self, end: End, servers: Sequence[Spec], clients: Clients, processes: Sequence[int] | None = None
     ) -> None:
-        self.end, self._link = end, Link(servers, clients, places=places)
+        self.end, self._link = end, Link(servers, clients, processes=processes)
         #: The rest of the step under way, and the server that was asked; None: all.
         self._wants: Iterator[Want] = iter(())
         self._asked: int | None = None
@@ -196,7 +196,7 @@ class RingSession(ExchangeSession):
     def __init__(
         self, end: End, weights: Collection[int], neighbors: Mapping[int, NeighborSpec], clients: Clients
     ) -> None:
-        self._places = list(weights)
+        self._indices = list(weights)
         self._own = [*neighbors].index(clients.own) if clients.own in neighbors else None
         super().__init__(end, [*neighbors.values()], clients, [clients.leader(c) for c in neighbors])
 
@@ -207,4 +207,4 @@ class RingSession(ExchangeSession):
         if self._own is None:
             return {}
         kept = self._link.command(self._own, Read(jax.process_index()))
-        return {k: jnp.asarray(x) for k, x in zip(self._places, kept.leaves.values(), strict=True)}
+        return {k: jnp.asarray(x) for k, x in zip(self._indices, kept.leaves.values(), strict=True)}

@@ -27,7 +27,7 @@ class Link:
       servers: What each server begins with, the same in all processes.
       clients: The workers; messages name them by number.
       farewell: A message for all servers, once nobody has the link any more; None: there is none.
-      places: For each server the process that it is a thread of; None: as in this job.
+      processes: For each server the process that it is a thread of; None: as in this job.
 
     Attributes:
       servers: Their numbers.
@@ -39,27 +39,27 @@ class Link:
         servers: Sequence[Spec],
         clients: Clients,
         farewell: Any = None,
-        places: Sequence[int] | None = None,
+        processes: Sequence[int] | None = None,
     ) -> None:
         self._service, self._clients, self.servers = service(), clients, range(len(servers))
-        here, processes = self._service.rank, everyone()
+        here, group = self._service.rank, everyone()
         #: Whether servers are processes of their own.
-        self.is_dedicated = places is None and self._service.servers > 0
-        self._places = [self._service.first_server + n for n in self.servers] if places is None else places
-        self.own = self.servers[here :: processes.size]
+        self.is_dedicated = processes is None and self._service.servers > 0
+        self._processes = [self._service.first_server + n for n in self.servers] if processes is None else processes
+        self.own = self.servers[here :: group.size]
         if not self.is_dedicated:
-            self.own = [n for n in self.servers if self._places[n] == here]
+            self.own = [n for n in self.servers if self._processes[n] == here]
         #: For each server the number of replies that are still to come.
         self._open: Counter[int] = Counter()
         speakers = [[clients.speaker(w, n) for w in range(clients.count)] for n in self.servers]
         if self.is_dedicated:
             self._number = self._service.register(None)
-            processes.together(StepError, lambda: self._open_own(servers, speakers), "servers begin")
+            group.together(StepError, lambda: self._open_own(servers, speakers), "servers begin")
         else:
             handlers = [addressed(servers[n].handler(), speakers[n], wide=jax_compat.uses_x64()) for n in self.own]
             self._number = self._service.register(handlers[0] if handlers else None)
-        processes.gather(b"", "servers are there")
-        farewells = [(self._place(n), farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
+        group.gather(b"", "servers are there")
+        farewells = [(self._process(n), farewell) for n in self.servers if farewell is not None and self.speaks_to(n)]
         weakref.finalize(self, self._service.release, self._number, farewells).atexit = False
 
     @property
@@ -77,7 +77,7 @@ class Link:
     def tell(self, server: int, message: Sent) -> None:
         """Sends a message that isn't answered. Its arrays mustn't change any more."""
         if self.speaks_to(server):
-            self._service.send(self._number, self._place(server), message)
+            self._service.send(self._number, self._process(server), message)
 
     def request(self, server: int, message: Sent) -> None:
         """Sends a message that is answered."""
@@ -122,10 +122,10 @@ class Link:
           leaves: As in `Read`.
         """
         self.finish()
-        here, processes = self._service.rank, everyone()
+        here, group = self._service.rank, everyone()
         mine = {n: self.command(n, Read(here, leaves)) for n in self.own}
-        assert isinstance(processes, MpiGroup), "servers need MPI"
-        all_ = processes.objects((mine, own if here == 0 else None), "what servers keep")
+        assert isinstance(group, MpiGroup), "servers need MPI"
+        all_ = group.objects((mine, own if here == 0 else None), "what servers keep")
         if resumed is not None:
             for n in self.servers:
                 self.tell(n, resumed)
@@ -158,19 +158,19 @@ class Link:
                     "--servers, by servers in the workers"
                 ) from error
             self._open[n] += 1
-            self._service.open(self._number, self._place(n), Opening(spec, speakers[n], wide))
+            self._service.open(self._number, self._process(n), Opening(spec, speakers[n], wide))
         for n in self.own:
             self._next(n)
 
-    def _place(self, server: int) -> int:
-        return self._places[server]
+    def _process(self, server: int) -> int:
+        return self._processes[server]
 
     def _request(self, server: int, message: Sent) -> None:
         self._open[server] += 1
-        self._service.send(self._number, self._place(server), message)
+        self._service.send(self._number, self._process(server), message)
 
     def _next(self, server: int) -> Sent:
         with PROGRESS.during("waiting for servers", "pulls"):
-            reply = self._service.receive(self._number, self._place(server))
+            reply = self._service.receive(self._number, self._process(server))
         self._open[server] -= 1
         return reply

@@ -36,8 +36,8 @@ class Server:
         workers: int,
         staleness: int | None,
     ) -> None:
-        self._places, self._leaves = tuple(leaves), list(leaves.values())
-        self._clock_places, self._clocks = tuple(clocks), list(clocks.values())
+        self._leaf_indices, self._leaves = tuple(leaves), list(leaves.values())
+        self._clock_indices, self._clocks = tuple(clocks), list(clocks.values())
         self._pull, self._update = pull, update
         self._log, self._workers, self._failed = Log(workers, staleness), workers, ""
         self._waiting: list[Pull] = []
@@ -84,11 +84,11 @@ class Server:
         return [(pull.worker, self._pulled(pull)) for pull in due]
 
     def _kept(self, wanted: Collection[int] | None) -> Kept:
-        pairs = zip(self._places, self._leaves, strict=True)
+        pairs = zip(self._leaf_indices, self._leaves, strict=True)
         leaves = {k: on_host(x) for k, x in pairs if wanted is None or k in wanted}
         if wanted is not None:
             return Kept(leaves, {}, np.zeros((0, 3), np.int64))
-        clocks = dict(zip(self._clock_places, map(on_host, self._clocks), strict=True))
+        clocks = dict(zip(self._clock_indices, map(on_host, self._clocks), strict=True))
         return Kept(leaves, clocks, self._log.events)
 
     def _pulled(self, pull: Pull) -> Pulled:

@@ -70,7 +70,7 @@ class Session:
     @property
     def served(self) -> Mapping[int, Sequence[int]]:
         """Leaf -> the servers that keep it."""
-        return {k: [n for n, _ in places] for k, places in self._step.homes.items()}
+        return {k: [n for n, _ in pieces] for k, pieces in self._step.homes.items()}
 
     def step(self, programs: ServedPrograms, leaves: Sequence[Array]) -> dict[int, Array]:
         """Does a step; returns its results that are no state, by number of the output. The state in `leaves` isn't

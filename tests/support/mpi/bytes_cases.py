@@ -98,11 +98,11 @@ def count_exchanges(counters: Counters, sizes: Sizes) -> None:
     share = -(-sizes.rows // here.size)
     own = np.array_split(sizes.ids(0), here.size)[here.rank]
     # Places as the plan distributes rows cyclically: row r is on rank r mod N.
-    places = np.unique(own % here.size * share + own // here.size).astype(np.int32)
-    requested = here.ask(places, share)
+    indices = np.unique(own % here.size * share + own // here.size).astype(np.int32)
+    requested = here.ask(indices, share)
     table = np.ones((requested.rows.size, sizes.dim), np.float32)
     counters.phase("fetch", lambda: here.fetch(requested, table))
-    sums = np.ones((places.size, sizes.dim), np.float32)
+    sums = np.ones((indices.size, sizes.dim), np.float32)
     counters.phase("deliver", lambda: here.deliver(requested, sums))
 
 

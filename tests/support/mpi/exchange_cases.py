@@ -33,16 +33,16 @@ def case(function: Case) -> Case:
 def random_rows_of_every_dtype(exchange: Exchange) -> None:
     for k, dtype in enumerate(DTYPES):
         for inner in ((), (3,), (2, 5)):
-            places = [wanted(k, r, 211, 150) for r in range(exchange.size)]
-            check_step(exchange, places, -(-211 // exchange.size), dtype, inner, k)
+            indices = [wanted(k, r, 211, 150) for r in range(exchange.size)]
+            check_step(exchange, indices, -(-211 // exchange.size), dtype, inner, k)
 
 
 @case
 def ranks_that_want_nothing(exchange: Exchange) -> None:
     nothing, f4 = np.zeros(0, np.int32), np.dtype(np.float32)
     for idle in range(exchange.size):
-        places = [nothing if r == idle else wanted(7, r, 60, 30) for r in range(exchange.size)]
-        check_step(exchange, places, 20 + 60 // exchange.size, f4, (4,))
+        indices = [nothing if r == idle else wanted(7, r, 60, 30) for r in range(exchange.size)]
+        check_step(exchange, indices, 20 + 60 // exchange.size, f4, (4,))
     check_step(exchange, [nothing] * exchange.size, 10, f4, (4,))
     check_step(exchange, [wanted(1, r, 60, 30) for r in range(exchange.size)], 60, f4, (0,))
 
@@ -83,12 +83,12 @@ def more_ids_than_a_first_message_holds(exchange: Exchange) -> None:
     share = 2 * FIRST_IDS + 99
     for longest in (FIRST_IDS - 1, FIRST_IDS, FIRST_IDS + 1, 2 * FIRST_IDS + 50):
         # Rank r asks owner r + 1 for the most, and everyone else for a few.
-        places = []
+        indices = []
         for r in range(exchange.size):
             counts = [longest if o == (r + 1) % exchange.size else 3 + r for o in range(exchange.size)]
             picks = [np.sort(np.random.default_rng([r, o]).permutation(share)[:n]) for o, n in enumerate(counts)]
-            places.append(np.concatenate([o * share + p for o, p in enumerate(picks)]).astype(np.int32))
-        check_step(exchange, places, share, np.dtype(np.int32), ())
+            indices.append(np.concatenate([o * share + p for o, p in enumerate(picks)]).astype(np.int32))
+        check_step(exchange, indices, share, np.dtype(np.int32), ())
 
 
 @case
@@ -110,16 +110,16 @@ def messages_in_pieces(exchange: Exchange) -> None:
     usual = exchange.limit
     for limit in (5, 64, 1000):
         set_limit(exchange, limit)
-        places = [wanted(limit, r, 40, 30) for r in range(exchange.size)]
-        check_step(exchange, places, -(-40 // exchange.size), np.dtype(np.float32), (3,))
+        indices = [wanted(limit, r, 40, 30) for r in range(exchange.size)]
+        check_step(exchange, indices, -(-40 // exchange.size), np.dtype(np.float32), (3,))
         [found] = exchange.reduce([np.arange(33.0)])
         assert np.array_equal(found, exchange.size * np.arange(33.0))
         found = exchange.gather(np.full((exchange.rank + 1, 3), exchange.rank))
         assert [x.tolist() for x in found] == [[[r] * 3] * (r + 1) for r in range(exchange.size)]
     set_limit(exchange, 1001)
     share = FIRST_IDS + 1500
-    places = [np.arange(share * exchange.size, dtype=np.int32)] * exchange.size
-    check_step(exchange, places, share, np.dtype(np.int8), ())
+    indices = [np.arange(share * exchange.size, dtype=np.int32)] * exchange.size
+    check_step(exchange, indices, share, np.dtype(np.int8), ())
     set_limit(exchange, usual)
 
 
@@ -141,8 +141,8 @@ def results_stay(exchange: Exchange) -> None:
     """What a call returned isn't written again by later calls, and what was given to one may be."""
     share, results = 40, []
     for k in range(6):
-        places = [wanted(k, r, share * exchange.size, 50 + 20 * k) for r in range(exchange.size)]
-        mine = places[exchange.rank]
+        indices = [wanted(k, r, share * exchange.size, 50 + 20 * k) for r in range(exchange.size)]
+        mine = indices[exchange.rank]
         requested = exchange.ask(mine, share)
         rows = random(k, (share, 4), np.dtype(np.float32))[requested.rows]
         sums = random(k + exchange.rank, (mine.size, 4), np.dtype(np.float32))
@@ -164,8 +164,8 @@ def buffers_that_take_turns(exchange: Exchange) -> None:
     buffers, share = Buffers(), 64
     previous: tuple[np.ndarray, np.ndarray] | None = None
     for k in range(12):
-        places = [wanted(k, r, share * exchange.size, 20 + 30 * k) for r in range(exchange.size)]
-        mine = places[exchange.rank]
+        indices = [wanted(k, r, share * exchange.size, 20 + 30 * k) for r in range(exchange.size)]
+        mine = indices[exchange.rank]
         table = random(k, (share * exchange.size, 8), np.dtype(np.float32))
         requested = exchange.ask(mine, share)
         out = buffers.take("rows", (mine.size, 8), np.float32)
@@ -182,19 +182,19 @@ def buffers_that_take_turns(exchange: Exchange) -> None:
 def many_steps_that_grow(exchange: Exchange) -> None:
     for k in range(25):
         extent = 20 + 25 * k * k
-        places = [wanted(k, r, extent, 1 + 13 * k * (r + 1) % (17 * k + 1)) for r in range(exchange.size)]
-        check_step(exchange, places, -(-extent // exchange.size), np.dtype(np.float32), (1 + k % 5,), k)
+        indices = [wanted(k, r, extent, 1 + 13 * k * (r + 1) % (17 * k + 1)) for r in range(exchange.size)]
+        check_step(exchange, indices, -(-extent // exchange.size), np.dtype(np.float32), (1 + k % 5,), k)
 
 
 @case
 def arrays_that_lie_otherwise(exchange: Exchange) -> None:
     """Read-only, strided and in Fortran's order."""
     share = 30
-    places = [wanted(3, r, share * exchange.size, 60) for r in range(exchange.size)]
-    mine = places[exchange.rank]
+    indices = [wanted(3, r, share * exchange.size, 60) for r in range(exchange.size)]
+    mine = indices[exchange.rank]
     mine.setflags(write=False)
     requested = exchange.ask(np.repeat(mine, 2)[::2], share)
-    check_asked(exchange, requested, places, share)
+    check_asked(exchange, requested, indices, share)
     table = random(3, (share * exchange.size, 4), np.dtype(np.float32))
     rows = np.asfortranarray(table[exchange.rank * share :][requested.rows])
     sums = random(4 + exchange.rank, (mine.size, 8), np.dtype(np.float32))[:, ::2]

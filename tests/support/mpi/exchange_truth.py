@@ -40,7 +40,7 @@ def machines_of(exchange: Exchange) -> Sequence[Sequence[int]]:
 
 
 def truth_of_sums(
-    total: int, machines: Sequence[Sequence[int]], places: Sequence[np.ndarray], sums: Sequence[np.ndarray]
+    total: int, machines: Sequence[Sequence[int]], indices: Sequence[np.ndarray], sums: Sequence[np.ndarray]
 ) -> np.ndarray:
     """All rows' sums: in each machine in the order of the ranks, then in that of the machines, row by row."""
     dtype, inner = sums[0].dtype, sums[0].shape[1:]
@@ -49,15 +49,15 @@ def truth_of_sums(
     for ranks in machines:
         part = np.zeros((total, *inner), wide)
         for rank in ranks:
-            for k, place in enumerate(places[rank].tolist()):
+            for k, place in enumerate(indices[rank].tolist()):
                 part[place : place + 1] += sums[rank][k : k + 1].astype(wide)
         found += part.astype(dtype).astype(wide)
     return found.astype(dtype)
 
 
-def check_asked(exchange: Exchange, requested: Requested, places: Sequence[np.ndarray], share: int) -> None:
+def check_asked(exchange: Exchange, requested: Requested, indices: Sequence[np.ndarray], share: int) -> None:
     low = exchange.rank * share
-    owned = [p[(p >= low) & (p < low + share)] - low for p in places]
+    owned = [p[(p >= low) & (p < low + share)] - low for p in indices]
     assert np.array_equal(requested.rows, np.unique(np.concatenate(owned))), (requested.rows, owned)
     assert len(requested.sources) == exchange.size
     if isinstance(exchange, LeaderExchange):
@@ -68,20 +68,25 @@ def check_asked(exchange: Exchange, requested: Requested, places: Sequence[np.nd
     else:
         for rows, back in zip(owned, requested.sources, strict=True):
             assert np.array_equal(requested.rows[back], rows)
-    mine = places[exchange.rank]
+    mine = indices[exchange.rank]
     assert requested.size == mine.size
     assert np.array_equal(requested.counts, np.bincount(mine // share, minlength=exchange.size))
     assert requested.bounds == (0, *np.cumsum(requested.counts).tolist())
 
 
 def check_step(
-    exchange: Exchange, places: Sequence[np.ndarray], share: int, dtype: np.dtype, inner: tuple[int, ...], seed: int = 0
+    exchange: Exchange,
+    indices: Sequence[np.ndarray],
+    share: int,
+    dtype: np.dtype,
+    inner: tuple[int, ...],
+    seed: int = 0,
 ) -> None:
     """One ask, fetch and deliver, with and without memory of the caller's."""
     rank, total = exchange.rank, exchange.size * share
-    mine = places[rank]
+    mine = indices[rank]
     requested = exchange.ask(mine, share)
-    check_asked(exchange, requested, places, share)
+    check_asked(exchange, requested, indices, share)
     table = random(seed, (total, *inner), dtype)
     owned = table[rank * share : (rank + 1) * share][requested.rows]
     kept = owned.copy()
@@ -94,8 +99,8 @@ def check_step(
     assert np.array_equal(again, table[mine]) and (memory[mine.size :] == memory.dtype.type(1)).all()
     assert np.array_equal(owned, kept)
 
-    sums = [random(100 + seed + r, (p.size, *inner), dtype) for r, p in enumerate(places)]
-    expected = truth_of_sums(total, machines_of(exchange), places, sums)
+    sums = [random(100 + seed + r, (p.size, *inner), dtype) for r, p in enumerate(indices)]
+    expected = truth_of_sums(total, machines_of(exchange), indices, sums)
     expected = expected[rank * share : (rank + 1) * share][requested.rows]
     got = exchange.deliver(requested, sums[rank].copy())
     assert got.dtype == dtype and np.array_equal(got, expected), (got, expected)

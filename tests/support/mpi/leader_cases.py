@@ -31,20 +31,20 @@ def bytes_that_cross_machines(exchange: Exchange) -> None:
     assert isinstance(exchange, LeaderExchange)
     share, size, rank = 300, exchange.size, exchange.rank
     numbers = [wanted(5, r, share * size, 400) for r in range(size)]
-    places = [np.sort(n % size * share + n // size) for n in numbers]  # each owner has frequent ones
+    indices = [np.sort(n % size * share + n // size) for n in numbers]  # each owner has frequent ones
     before, near = dict(exchange.sent_bytes), dict(exchange.near_bytes)
-    requested = exchange.ask(places[rank], share)
+    requested = exchange.ask(indices[rank], share)
     exchange.fetch(requested, np.ones((requested.rows.size, 6), np.float32))
-    exchange.deliver(requested, np.ones((places[rank].size, 6), np.float32))
+    exchange.deliver(requested, np.ones((indices[rank].size, 6), np.float32))
     kinds = ("ids", "rows", "gradients")
     mine = [*(exchange.sent_bytes[k] - before[k] for k in kinds), *(exchange.near_bytes[k] - near[k] for k in kinds)]
     ids, rows, gradients, near_ids, near_rows, near_gradients = np.concatenate(exchange.gather(np.array([mine]))).T
     for ranks in exchange.machines:
         here = list(ranks)
         others = [o for o in range(size) if o not in ranks]
-        wants = {r: np.unique(np.concatenate([places[k] for k in r])) // share for r in exchange.machines}
+        wants = {r: np.unique(np.concatenate([indices[k] for k in r])) // share for r in exchange.machines}
         crossing = np.isin(wants[ranks], others).sum()
-        by_ranks = sum(np.isin(places[r] // share, others).sum() for r in ranks)
+        by_ranks = sum(np.isin(indices[r] // share, others).sum() for r in ranks)
         assert crossing == by_ranks if len(ranks) == 1 else crossing < by_ranks
         assert gradients[here].sum() == 24 * crossing
         assert ids[here].sum() == 4 * (len(others) + crossing)

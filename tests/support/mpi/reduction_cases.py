@@ -98,12 +98,12 @@ def bytes_sent(exchange: Exchange) -> None:
     rank, size, share = exchange.rank, exchange.size, FIRST_IDS + 100
     # Owner o is asked by rank r for 10 + r + 2 * o rows, and owner 0 for all of its rows.
     counts = [[share if o == 0 else 10 + r + 2 * o for o in range(size)] for r in range(size)]
-    places = np.concatenate([o * share + np.arange(n) for o, n in enumerate(counts[rank])]).astype(np.int32)
+    indices = np.concatenate([o * share + np.arange(n) for o, n in enumerate(counts[rank])]).astype(np.int32)
     before, own = dict(exchange.sent_bytes), dict(exchange.own_bytes)
-    requested = exchange.ask(places, share)
+    requested = exchange.ask(indices, share)
     rows = np.ones((requested.rows.size, 6), np.float32)
     exchange.fetch(requested, rows)
-    exchange.deliver(requested, np.ones((places.size, 6), np.float32))
+    exchange.deliver(requested, np.ones((indices.size, 6), np.float32))
     values = [np.ones(100, np.float32), np.ones(3), np.ones(16, np.float32), np.ones(4, np.float32)]
     exchange.reduce(values)
     exchange.gather(np.ones((rank + 1, 2)))

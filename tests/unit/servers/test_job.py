@@ -160,8 +160,8 @@ def test_float64_by_the_steps_own_parts(staleness: int | None) -> None:
         assert sorted([*served.homes, *served.clocks]) == [*range(len(expected))]
         assert served.pieces, "a table is kept by all"
         state = served.whole_leaves(_state(job))
-        for k, places in served.homes.items():
-            np.testing.assert_allclose(state[k], expected[k], rtol=0, atol=1e-12, err_msg=f"{k}, {places}")
+        for k, pieces in served.homes.items():
+            np.testing.assert_allclose(state[k], expected[k], rtol=0, atol=1e-12, err_msg=f"{k}, {pieces}")
         for w, mine in enumerate(results):
             np.testing.assert_allclose([x for each in mine for x in each.values()], losses[w], rtol=0, atol=1e-12)
         assert timeline.staleness.max() > 0
@@ -172,8 +172,8 @@ def _by_hand(start: Any, timeline: Timeline, served: ServedStep, minibatch: Any)
 
     def leaf(k: int, versions: Sequence[int]) -> Any:
         """What the servers that keep it have at a version of each."""
-        places = served.homes.get(k, [(0, k)])
-        return served.whole_leaves({number: served.kept(number, whole[s][versions[s]]) for s, number in places})[k]
+        pieces = served.homes.get(k, [(0, k)])
+        return served.whole_leaves({number: served.kept(number, whole[s][versions[s]]) for s, number in pieces})[k]
 
     tree = jax.tree.structure(start)
     whole = [[jax.tree.leaves(start)] for _ in timeline.events]  # of each server its versions

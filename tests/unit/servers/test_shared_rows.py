@@ -21,14 +21,14 @@ NONE = np.zeros(0, np.int64), np.zeros((0, 1), np.float32)
 
 def test_by_hand() -> None:
     table = SharedRows(np.zeros((6, 1), np.float32), (0, 2))
-    places, moves = table.exchange(0, np.array([1, 4]), np.array([[2.0], [0.0]], np.float32))
-    assert (places.tolist(), moves.tolist(), table.rows[1]) == ([1], [[1]], [1])  # the other one has not changed
-    places, moves = table.exchange(2, *NONE)  # has 0 in the row that the first exchange moved
-    assert (places.tolist(), moves.tolist(), table.rows[1]) == ([1], [[-0.5]], [0.5])
-    places, rows = table.step(np.array([1, 3]), np.array([[0.25], [4.0]], np.float32))  # began with 0
-    assert (places.tolist(), rows.tolist(), table.rows[3]) == ([1], [[0.75]], [4])
-    places, moves = table.exchange(0, *NONE)  # had 1 and 0
-    assert (places.tolist(), moves.tolist()) == ([1, 3], [[0.125], [-2]])
+    indices, moves = table.exchange(0, np.array([1, 4]), np.array([[2.0], [0.0]], np.float32))
+    assert (indices.tolist(), moves.tolist(), table.rows[1]) == ([1], [[1]], [1])  # the other one has not changed
+    indices, moves = table.exchange(2, *NONE)  # has 0 in the row that the first exchange moved
+    assert (indices.tolist(), moves.tolist(), table.rows[1]) == ([1], [[-0.5]], [0.5])
+    indices, rows = table.step(np.array([1, 3]), np.array([[0.25], [4.0]], np.float32))  # began with 0
+    assert (indices.tolist(), rows.tolist(), table.rows[3]) == ([1], [[0.75]], [4])
+    indices, moves = table.exchange(0, *NONE)  # had 1 and 0
+    assert (indices.tolist(), moves.tolist()) == ([1, 3], [[0.125], [-2]])
     assert table.exchange(0, *NONE)[0].size == 0
 
 
@@ -69,9 +69,9 @@ def test_rows_are_averaged_as_whole_tables_are(monkeypatch: pytest.MonkeyPatch) 
     named: set[int] = set()
     exchange = SharedRows.exchange
 
-    def watched(table: SharedRows, neighbor: int, places: np.ndarray, values: np.ndarray) -> Any:
-        made = exchange(table, neighbor, places, values)
-        named.update(places.tolist(), made[0].tolist())
+    def watched(table: SharedRows, neighbor: int, indices: np.ndarray, values: np.ndarray) -> Any:
+        made = exchange(table, neighbor, indices, values)
+        named.update(indices.tolist(), made[0].tolist())
         return made
 
     monkeypatch.setattr(SharedRows, "exchange", watched)
