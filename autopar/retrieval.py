@@ -42,8 +42,8 @@ def top_k(queries: Array, items: Array, k: int, *, block: int = 16_384) -> tuple
     def better(found: tuple[Array, Array], rows: Array, first: Leaf) -> tuple[Array, Array]:
         scores = queries @ rows.T
         numbers = jnp.broadcast_to(first + jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
-        values, places = jax.lax.top_k(jnp.concatenate([found[0], scores], -1), k)
-        return values, jnp.take_along_axis(jnp.concatenate([found[1], numbers], -1), places, -1)
+        values, order = jax.lax.top_k(jnp.concatenate([found[0], scores], -1), k)
+        return values, jnp.take_along_axis(jnp.concatenate([found[1], numbers], -1), order, -1)
 
     def next_block(found: tuple[Array, Array], n: Array) -> tuple[tuple[Array, Array], None]:
         rows = jax.lax.dynamic_slice_in_dim(items, n * size, size)

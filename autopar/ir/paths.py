@@ -88,12 +88,12 @@ def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, .
 def _matched(patterns: Mapping[str, int | None], path: str, shape: tuple[int, ...]) -> int | None:
     pattern = next((p for p in patterns if matches(p, path)), None)
     axis = 0 if pattern is None else patterns[pattern]
-    place = None if axis is None else _axis(axis, shape)
-    if axis is not None and place is None and pattern not in (None, "*", "**"):
+    found = None if axis is None else _axis(axis, shape)
+    if axis is not None and found is None and pattern not in (None, "*", "**"):
         raise ArgumentsError(
             f"batch_axis: {path} has no axis {axis}, its shape is {list(shape)} ({pattern!r} names it)"
         )
-    return place
+    return found
 
 
 def _axis(axis: int, shape: tuple[int, ...]) -> int | None:

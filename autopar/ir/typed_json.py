@@ -145,8 +145,8 @@ def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:
-        place = path if isinstance(path, Readable) else Path(path)
-        contents = json.loads(place.read_text(encoding="utf-8"))
+        file = path if isinstance(path, Readable) else Path(path)
+        contents = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise PlanError(f"{path}: the plan can't be read: {error.strerror}") from error
     except UnicodeDecodeError as error:

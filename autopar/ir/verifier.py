@@ -31,10 +31,10 @@ def verify_program(program: Program, verified: Block | None = None, after: str =
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """A place in the program, whose text is made only for an error."""
+class _Location:
+    """A location in the program, whose text is made only for an error."""
 
-    outer: str | _Place
+    outer: str | _Location
     equation: Equation
 
     def __str__(self) -> str:
@@ -44,14 +44,14 @@ class _Place:
 def verify_block(
     block: Block,
     defined: set[Var],
-    where: str | _Place,
+    where: str | _Location,
     written: frozenset[str] = frozenset(PASSES),
     rows: RowFacts | None = None,
 ) -> None:
     """Checks a block and those nested in it; collects their variables in `defined`.
 
     Args:
-      where: The block's place in the program.
+      where: Where the block is in the program.
       written: Passes whose operations may occur.
       rows: Facts that its operations rest on.
     """
@@ -59,21 +59,21 @@ def verify_block(
     for var in block.inputs:
         _define(var, visible, defined, where)
     for equation in block.equations:
-        place = _Place(where, equation)
-        _verify_operation(equation, place, written)
-        _verify_padding(equation, place, rows)
+        location = _Location(where, equation)
+        _verify_operation(equation, location, written)
+        _verify_padding(equation, location, rows)
         for atom in equation.inputs:
-            _read(atom, visible, place)
+            _read(atom, visible, location)
         for body in equation.bodies:
-            verify_block(body, defined, place, written, rows)
-        _verify_boundaries(equation, place)
+            verify_block(body, defined, location, written, rows)
+        _verify_boundaries(equation, location)
         for var in equation.outputs:
-            _define(var, visible, defined, place)
+            _define(var, visible, defined, location)
     for atom in block.outputs:
         _read(atom, visible, where)
 
 
-def _verify_operation(equation: Equation, where: str | _Place, written: frozenset[str]) -> None:
+def _verify_operation(equation: Equation, where: str | _Location, written: frozenset[str]) -> None:
     """Checks its name, the pass that may have written it, and the operands of our operations."""
     if not equation.op.startswith(PREFIX):
         known = equation.primitive is not None or bool(equation.bodies)
@@ -92,7 +92,7 @@ def _verify_operation(equation: Equation, where: str | _Place, written: frozense
         assert name in ("route", "touched", "operands") or not any(routes), f"{where}: a route for {name}"
 
 
-def _verify_padding(equation: Equation, where: str | _Place, rows: RowFacts | None) -> None:
+def _verify_padding(equation: Equation, where: str | _Location, rows: RowFacts | None) -> None:
     if not (equation.op in OPERATIONS and OPERATIONS[equation.op].takes_padding):
         return
     values = [None if rows is None else rows.value(atom) for atom in equation.params["of"]]
@@ -105,17 +105,17 @@ def _verify_padding(equation: Equation, where: str | _Place, rows: RowFacts | No
     assert known, f"{where}: rows that the step doesn't touch are taken for a constant, and are {untouched_values[0]}"
 
 
-def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Place) -> None:
+def _define(var: Var, visible: set[Var], defined: set[Var], where: str | _Location) -> None:
     assert var not in defined, f"{where}: a variable of type {var.type} is defined twice"
     visible.add(var)
     defined.add(var)
 
 
-def _read(atom: Atom, visible: set[Var], where: str | _Place) -> None:
+def _read(atom: Atom, visible: set[Var], where: str | _Location) -> None:
     assert isinstance(atom, Literal) or atom in visible, f"{where}: reads a {atom.type} that is not defined before"
 
 
-def _same(a: Atom, b: Atom, where: str | _Place) -> None:
+def _same(a: Atom, b: Atom, where: str | _Location) -> None:
     left, right = a.type, b.type
     if hasattr(left, "shape") and hasattr(right, "shape"):
         assert (left.shape, left.dtype) == (right.shape, right.dtype), f"{where}: {left} meets {right}"
@@ -123,7 +123,7 @@ def _same(a: Atom, b: Atom, where: str | _Place) -> None:
         assert type(left) is type(right), f"{where}: {left} meets {right}"
 
 
-def _verify_boundaries(equation: Equation, where: str | _Place) -> None:
+def _verify_boundaries(equation: Equation, where: str | _Location) -> None:
     """Checks operands against inputs of bodies, and results of bodies against outputs."""
     if equation.op == "scan":
         consts, carry = equation.border.consts, equation.border.carries

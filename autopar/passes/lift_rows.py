@@ -379,7 +379,7 @@ class UntouchedForm:
           family: Their family.
           targets: The values, each with its row axis.
           first: Leaves that it reads in any case.
-          product: A product of these rows that is wanted in their place, and its row axis.
+          product: A product of these rows that is wanted instead, and its row axis.
         """
         untouched, inner = untouched_scope(scope, family)
         chunk = untouched.routes[family]
@@ -627,16 +627,16 @@ def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> 
     finite: dict[Atom, None] = {}
     nonzero: dict[Atom, None] = {}
     for equation in equations:
-        place = next((r for v in equation.outputs if (r := scope.lifting.row(v)) is not None), None)
-        if place is None or equation.op not in ALIGNED:
+        row = next((r for v in equation.outputs if (r := scope.lifting.row(v)) is not None), None)
+        if row is None or equation.op not in ALIGNED:
             continue
         for atom in equation.inputs:
             is_free = isinstance(scope.lifting.facts.value(atom), Free)
             if atom.shape != () and (is_free or isinstance(atom, Literal)) and not _is_finite(scope, atom):
-                finite[_watched(scope, atom, place.axis, family)] = None
+                finite[_watched(scope, atom, row.axis, family)] = None
         if equation.op in _POLES:
             for atom in _zero_factors(scope, equation.inputs[_POLES[equation.op]]):
-                nonzero[_watched(scope, atom, place.axis, family)] = None
+                nonzero[_watched(scope, atom, row.axis, family)] = None
     return list(finite), list(nonzero)
 
 

@@ -133,10 +133,10 @@ def _with_entries(
         kept += [log.first for log in (first, *others)]
         kept += range(first.first + 1, first.first + len(first.old))
     numbers = [*range(start), *kept]
-    places = [new_states[k] for k in kept]
+    positions = [new_states[k] for k in kept]
     ahead = min(new_states[k] for k in range(start, len(program.inputs)))
     behind = ahead + len(program.inputs) - start
-    order = [*range(ahead), *places, *range(behind, len(program.outputs))]
+    order = [*range(ahead), *positions, *range(behind, len(program.outputs))]
     renumbered = {old: new for new, old in enumerate(numbers)}
 
     def output(k: int) -> Output:

@@ -160,8 +160,8 @@ def _is_divided(collective: Collective, devices: Devices) -> bool:
     assert devices.tensor_axis is not None, "there is a tensor axis"
     shape, along = devices.mesh.devices.shape, devices.mesh.axis_names.index(devices.tensor_axis)
     groups = collective.groups or (tuple(range(devices.mesh.size)),)
-    places = [np.stack(np.unravel_index(group, shape)) for group in groups]
-    return all((np.delete(each, along, 0) == np.delete(each, along, 0)[:, :1]).all() for each in places)
+    coordinates = [np.stack(np.unravel_index(group, shape)) for group in groups]
+    return all((np.delete(each, along, 0) == np.delete(each, along, 0)[:, :1]).all() for each in coordinates)
 
 
 def _compare_divided(plan: TensorPlan, collectives: Sequence[Collective]) -> list[CheckRow]:

@@ -20,7 +20,7 @@ from rich.text import Text
 
 #: Places where a path, and a list in words, may be wrapped.
 PATH, LIST = r"(?<=[/ ])", r"(?<=, )"
-#: A free-standing number with its unit; no part of a name, a path or a place in a file.
+#: A free-standing number with its unit; no part of a name, a path or a line in a file.
 _NUMBER = re.compile(r"(?<![\w./:{}-])\d+(?:\.\d+)?(?:%| (?:[KMG]i)?B\b)?(?!\w|/|\.\w)")
 _UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 #: Spaces between two columns.
@@ -47,7 +47,7 @@ class Column:
     """A column of a table.
 
     Attributes:
-      breaks: A regular expression of places where cells may be wrapped; "": nowhere.
+      breaks: A regular expression that matches where cells may be wrapped; "": nowhere.
       optional: Whether the column is left out of a table that is too wide.
     """
 
@@ -215,13 +215,13 @@ def _name(prefix: str, paths: Sequence[str]) -> str:
 def fold_numbers(names: Iterable[str]) -> Folded:
     """Folds names that differ in a number: `layer_{0..11}/kernel`. Each set of numbers is written in full."""
     rows = {tuple(re.split(r"(\d+)", name)): (name,) for name in names}
-    for place in range(1, max(map(len, rows), default=0), 2):
+    for k in range(1, max(map(len, rows), default=0), 2):
         groups: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {}
         for words, merged in rows.items():
-            number = words[place] if place < len(words) else ""
-            groups.setdefault((*words[:place], "", *words[place + 1 :]), {})[number] = merged
+            number = words[k] if k < len(words) else ""
+            groups.setdefault((*words[:k], "", *words[k + 1 :]), {})[number] = merged
         rows = {
-            (*words[:place], _numbers(list(group)), *words[place + 1 :]): tuple(n for m in group.values() for n in m)
+            (*words[:k], _numbers(list(group)), *words[k + 1 :]): tuple(n for m in group.values() for n in m)
             for words, group in groups.items()
         }
     return {"".join(words): merged for words, merged in rows.items()}

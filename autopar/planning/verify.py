@@ -38,7 +38,7 @@ from autopar.tables.kinds import is_table, materialize
 RELATIVE = 1e-5
 #: Allowed error as a multiple of plain float32's.
 TIMES_PLAIN = 4.0
-#: Allowed error as a share of a leaf's largest value, where a replay's programs don't repeat their bits.
+#: Allowed error as a share of a leaf's largest value, compared with a replay on a backend that isn't deterministic.
 REPLAYED = 1e-4
 
 
@@ -131,11 +131,11 @@ def _check_pure(step: ParallelStep, planned: PlannedStep, args: Sequence[Pytree]
     old, new = (block_text(block_of(j)) for j in (planned.jaxpr, again.jaxpr))
     for line, (a, b) in enumerate(itertools.zip_longest(old, new)):
         if a != b:
-            where = list(block_of(planned.jaxpr).walk())
-            place = where[line - 1].where if 0 < line <= len(where) else "an unknown line"
+            equations = list(block_of(planned.jaxpr).walk())
+            where = equations[line - 1].where if 0 < line <= len(equations) else "an unknown line"
             raise StepError(
                 f"{step.name} isn't a function of its arguments: traced twice it gave two programs, which differ at "
-                f"{place}. Pass what varies (time, random numbers, a counter) as an argument"
+                f"{where}. Pass what varies (time, random numbers, a counter) as an argument"
             )
 
 
@@ -161,8 +161,8 @@ def compare_runs(
     """
     program = planned.compiled.analysed
     states = {o.state: k for k, o in enumerate(program.outputs) if o.state is not None}
-    places = {frozenset(x.sharding.device_set) for x in map(_here, batches[0]) if x.committed}
-    device = jax.local_devices()[0] if len(places) > 1 else None  # leaves of several stages, say
+    device_sets = {frozenset(x.sharding.device_set) for x in map(_here, batches[0]) if x.committed}
+    device = jax.local_devices()[0] if len(device_sets) > 1 else None  # leaves of several stages, say
     first = [_here(x, device) for x in batches[0]]
     run_plain = jax.jit(lambda *xs: planned.plain(*xs))
     plan = planned.compiled.plan
@@ -274,8 +274,8 @@ def as_floats(value: Leaf) -> np.ndarray:
 
 
 def replayed(path: str, size: float, error: float) -> LeafCheck:
-    """Compares a leaf with its replay, by its largest value and difference: equal to the bit, if this backend repeats
-    bits."""
+    """Compares a leaf with its replay, by its largest value and difference: equal to the bit where this backend is
+    deterministic."""
     allowed = 0.0 if jax_compat.repeats_bits() else REPLAYED * size
     return LeafCheck(path, size, error, 0.0, error <= allowed)
 

@@ -356,5 +356,5 @@ def _across(axes: Axes, x: float) -> float:
 
 def _line(axes: Axes, x: Sequence[float], sent: Sequence[float], method: str) -> None:
     colour, dashes = style.METHOD_STYLES[method]
-    pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # 0 has no place on a log axis
+    pairs = [(a, b) for a, b in zip(x, sent, strict=True) if b]  # a log axis has no 0
     axes.plot([a for a, _ in pairs], [b for _, b in pairs], color=colour, linestyle=dashes, linewidth=1.2)

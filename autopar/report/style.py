@@ -70,7 +70,7 @@ def blank(height: float = HEIGHT, width: float = WIDTH, panels: int = 1) -> tupl
 def fit_size(figure: ReportFigure) -> ReportFigure:
     """Fixes the layout, so that the figure is drawn the same from then on."""
     figure.draw_without_rendering()
-    figure.draw_without_rendering()  # panels that share an axis find their place in two
+    figure.draw_without_rendering()  # panels that share an axis are laid out in two rounds
     figure.set_layout_engine("none")
     return figure
 
@@ -176,14 +176,14 @@ def spread_labels(heights: Sequence[float], gap: float, top: float) -> list[floa
     >>> spread_labels([10, 12, 98], 25, 100)
     [10, 35, 98]
     """
-    places: list[float] = []
+    moved: list[float] = []
     for height in heights:
-        places.append(max(height, places[-1] + gap) if places else height)
+        moved.append(max(height, moved[-1] + gap) if moved else height)
     limit = top
-    for k in reversed(range(len(places))):
-        places[k] = min(places[k], limit)
-        limit = places[k] - gap
-    return places
+    for k in reversed(range(len(moved))):
+        moved[k] = min(moved[k], limit)
+        limit = moved[k] - gap
+    return moved
 
 
 def format_count(value: float) -> str:

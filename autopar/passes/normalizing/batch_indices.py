@@ -93,7 +93,7 @@ class _OwnPart:
 
     Attributes:
       dim: The dimension.
-      column: The place of its index in index vectors.
+      column: The component of index vectors that has it.
       axis: The axis of the indices that has `each` for each of `count` examples, in order.
       size: The elements of an example's part.
     """
@@ -170,7 +170,7 @@ def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
     is_gather = equation.op == "gather"
     window = numbers.offset_dims if is_gather else numbers.update_window_dims
     values = equation.outputs[0] if is_gather else equation.inputs[2]
-    place = [d for d in range(len(values.shape)) if d not in window][axis]  # of the indices' axis
+    outer = [d for d in range(len(values.shape)) if d not in window][axis]  # of the indices' axis
     mapped = getattr(numbers, names.mapped)
     kept = [k for k in range(len(mapped)) if k != part.column]
 
@@ -179,7 +179,7 @@ def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
 
     pairs = zip(numbers.operand_batching_dims, getattr(numbers, names.paired), strict=True)
     batched = {of_operand(d): at + (at > axis) for d, at in pairs} | {dim: axis}
-    window = tuple(d + (d > place) for d in window)
+    window = tuple(d + (d > outer) for d in window)
     changed = {
         "offset_dims" if is_gather else "update_window_dims": window,
         names.gone: tuple(sorted([dim + 1, *(of_operand(d) for d in getattr(numbers, names.gone) if d != dim)])),
@@ -198,7 +198,7 @@ def _in_parts(equation: Equation, part: _OwnPart) -> list[Equation]:
         example = jax.lax.broadcasted_iota(indices.dtype, (*indices.shape[:-1], 1), axis)
         own = _columns(indices, [part.column]) - example * jnp.asarray(part.size, indices.dtype)
         indices = jax.lax.concatenate([_columns(indices, kept), own], indices.ndim - 1) if kept else own
-        updates = tuple(_split(x, place, count, part.each) for x in updates)
+        updates = tuple(_split(x, outer, count, part.each) for x in updates)
         (result,) = jax_compat.bind(equation.primitive, (operand, indices, *updates), params)
         return result.reshape(equation.outputs[0].shape)
 

@@ -43,13 +43,13 @@ class _Layout:
     def starts(self) -> tuple[int, ...]:
         return tuple(int(n) for n in np.cumsum((0, *self.sizes[:-1])))
 
-    def ids(self, index: Index, place: int, is_clipped: bool) -> list[Leaf]:
+    def ids(self, index: Index, column: int, is_clipped: bool) -> list[Leaf]:
         """Returns index vectors into each part, out of range if they mean another part's row, or none."""
-        row = _wide(index[..., place])
+        row = _wide(index[..., column])
         row = jnp.clip(row, 0, sum(self.sizes) - 1) if is_clipped else row
         spans = list(zip(self.starts, self.sizes, strict=True))
         rows = (jnp.where((row >= start) & (row < start + size), row - start, size) for start, size in spans)
-        return [_with(index, place, own) for own in rows]
+        return [_with(index, column, own) for own in rows]
 
 
 class _Walk(LookupRewriter):
@@ -98,11 +98,11 @@ class _Walk(LookupRewriter):
             return [equation]
         made: list[Equation] = []
         parts: list[Atom] = [table]
-        for size, place in ((padding[axes[0]][0], 0), (padding[axes[0]][1], len(parts))):
+        for size, at in ((padding[axes[0]][0], 0), (padding[axes[0]][1], len(parts))):
             if size:
                 shape = (*table.shape[: axes[0]], size, *table.shape[axes[0] + 1 :])
                 made += expand(lambda x, shape=shape: jnp.broadcast_to(x, shape), equation, (number,))
-                parts.insert(place if place == 0 else len(parts), made[-1].outputs[0])
+                parts.insert(at if at == 0 else len(parts), made[-1].outputs[0])
         self._join(equation, axes[0], tuple(parts))
         return [equation, *made]
 
@@ -142,8 +142,8 @@ class _Walk(LookupRewriter):
         layout, parts = self.joined[equation.inputs[0]]
         numbers, out = equation.params["dimension_numbers"], equation.outputs[0]
         is_clipped = "FILL" not in str(equation.params["mode"])
-        place = _id_column(equation, layout, numbers.start_index_map, numbers.collapsed_slice_dims, is_clipped)
-        if place is None:
+        column = _id_column(equation, layout, numbers.start_index_map, numbers.collapsed_slice_dims, is_clipped)
+        if column is None:
             return [equation]
         self.count += 1
         params = {**equation.params, **UNORDERED, "mode": _FILL}
@@ -152,9 +152,9 @@ class _Walk(LookupRewriter):
 
         def access(index: Index, *parts: Leaf) -> Leaf:
             found = None
-            for part, own in zip(parts, layout.ids(index, place, is_clipped), strict=True):
+            for part, own in zip(parts, layout.ids(index, column, is_clipped), strict=True):
                 rows = jax_compat.bind(equation.primitive, (part, own), params)[0]
-                is_own = jax.lax.broadcast_in_dim(own[..., place] < part.shape[layout.axis], out.shape, examples)
+                is_own = jax.lax.broadcast_in_dim(own[..., column] < part.shape[layout.axis], out.shape, examples)
                 found = rows if found is None else jnp.where(is_own, rows, found)
             return found
 
@@ -167,8 +167,8 @@ class _Walk(LookupRewriter):
             return [equation]
         numbers, is_clipped = equation.params["dimension_numbers"], "CLIP" in str(equation.params["mode"])
         mapped = numbers.scatter_dims_to_operand_dims
-        place = _id_column(equation, layout, mapped, numbers.inserted_window_dims, is_clipped)
-        if place is None:
+        column = _id_column(equation, layout, mapped, numbers.inserted_window_dims, is_clipped)
+        if column is None:
             return [equation]
         self.count += 1
         params, shape = {**equation.params, **UNORDERED, "mode": _FILL}, list(operand.shape)
@@ -177,7 +177,7 @@ class _Walk(LookupRewriter):
             shape[layout.axis] = size
 
             def access(part: Leaf, index: Index, updates: Leaf, k: int = k, to: Any = (*shape,)) -> Leaf:
-                own = layout.ids(index, place, is_clipped)[k]
+                own = layout.ids(index, column, is_clipped)[k]
                 return jax_compat.bind(equation.primitive, (jnp.broadcast_to(part, to), own, updates), params)[0]
 
             part = self.joined[operand][1][k] if operand in self.joined else self.uniform[operand]
@@ -201,6 +201,6 @@ def _wide(ids: Leaf) -> Leaf:
     return ids.astype(np.int64 if ids.dtype.itemsize == 8 else np.int32)
 
 
-def _with(index: Index, place: int, ids: Leaf) -> Leaf:
-    parts = [_wide(index[..., k])[..., None] if k != place else ids[..., None] for k in range(index.shape[-1])]
+def _with(index: Index, column: int, ids: Leaf) -> Leaf:
+    parts = [_wide(index[..., k])[..., None] if k != column else ids[..., None] for k in range(index.shape[-1])]
     return jnp.concatenate(parts, -1)

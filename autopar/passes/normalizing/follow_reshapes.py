@@ -164,7 +164,7 @@ class _Walk(LookupRewriter):
         return [*made, *self._viewed(equation, scattered), *back]
 
     def _sliced(self, equation: Equation) -> list[Equation]:
-        """Rewrites a dynamic slice of single places (`t[i]` of one id), or an update, by a gather or scatter.
+        """Rewrites a dynamic slice of single indices (`t[i]` of one id), or an update, by a gather or scatter.
 
         An update by several axes, as the gradient of `t[i, j]` of one element is, becomes a scatter in any case, since
         that has a rule for rows.
@@ -172,21 +172,21 @@ class _Walk(LookupRewriter):
         operand, out, before = equation.inputs[0], equation.outputs[0], self.count
         is_read = equation.op == "dynamic_slice"
         part = out.shape if is_read else equation.inputs[1].shape
-        places = tuple(d for d, (taken, size) in enumerate(zip(part, operand.shape, strict=True)) if taken != size)
-        is_element = not is_read and len(places) > 1 and operand in self.uniform and operand.shape in self.shapes
+        axes = tuple(d for d, (taken, size) in enumerate(zip(part, operand.shape, strict=True)) if taken != size)
+        is_element = not is_read and len(axes) > 1 and operand in self.uniform and operand.shape in self.shapes
         is_followed = is_element or self._in_table(operand, equation)[0] is not None
-        if not is_followed or not places or any(part[d] != 1 for d in places):
+        if not is_followed or not axes or any(part[d] != 1 for d in axes):
             return [equation]
-        windows, sizes = tuple(range(len(part) - len(places))), [n for d, n in enumerate(part) if d not in places]
+        windows, sizes = tuple(range(len(part) - len(axes))), [n for d, n in enumerate(part) if d not in axes]
 
         def access(operand: Leaf, *rest: Any) -> Leaf:
             starts = rest[-len(part) :]
-            starts = [jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in places]
+            starts = [jnp.clip(starts[d], 0, operand.shape[d] - 1).astype(np.int32) for d in axes]
             index = jnp.concatenate([start[None] for start in starts])
             if is_read:
-                numbers = jax.lax.GatherDimensionNumbers(windows, places, places)
+                numbers = jax.lax.GatherDimensionNumbers(windows, axes, axes)
                 return jax.lax.gather(operand, index, numbers, part, mode="clip").reshape(part)
-            numbers = jax.lax.ScatterDimensionNumbers(windows, places, places)
+            numbers = jax.lax.ScatterDimensionNumbers(windows, axes, axes)
             return jax.lax.scatter(operand, index, rest[0].reshape(sizes), numbers, mode="clip")
 
         made = [e for one in expand(access, equation, equation.inputs, out) for e in self.rule(one)]
@@ -203,7 +203,7 @@ class _Walk(LookupRewriter):
         return made[-1].outputs[0], made
 
     def _access(self, equation: Equation, view: Atom, updates: Sequence[Atom]) -> list[Equation] | None:
-        """Returns the gather or scatter in the table itself; None if it isn't of single places and whole windows.
+        """Returns the gather or scatter in the table itself; None if it isn't of single indices and whole windows.
 
         Args:
           view: Its operand in the shape of the table.
@@ -211,11 +211,11 @@ class _Walk(LookupRewriter):
         """
         operand, indices = equation.inputs[:2]
         factors = common_factors(view.shape, operand.shape)
-        places = Places.of(equation)
-        if factors is None or places is None or str(indices.dtype) not in INTEGERS:
+        picked = Picked.of(equation)
+        if factors is None or picked is None or str(indices.dtype) not in INTEGERS:
             return None
-        picked = {f for d in places.indexed for f in factors.reshaped[d]}
-        if not picked.intersection(factors.table[0]) or factors.fine[0] > np.iinfo(np.int32).max:
+        indexed = {f for d in picked.indexed for f in factors.reshaped[d]}
+        if not indexed.intersection(factors.table[0]) or factors.fine[0] > np.iinfo(np.int32).max:
             return None
         self.count += 1
         joined = self.joined.get(indices)
@@ -223,7 +223,7 @@ class _Walk(LookupRewriter):
         parts = joined.inputs if joined is not None and is_last else (indices,)  # columns may depend on rows
 
         def access(table: Leaf, *rest: Any) -> Leaf:
-            return accessed(equation, factors, places, table, rest[: len(parts)], *rest[len(parts) :])
+            return accessed(equation, factors, picked, table, rest[: len(parts)], *rest[len(parts) :])
 
         return expand(access, equation, (view, *parts, *updates), None if updates else equation.outputs[0])
 
@@ -283,8 +283,8 @@ def common_factors(table: Shape, reshaped: Shape) -> Factors | None:
 
 
 @dataclass(frozen=True)
-class Places:
-    """The elements that a gather or scatter takes: one place along each indexed axis of its operand, all of the
+class Picked:
+    """The elements that a gather or scatter takes: one index along each indexed axis of its operand, all of the
     others."""
 
     indexed: Shape  #: Axes of the operand, in the order of the components of the indices.
@@ -293,8 +293,8 @@ class Places:
     inner: Shape  #: Their axes in the result (or the updates).
 
     @staticmethod
-    def of(equation: Equation) -> Places | None:
-        """Returns the places that an equation takes; None if it doesn't take whole rows."""
+    def of(equation: Equation) -> Picked | None:
+        """Returns what an equation takes; None if it doesn't take whole rows."""
         numbers, shape = equation.params["dimension_numbers"], equation.inputs[0].shape
         paired = numbers.operand_batching_dims
         if equation.op == "gather":
@@ -309,25 +309,25 @@ class Places:
         if set(indexed) != set(gone) or sizes != [shape[d] for d in windows]:
             return None
         pairs = tuple((int(d), int(axis)) for d, axis in zip(paired, batching, strict=True))
-        return Places(tuple(map(int, indexed)), pairs, windows, tuple(map(int, inner)))
+        return Picked(tuple(map(int, indexed)), pairs, windows, tuple(map(int, inner)))
 
 
 def accessed(
-    equation: Equation, factors: Factors, places: Places, table: Leaf, indices: Sequence[Leaf], updates: Leaf = None
+    equation: Equation, factors: Factors, picked: Picked, table: Leaf, indices: Sequence[Leaf], updates: Leaf = None
 ) -> Leaf:
     """Returns the gather's result, or the scatter's in the shape of the table."""
     sizes, shape, batch = factors.sizes, equation.inputs[0].shape, indices[0].shape[:-1]
-    taken = [f for d in places.windows for f in factors.reshaped[d]]  # factors that are taken whole
+    taken = [f for d in picked.windows for f in factors.reshaped[d]]  # factors that are taken whole
     rows = [f for f in taken if f in factors.table[0]]  # those of adjacent rows
     rest = [f for f in taken if f not in rows]
-    index, columns = _index(equation, factors, places, indices, rows)
+    index, columns = _index(equation, factors, picked, indices, rows)
     fine = jnp.reshape(table, factors.fine)
     gone = (0, *(1 + factors.others.index(f) for f in columns))
     lead = len(batch) + len(rows)
     window = tuple(range(lead, lead + len(rest)))
-    axes = range(len(batch) + len(places.inner))
-    outer = [d for d in axes if d not in places.inner]
-    order = [len(batch) + places.inner.index(d) if d in places.inner else outer.index(d) for d in axes]
+    axes = range(len(batch) + len(picked.inner))
+    outer = [d for d in axes if d not in picked.inner]
+    order = [len(batch) + picked.inner.index(d) if d in picked.inner else outer.index(d) for d in axes]
     by_factor = [taken.index(f) for f in (*rows, *rest)]
     if updates is None:
         numbers = jax.lax.GatherDimensionNumbers(window, tuple(sorted(gone)), gone)
@@ -336,7 +336,7 @@ def accessed(
         found = jax_compat.bind(equation.primitive, (fine, index), {**equation.params, **params})[0]
         back = [len(batch) + by_factor.index(k) for k in range(len(taken))]
         found = jnp.transpose(found, (*range(len(batch)), *back))
-        return jnp.transpose(jnp.reshape(found, (*batch, *(shape[d] for d in places.windows))), order)
+        return jnp.transpose(jnp.reshape(found, (*batch, *(shape[d] for d in picked.windows))), order)
     moved = jnp.transpose(updates, [order.index(d) for d in axes])
     moved = jnp.reshape(moved, (*batch, *(sizes[f] for f in taken)))
     moved = jnp.transpose(moved, (*range(len(batch)), *(len(batch) + k for k in by_factor)))
@@ -347,7 +347,7 @@ def accessed(
 
 
 def _index(
-    equation: Equation, factors: Factors, places: Places, indices: Sequence[Leaf], rows: Sequence[int]
+    equation: Equation, factors: Factors, picked: Picked, indices: Sequence[Leaf], rows: Sequence[int]
 ) -> tuple[Leaf, list[int]]:
     """Returns index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
@@ -358,8 +358,8 @@ def _index(
     sizes, shape, mode = factors.sizes, equation.inputs[0].shape, str(equation.params["mode"])
     dtype = np.dtype(np.int64 if indices[0].dtype.itemsize == 8 else np.int32)
     components = (part[..., k].astype(dtype) for part in indices for k in range(part.shape[-1]))
-    parts, lead = dict(zip(places.indexed, components, strict=True)), indices[0].shape[:-1]
-    parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in places.paired}
+    parts, lead = dict(zip(picked.indexed, components, strict=True)), indices[0].shape[:-1]
+    parts |= {d: jax.lax.broadcasted_iota(dtype, lead, axis) for d, axis in picked.paired}
     is_clipped = "CLIP" in mode or (equation.op == "gather" and "FILL" not in mode)
     ids: dict[int, Leaf] = {}
     outside: list[Any] = []  # flags of ids that mean no row

@@ -1,6 +1,6 @@
 """Rewrites sums of padded pieces that don't overlap as one gather: the gradient of an array that is cut into slices.
 
-    pad(a, ...) + pad(b, ...) + pad(c, ...) + pad(d, ...)  ->  concatenate([a, b, c, d, 0])[places]
+    pad(a, ...) + pad(b, ...) + pad(c, ...) + pad(d, ...)  ->  concatenate([a, b, c, d, 0])[indices]
 
 The pairs of a recommender's features are often written as `concatenate([dots[:, i, i + 1 :] for i in range(n)], 1)`.
 XLA on CPUs adds up n arrays of n x n then; a gather reads each element once (26 features, 512 examples: 0.16 ms, 3.7
@@ -66,10 +66,10 @@ class _Join(Rewriter):
         if equation.op not in _ADDS or (pads := self._pads.get(equation.outputs[0])) is None:
             return [equation]
         shape = equation.outputs[0].shape
-        places = _places(shape, pads)
-        if places is None:
+        found = _indices(shape, pads)
+        if found is None:
             return [equation]
-        first, last, numbers = places
+        first, last, numbers = found
         self.count += 1
 
         def joined(*pieces: Array) -> Array:
@@ -87,7 +87,7 @@ def _is_pad(equation: Equation) -> bool:
     return is_zero and all(low >= 0 and high >= 0 and not inner for low, high, inner in around)
 
 
-def _places(shape: Sequence[int], pads: Sequence[Equation]) -> tuple[int, int, np.ndarray] | None:
+def _indices(shape: Sequence[int], pads: Sequence[Equation]) -> tuple[int, int, np.ndarray] | None:
     """Returns the axes that are padded, from the first one to before the last, and for each element along these its
     number among those of all pieces, one behind the other; that of a zero elsewhere. None if pieces overlap, or the
     first axis is padded, along which examples lie."""

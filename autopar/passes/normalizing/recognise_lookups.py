@@ -211,9 +211,9 @@ def _one_hot(atom: Atom, made: Mapping[Atom, Equation], counting: Counting) -> O
         axis = counting.axis(classes)
         if axis is None or classes.shape[axis] != shape[axis]:
             continue
-        place = _without(ids, axis, made)
-        if place is not None:
-            return OneHot(*place, shape, axis, order)
+        found = _without(ids, axis, made)
+        if found is not None:
+            return OneHot(*found, shape, axis, order)
     return None
 
 
