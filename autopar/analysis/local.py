@@ -24,7 +24,7 @@ from autopar.jax_types import Params
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """How an equation's results are spread, for spread operands."""
+    """The axis along which an equation's results are spread, for spread operands."""
 
     axis: int  #: The axis of the shards in the results; SUMMED if they are reduced or contracted.
     #: Operand -> the axis along which it must be spread as well.

@@ -411,7 +411,7 @@ class _Server:
 
 @dataclass(slots=True)
 class _Worker:
-    """How far a worker is in its protocol."""
+    """A worker, as far as it is in its protocol."""
 
     wants: Iterator[Want] = field(default_factory=lambda: iter(()))  #: The rest of its step.
     begun: int = 0  #: Number of steps that it has begun.

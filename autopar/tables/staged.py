@@ -115,8 +115,8 @@ class StageArray(PlacedLeaf):
         *,
         is_weak: bool = False,
     ) -> None:
-        """`values`: this rank's arrays, one for each part, None for other ranks' parts. `is_weak`: its dtype yields to
-        others."""
+        """Takes this rank's arrays (`values`), one for each part, None for other ranks' parts. `is_weak`: its dtype
+        yields to others."""
         super().__init__(jax.ShapeDtypeStruct(shape, dtype))
         self.is_weak, self._parts, self._values = is_weak, tuple(parts), tuple(values)
         self._is_gone = False
