@@ -15,7 +15,7 @@ from autopar.jax_types import Array
 
 @dataclass(frozen=True, slots=True)
 class RowLayout:
-    """Where each of `extent` rows (V) is stored among the shards of `devices` (N) devices.
+    """The order in which `extent` rows (V) are stored in the shards of `devices` (N) devices.
 
     A row's storage index is its owner's index times `shard_rows`, plus the row's index in that shard.
     """

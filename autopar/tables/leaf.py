@@ -228,7 +228,7 @@ class PlacedLeaf(TableLeaf):
     @property
     @abc.abstractmethod
     def home(self) -> Home:
-        """Where it is."""
+        """The memory that it is stored in."""
 
     @property
     @abc.abstractmethod
@@ -359,7 +359,7 @@ class Described(Protocol):
 
 
 class Home(abc.ABC):
-    """Where a leaf is stored: makes, saves and restores it. Each kind of leaf has its own, beside it."""
+    """Memory that leaves are stored in: it makes, saves and restores them. Each kind of leaf has its own, beside it."""
 
     @abc.abstractmethod
     def made(self, source: Source, leaf: Described) -> Pytree:
