@@ -167,7 +167,7 @@ class Clients:
         arrays = [self.placed(x) for x in arrays]
         specs = tuple(_spec(x) for x in arrays)
         run = _program(self._mesh, specs, join, topology or Everyone(self.count), turn)
-        whole = [self._across(x, spec) for x, spec in zip(arrays, specs, strict=True)]
+        whole = [self._global(x, spec) for x, spec in zip(arrays, specs, strict=True)]
         if self._is_alone:
             jax.block_until_ready(whole)
         joined = _dispatched(run, whole) if self.grid.flat[0].platform == "cpu" else run(*whole)
@@ -187,7 +187,7 @@ class Clients:
             return jax.device_put(array, devices[0])
         return place_array(array, self.devices.sharding(None))
 
-    def _across(self, array: jax.Array, spec: P) -> jax.Array:
+    def _global(self, array: jax.Array, spec: P) -> jax.Array:
         """Joins all clients' arrays into one, [C n, ...], of which this client has its part."""
         first, *rest = array.shape or (1,)
         parts = [shard.data.reshape(shard.data.shape or (1,)) for shard in array.addressable_shards]

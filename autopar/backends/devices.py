@@ -180,14 +180,14 @@ class Mapped(OwnPart):
         return jax.lax.all_gather(value, self.axis, axis=along, tiled=True)
 
     def reduce(self, value: Array, op: str) -> Array:
-        return reduce_across(op, value, self.axis)
+        return reduce_over(op, value, self.axis)
 
 
-def reduce_across(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
+def reduce_over(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
     """Reduces the devices' results over axes of the mesh, in `shard_map`."""
     kind = REDUCERS[op]
-    if kind.across is not None and part.dtype != jnp.bool_:
-        result = kind.across(part, name)
+    if kind.collective is not None and part.dtype != jnp.bool_:
+        result = kind.collective(part, name)
         if op == "sum" or not jax_compat.is_float(part.dtype):
             return result
         is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.backends.deferred import Deferred
-from autopar.backends.devices import Mapped, OwnPart, reduce_across
+from autopar.backends.devices import Mapped, OwnPart, reduce_over
 from autopar.backends.indices import ROW_OPS, cut, in_range
 from autopar.backends.layouts import own_rows, own_whole
 from autopar.backends.microbatches import Microbatch, run_microbatches
@@ -195,7 +195,7 @@ class _Emitter:
 
         is_first = functools.reduce(operator.and_, (jax.lax.axis_index(name) == 0 for name in (*axes, *others)))
         results = jax.lax.cond(is_first, run, nothing, *map(jnp.asarray, operands))
-        return [reduce_across("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
+        return [reduce_over("or" if x.dtype == bool else "sum", x, others) if others else x for x in results]
 
     def _lookup_part(self, equation: Equation, operands: list[Array]) -> Sequence[Array]:
         """Looks up rows by global numbers where this device has them, zeros elsewhere.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from autopar.backends.devices import OwnPart, reduce_across
+from autopar.backends.devices import OwnPart, reduce_over
 from autopar.backends.indices import (
     along,
     as_bits,
@@ -151,14 +151,14 @@ class ShardedRows(RowBackend):
     ) -> Array:
         mine = self._layout.rows_on(self._devices.position())
 
-        def across(own_result: Array) -> Array:
-            return own_result if part else reduce_across(params["op"], own_result, self._devices.axis)
+        def of_all(own_result: Array) -> Array:
+            return own_result if part else reduce_over(params["op"], own_result, self._devices.axis)
 
         def reduced(rows: Array, some: Route) -> Array:
             which = (some.rows < mine) & (find_own(route.rows, some.rows) == route.rows.shape[0])
-            return across(reduce_some(params, rows, which))
+            return of_all(reduce_some(params, rows, which))
 
-        result = across(reduce_routed(params, rows, route.rows < self._shard_rows, mine, *alone))
+        result = of_all(reduce_routed(params, rows, route.rows < self._shard_rows, mine, *alone))
         return self.join_others(params, result, others, reduced)
 
     def load(self, params: Params, route: Route) -> Array:

@@ -34,7 +34,7 @@ class Reducer:
     neutral: Callable[[np.dtype], np.ndarray]  #: Returns the neutral element of a dtype, as an array without axes.
     repeated: Callable[[Array, Array], Array] = _once  #: Joins a result with itself, `count` times.
     #: JAX's collective over axes of a mesh; one other than `psum` may lose a NaN.
-    across: Callable[[Array, str | tuple[str, ...]], Array] | None = None
+    collective: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
     def join(self, a: Array, b: Array) -> Array:
         """Joins two results, in NumPy if both are NumPy's."""
@@ -64,7 +64,7 @@ REDUCERS: Mapping[str, Reducer] = {
         reduce=lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
         neutral=lambda kind: np.zeros((), kind),
         repeated=_times,
-        across=jax.lax.psum,
+        collective=jax.lax.psum,
     ),
     "prod": Reducer(
         joined="multiply",
@@ -72,8 +72,8 @@ REDUCERS: Mapping[str, Reducer] = {
         neutral=lambda kind: np.ones((), kind),
         repeated=lambda value, count: value ** count.astype(value.dtype),
     ),
-    "max": Reducer("maximum", jnp.max, lambda kind: _limit(kind, largest=False), across=jax.lax.pmax),
-    "min": Reducer("minimum", jnp.min, lambda kind: _limit(kind, largest=True), across=jax.lax.pmin),
+    "max": Reducer("maximum", jnp.max, lambda kind: _limit(kind, largest=False), collective=jax.lax.pmax),
+    "min": Reducer("minimum", jnp.min, lambda kind: _limit(kind, largest=True), collective=jax.lax.pmin),
     "and": Reducer("bitwise_and", jax.lax.reduce_and, _ones),
     "or": Reducer("bitwise_or", jax.lax.reduce_or, lambda kind: np.zeros((), kind)),
 }

@@ -49,7 +49,7 @@ class Compilations:
 
     def __init__(self, file: int, wait_s: float = WAIT_S) -> None:
         self._file, self._wait_s = file, wait_s
-        self._known: dict[bytes, tuple[int, int]] = {}  # key -> place and size of its program
+        self._known: dict[bytes, tuple[int, int]] = {}  # key -> offset and size of its program
         self._end = 0  # of the records that are known
         self._reads = threading.Lock()
 
@@ -94,17 +94,17 @@ class Compilations:
 
     def _find(self, key: bytes) -> bytes | None:
         with self._index():  # if it can't be read, what was known counts
-            place, size = self._known.get(key, (0, 0))
-        return os.pread(self._file, size, place) if size else None
+            offset, size = self._known.get(key, (0, 0))
+        return os.pread(self._file, size, offset) if size else None
 
     def _add(self, key: bytes, program: bytes) -> None:
         with self._index() as is_mine:
             if not is_mine:
                 raise TimeoutError("another rank doesn't let go of the file of compiled programs")
-            place = self._end + HEADER.size
+            offset = self._end + HEADER.size
             written = 0
             while written < len(program):
-                written += os.pwrite(self._file, program[written:], place + written)
+                written += os.pwrite(self._file, program[written:], offset + written)
             os.pwrite(self._file, HEADER.pack(key, len(program)), self._end)  # at last: now it is there
 
     @contextlib.contextmanager
@@ -115,9 +115,9 @@ class Compilations:
                 key, size = HEADER.unpack(header)
                 if not size:  # a process died before it wrote the header
                     break
-                place = self._end + HEADER.size
-                self._known[key] = place, size
-                self._end = place + size
+                offset = self._end + HEADER.size
+                self._known[key] = offset, size
+                self._end = offset + size
             yield is_mine
 
     def _turn(self, key: bytes) -> contextlib.AbstractContextManager[bool]:

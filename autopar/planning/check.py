@@ -411,7 +411,7 @@ def _body_turns(equation: Equation) -> int:
 
 def _reduced_arrays(equation: Equation, devices: int, times: int) -> Iterator[Collective]:
     type_, op = equation.inputs[0].type, equation.params["op"]
-    if type_.dtype == np.bool_ or REDUCERS[op].across is None:
+    if type_.dtype == np.bool_ or REDUCERS[op].collective is None:
         yield _collective("all-gather", devices * type_.nbytes, times, "pred" if type_.dtype == np.bool_ else "u8")
         return
     yield _collective("all-reduce", type_.nbytes, times)

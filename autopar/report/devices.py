@@ -212,10 +212,10 @@ def _mark_crossings(axes: Axes, curves: Curves, shown: Callable[[float], str]) -
     foot = axes.get_ylim()[0]
     for k, crossing in enumerate(curves.crossings):
         axes.plot([crossing.x] * 2, [foot, crossing.sent], color=style.INK, linewidth=0.6, linestyle=(0, (1, 2)))
-        left = _across(axes, crossing.x) < 0.55
+        left = _fraction(axes, crossing.x) < 0.55
         words = f"{crossing.new} from {shown(float(f'{crossing.x:.2g}') if crossing.x < 1 else crossing.x)}"
         at, offset = (crossing.x, foot), (3 if left else -3, 2 + 10 * (k % 2))
-        style.write(axes, words, at, offset, across="left" if left else "right")
+        style.write(axes, words, at, offset, side="left" if left else "right")
 
 
 def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> style.ReportFigure:
@@ -231,7 +231,7 @@ def table_3_figure(ours: Curves, theirs: Mapping[str, Sequence[float]]) -> style
         highest = max(pair, key=lambda name: pair[name][0])
         for name, (y, colour) in pair.items():
             if name == highest:
-                style.write(axes, name, (ours.x[at], y), (-3, 3), across="right", colour=colour)
+                style.write(axes, name, (ours.x[at], y), (-3, 3), side="right", colour=colour)
             else:
                 style.write(axes, name, (ours.x[at], y), (3, -3), up="top", colour=colour)
         style.name_axes(axes, "devices (N)", _SENT if axes is panels[0] else "", title=method)
@@ -343,12 +343,12 @@ def measured_figure(measured: Sequence[Timing]) -> style.ReportFigure:
 
 
 def _note(axes: Axes, words: str, x: float, y: float, bold: bool = False) -> Annotation:
-    if _across(axes, x) < 0.55:
+    if _fraction(axes, x) < 0.55:
         return style.write(axes, words, (x, y), (4, -3), up="top", bold=bold)
-    return style.write(axes, words, (x, y), (-1, -4), across="right", up="top", bold=bold)
+    return style.write(axes, words, (x, y), (-1, -4), side="right", up="top", bold=bold)
 
 
-def _across(axes: Axes, x: float) -> float:
+def _fraction(axes: Axes, x: float) -> float:
     """Returns the position of x on a panel's logarithmic axis: 0 at its left end, 1 at its right."""
     low, high = axes.get_xlim()
     return math.log(x / low) / math.log(high / low)

@@ -115,16 +115,16 @@ def write(
     at: tuple[float, float],
     offset: tuple[float, float],
     *,
-    across: Literal["left", "right"] = "left",
+    side: Literal["left", "right"] = "left",
     up: Literal["top", "center", "bottom"] = "bottom",
     colour: str = INK,
     bold: bool = False,
 ) -> Annotation:
-    """Writes words beside a point of a panel, at an offset in points; `across` and `up`: the part of the words that is
+    """Writes words beside a point of a panel, at an offset in points; `side` and `up`: the part of the words that is
     there."""
     weight = "bold" if bold else "normal"
     text = axes.annotate(
-        words, at, offset, textcoords="offset points", fontsize=FONT, ha=across, va=up, color=colour, weight=weight
+        words, at, offset, textcoords="offset points", fontsize=FONT, ha=side, va=up, color=colour, weight=weight
     )
     text.set_path_effects([withStroke(linewidth=2, foreground="white")])  # lines pass behind it
     return text

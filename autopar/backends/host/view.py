@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.backends.devices import Mapped, OwnPart, reduce_across
+from autopar.backends.devices import Mapped, OwnPart, reduce_over
 from autopar.backends.protocol import Route, RowBackend
 from autopar.backends.sharded import ShardedRows
 from autopar.backends.single import ReplicatedRows
@@ -91,11 +91,11 @@ class RankDevice(Mapped):
 
     def reduce(self, value: Array, op: str) -> Array:
         assert self.mesh.size == self.count, "over all ranks"
-        return reduce_across(op, value, self.examples)
+        return reduce_over(op, value, self.examples)
 
     def reduce_rank(self, value: Array, op: str) -> Array:
         """Reduces a value over the own rank's devices."""
-        return reduce_across(op, value, "local")
+        return reduce_over(op, value, "local")
 
     def once_a_rank(self, value: Array) -> Array:
         """Returns the value on the first device of each rank, zeros on the others."""
