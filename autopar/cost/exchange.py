@@ -67,6 +67,9 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
 
     ids = () if s.constant else (Term("route ids", host.route(s.ids)), sent("send ids", ID_BYTES))
+    update = _update(host, sizes, min(s.owned, -(-s.extent // s.devices)))
+    if s.bags:
+        return (*ids, *_bag_terms(sizes, rates), *update)
     return (
         *ids,
         Term("look up at owners", host.gather(s.owned, row)),
@@ -75,7 +78,27 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
         Term("copy gradients to the host", copy(s.requested * s.sent_gradient)),
         sent("send gradients", s.sent_gradient),
         Term("add gradients at owners", host.scatter(s.owned, s.sent_gradient)),
-        *_update(host, sizes, min(s.owned, -(-s.extent // s.devices))),
+        *update,
+    )
+
+
+def _bag_terms(sizes: Sizes, rates: HostRates) -> tuple[Term, ...]:
+    """Lists a rank's work where owners add up bags: each sends a sum of each bag in which it has rows."""
+    s, row, gradient, host = sizes, sizes.row_bytes, sizes.sent_gradient, rates.host
+
+    def sent(name: str, nbytes: int) -> Term:
+        return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
+
+    sums = min(s.devices * s.bags, s.bag_ids)
+    return (
+        sent("send bags", s.bag_bytes),
+        Term("look up at owners", host.gather(s.owned, row)),
+        Term("add up bags at owners", host.gather(s.bag_ids, row)),
+        sent("send sums", sums * row),
+        Term("copy sums to the device", rates.copy(s.bags * row)),
+        Term("copy cotangents to the host", rates.copy(s.bags * gradient)),
+        sent("send cotangents", sums * gradient),
+        Term("add gradients at owners", host.scatter(s.bag_ids, gradient)),
     )
 
 
@@ -282,6 +305,8 @@ def _table_terms(
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
     """Lists the work that all methods share: a device reads its ids' rows, and adds up their gradients."""
+    if sizes.bags:
+        return ()
     return (
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
         Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),

@@ -163,6 +163,9 @@ class Sizes:
     replayed: int = 0  #: Bytes of a table's row that a step brings up to date where it reads it, or 0.
     #: Number of tables, this one among them, that "ps" exchanges and updates as one (`passes.stack_tables`).
     together: int = 1
+    bags: int = 0  #: On hosts, bags of a rank that owners add up; 0: rows travel.
+    bag_ids: int = 0  #: Ids of a rank in these; an id counts for each bag that it is in.
+    bag_bytes: int = 0  #: Bytes that tell owners of their rows in bags, and of weights.
 
     @property
     def sent_gradient(self) -> int:

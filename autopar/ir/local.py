@@ -111,3 +111,21 @@ class OncePerRow:
     def __str__(self) -> str:
         counts = ", ".join(f"{rows} rows for {lookups} lookups" for rows, lookups in self.counts)
         return f"{counts}; {self.share:.0%} of the products' operations are left"
+
+
+@dataclass(frozen=True, slots=True)
+class BagSet:
+    """Bags of a rank, each with as many ids, of which owners add up rows.
+
+    Their operands are int[bags, ids], which are the ids; bool[bags, ids], which of them count, if `is_masked`; and
+    numbers [bags, ids] by which rows are multiplied, if `is_weighted`.
+    """
+
+    shape: tuple[int, ...]  #: The bags' axes in the sums.
+    is_masked: bool
+    is_weighted: bool
+    is_kept: bool = False  #: There is a bool[bags, ids] of the ids whose rows get a gradient.
+
+    @property
+    def operands(self) -> int:
+        return 1 + self.is_masked + self.is_weighted

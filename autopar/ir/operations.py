@@ -27,6 +27,7 @@ PASSES = (
     "split_servers",
     "split_pipeline",
     "localize",
+    "pool_bags",
     "once_per_row",
     "localize_tensor",
     "split_segments",
@@ -77,6 +78,10 @@ def _if(name: str) -> Count:
 
 def _replayed(name: str) -> Count:
     return lambda params: len(params.get("families", (0,))) * len(getattr(params["replay"], name))
+
+
+def _kept(params: Params) -> int:
+    return sum(one.is_kept for one in params["sets"])
 
 
 def _named(names: str) -> Mapping[str, int | Count]:
@@ -156,6 +161,10 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "lookup_part": _named("rows index"),
         "reduce_part": _named("rows route others*"),
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
+    },
+    "pool_bags": {
+        "pool": {"rows": 1, "route": 1, "bags": REST},
+        "push_pool": {"route": 1, "cotangents": _length("sets"), "kept": _kept, "bags": REST},
     },
     "localize_tensor": {
         "tensor_reduce": _named("value"),

@@ -73,6 +73,11 @@ class TablePlan:
         return HOSTED if self.where == "hosts" else self.method
 
     @property
+    def pooled(self) -> bool:
+        """Owners add up its rows by bags, in place of sending them."""
+        return self.sizes is not None and self.sizes.bags > 0
+
+    @property
     def seconds(self) -> Mapping[str, float]:
         """Predicted seconds a step of exchanges and updates, by method."""
         return {method: sum(t.seconds for t in terms) for method, terms in self.terms.items()}
@@ -351,6 +356,7 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
         "rows updated": "touched" if entry.lifted else "all",
         "capacity": "none" if entry.capacity is None else f"{entry.capacity} ({measured})",
         "rows": "cyclic" if entry.cyclic else "in shards of adjacent ones",
+        "bags added up by owners": str(entry.sizes.bags) if entry.sizes is not None and entry.pooled else "none",
         "update log": str(entry.log_steps),
         "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
         "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",

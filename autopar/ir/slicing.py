@@ -7,6 +7,7 @@ Effects are always live.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -109,6 +110,35 @@ def needed_equations(equations: Iterable[Equation], atoms: Iterable[Atom]) -> li
     """Returns the equations that the atoms depend on, in order, reduced to what they need and without effects."""
     reduced, _ = eliminate_dead(Block((), tuple(equations), tuple(atoms)), effects=False)
     return list(reduced.equations)
+
+
+def in_order(equations: Sequence[Equation], given: Iterable[Var]) -> list[Equation] | None:
+    """Returns equations in an order in which they can be run, as near to theirs as can be; those that can be observed
+    stay in order. None: there is no such order, or one reads what neither `given` nor any equation has."""
+    waiting, known = dict[Var, list[int]](), set(given)
+    missing = [0] * len(equations)
+    made = {v for e in equations for v in e.outputs}
+    if any(isinstance(a, Var) and a not in made and a not in known for e in equations for a in e.inputs):
+        return None
+    observed = [k for k, e in enumerate(equations) if e.effects]
+    after = dict(itertools.pairwise(observed))
+    for k, e in enumerate(equations):
+        for v in {a for a in e.inputs if isinstance(a, Var) and a in made}:
+            waiting.setdefault(v, []).append(k)
+            missing[k] += 1
+    for k in after.values():
+        missing[k] += 1
+    ready = [k for k, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    ordered: list[Equation] = []
+    while ready:
+        k = heapq.heappop(ready)
+        ordered.append(equations[k])
+        for j in [*(j for v in equations[k].outputs for j in waiting.get(v, ())), *([after[k]] if k in after else ())]:
+            missing[j] -= 1
+            if not missing[j]:
+                heapq.heappush(ready, j)
+    return ordered if len(ordered) == len(equations) else None
 
 
 def free_values(equations: Iterable[Equation], outputs: Iterable[Atom] = ()) -> dict[Var, None]:

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -36,6 +36,8 @@ from autopar.mpi.waiting import BESIDE, LIMIT, Waiting, as_bytes, choose_waiting
 
 #: Ids in the first message of an ask, which says how many there are; the rest follows in a second one.
 FIRST_IDS = 2047
+#: What `Exchange.swap` counts bytes by.
+Kind = Literal["ids", "rows", "gradients"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +103,8 @@ class Exchange:
         self._rings: dict[bool, Rings | NodeRings] = {}
         self._comm = comm
         self._scratch = Buffers(sets=1)
+        #: Owners know what each rank asked for; node leaders ask for several.
+        self.knows_lists = True
         #: Ranks that this one may ask for rows, and those that may ask it.
         self._askable = self._askers = frozenset(range(size))
         self._waiting = (
@@ -245,6 +249,17 @@ class Exchange:
         sent = swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
         self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
         return results
+
+    def swap(self, kind: Kind, sends: Sequence[np.ndarray | None], receives: Sequence[np.ndarray | None]) -> None:
+        """Sends an array to each rank and fills one from each, of the lengths that the other side has; None: nothing.
+
+        `kind`: by which `sent_bytes` and `own_bytes` count.
+        """
+        own, here = sends[self.rank], receives[self.rank]
+        if own is not None and here is not None:
+            here[...] = own
+            self.own_bytes[kind] += own.nbytes
+        self.sent_bytes[kind] += swap(self._comm, self._waiting, sends, receives, self.limit)
 
     def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
         return Rings(self._comm, waiting)

@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from autopar.jax_types import Comm
 from autopar.mpi.buffers import RESERVE, aligned, memory_refusal
-from autopar.mpi.exchange import Exchange, NodeRings, Requested, Rings, first_of, require_rows
+from autopar.mpi.exchange import Exchange, Kind, NodeRings, Requested, Rings, first_of, require_rows
 from autopar.mpi.limits import machine_name, memory_levels
 from autopar.mpi.waiting import Waiting
 from autopar.mpi.world import World, world
@@ -74,6 +74,7 @@ class LeaderExchange(Exchange):
     def __init__(self, rank: int, size: int, comm: Comm, machines: Sequence[Hashable]) -> None:
         """Connects at least 2 ranks. Collective."""
         super().__init__(rank, size, comm)
+        self.knows_lists = False
         groups: dict[Hashable, list[int]] = {}
         for r, machine in enumerate(machines):
             groups.setdefault(machine, []).append(r)
@@ -128,6 +129,13 @@ class LeaderExchange(Exchange):
             sorted_[sent] = sums[part]
         by_leaders = self._scratch.take("by leaders", (requested.far.size, *sums.shape[1:]), sums.dtype)
         return super().deliver(requested.far, self.near.deliver(requested.near, sorted_, by_leaders), out)
+
+    def swap(self, kind: Kind, sends: Sequence[np.ndarray | None], receives: Sequence[np.ndarray | None]) -> None:
+        super().swap(kind, sends, receives)
+        mine = next(ranks for ranks in self.machines if self.rank in ranks)
+        near = sum(m.nbytes for r, m in enumerate(sends) if m is not None and r in mine and r != self.rank)
+        self.sent_bytes[kind] -= near
+        self.near_bytes[kind] += near
 
     def _made_rings(self, waiting: Waiting) -> Rings | NodeRings:
         are_alike = len({len(ranks) for ranks in self.machines}) == 1

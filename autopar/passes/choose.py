@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.analysis.bags import BagFinder
 from autopar.analysis.rules import ALIGNED
 from autopar.analysis.tensor import TensorGroup, divide_products
 from autopar.cost.exchange import NO_OTHERS, cheapest_together, count_exchanges, step_seconds
@@ -47,7 +48,8 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     decided = {} if earlier is None else {k: earlier.table(program.inputs[k].path) for k, _ in program.tables}
     # Tables on devices share update logs; each on hosts has its own.
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
-    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, waiting)
+    finder = functools.cache(lambda: BagFinder(program.block))
+    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, finder, waiting)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
     if options.devices > 1 and not wanted.hosts:
         made = _with_stacks(program, made, choices)

@@ -32,6 +32,7 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED, result_axis
+from autopar.analysis.constant_axes import constant_along, constant_axes, fits
 from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
 from autopar.analysis.work import flops, products
 from autopar.ir.local import OncePerRow
@@ -93,14 +94,13 @@ def _cost(block: Block) -> float:
     return total
 
 
-def _adds_rows(push: Equation, ids: Ids) -> bool:
+def adds_rows(push: Equation, ids: Ids) -> bool:
     """Returns whether each id's update is added to one row, in the order of the lookups."""
     numbers, updates, rank = push.params["dimension_numbers"], push.inputs[3], len(ids.shape)
     return (
         push.params["op"] == "scatter-add"
         and push.params["axis"] == 0
         and push.params["position"] == 0
-        and not push.params["clip"]
         and jax_compat.is_float(updates.dtype)
         and tuple(numbers.update_window_dims) == tuple(range(rank, len(updates.shape)))
         and tuple(numbers.inserted_window_dims) == (0,)
@@ -216,44 +216,6 @@ def params_by_entries(
 
 def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-def constant_axes(equation: Equation, known: Mapping[Atom, int]) -> int:
-    """Returns the axes along which the result of an equation is constant, as bits. `known`: of its operands.
-
-    Unlike `analysis.batch`, which finds what fits a guess, this holds: random bits and closed-over arrays are constant
-    along no axis.
-    """
-    if len(equation.outputs) != 1:
-        return 0
-    out, op = equation.outputs[0], equation.op
-    every = (1 << len(out.shape)) - 1
-    if op == "ap.full":
-        return every
-    if op == "iota":
-        return every & ~(1 << equation.params["dimension"])
-    if op == "broadcast_in_dim":
-        operand, dims = equation.inputs[0], equation.params["broadcast_dimensions"]
-        sizes = enumerate(zip(dims, operand.shape, strict=True))
-        varying = (to for k, (to, size) in sizes if size > 1 and not known.get(operand, 0) >> k & 1)
-        return functools.reduce(lambda bits, to: bits & ~(1 << to), varying, every)
-    if op in PLACED_ELEMENTWISE and all(fits(a.shape, out.shape) for a in equation.inputs):
-        bits = (constant_along(a, known) for a in equation.inputs if a.shape)
-        return functools.reduce(lambda a, b: a & b, bits, every) if out.shape else 0
-    return 0
-
-
-def constant_along(atom: Atom, known: Mapping[Atom, int]) -> int:
-    """Returns the axes along which a value is constant, those of size 1 among them."""
-    return functools.reduce(
-        lambda bits, d: bits | (atom.shape[d] == 1) << d, range(len(atom.shape)), known.get(atom, 0)
-    )
-
-
-def fits(shape: Sequence[int], result: Sequence[int]) -> bool:
-    """Returns whether an operand of an elementwise equation is a scalar, or has the result's axes (some may be 1)."""
-    same = len(shape) == len(result)
-    return not shape or (same and all(a in (1, b) for a, b in zip(shape, result, strict=True)))
 
 
 # --- products ---
@@ -485,7 +447,7 @@ class _Rewrite(Writer):
         """Writes sums of gradients by rows."""
         base, route, index, updates = equation.inputs
         ids = self.every.get((route, index))
-        if ids is None or not _adds_rows(equation, ids):
+        if ids is None or equation.params["clip"] or not adds_rows(equation, ids):
             return False
         form, id_axes = self.forms.get(updates), IdAxes(0, len(ids.shape))
         lookups = Form(ids, id_axes, updates)

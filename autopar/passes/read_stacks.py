@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 import jax.numpy as jnp
 
+from autopar.analysis.bags import is_plain_access
 from autopar.ir.program import Block, Equation, Input, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
-from autopar.passes.choosing.alike import is_plain_gather
 from autopar.passes.stack_tables import fill_of, is_row, plan_stacked
 
 
@@ -32,7 +32,10 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
     """
     block = program.block
     read = {*block.outputs, *(a for e in block.equations for a in e.inputs)}
-    others = {*block.outputs, *(a for e in block.equations for a in e.inputs[1 if is_plain_gather(e) else 0 :])}
+    others = {
+        *block.outputs,
+        *(a for e in block.equations for a in e.inputs[1 if e.op == "gather" and is_plain_access(e) else 0 :]),
+    }
     groups: dict[tuple[object, ...], list[int]] = {}
     unread, seen = set[int](), dict[StackIndex, int]()
     for k, (leaf, input_) in enumerate(zip(block.inputs, program.inputs, strict=True)):

@@ -25,7 +25,9 @@ EXCHANGES = (
     "ap.route",
     "ap.pull",
     "ap.fetch",
+    "ap.pool",
     "ap.deliver",
+    "ap.push_pool",
     "ap.reduce_others",
     "ap.reduce",
     "ap.reduce_table",
@@ -36,9 +38,9 @@ EXCHANGES = (
     "ap.flush",
 )
 #: Those that a single rank has.
-_ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.deliver", "ap.reduce"))
+_ALONE = tuple(op for op in EXCHANGES if op not in ("ap.fetch", "ap.pool", "ap.deliver", "ap.push_pool", "ap.reduce"))
 #: Exchanges whose results are the owner's.
-_TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.reduce", "ap.reduce_table"}
+_TO_OWNER = frozenset(EXCHANGES) - {"ap.route", "ap.fetch", "ap.pool", "ap.reduce", "ap.reduce_table"}
 #: Operations on the rows that a rank asked for, which its devices have, or between devices.
 _OF_DEVICES = frozenset(
     "ap." + name

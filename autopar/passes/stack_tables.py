@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import heapq
-import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +27,7 @@ import numpy as np
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowFacts
-from autopar.ir.slicing import eliminate_dead
+from autopar.ir.slicing import eliminate_dead, in_order
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackShape
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
@@ -121,7 +119,7 @@ def _kinds(plan: ProgramPlan) -> Mapping[int, Hashable]:
         own = [f for f in plan.families if f.table.sizes is not None and f.table.sizes.together > 1]
     else:  # of others the leaves are ordinary arrays
         own = [f for f in plan.families if f.table.log_steps]
-    return {f.family: (f.method, bool(f.table.log_steps)) for f in own}
+    return {f.family: (f.method, bool(f.table.log_steps), f.table.pooled) for f in own}
 
 
 def plan_stacked(
@@ -439,7 +437,7 @@ def _written(
             of = tuple(new_states[leaf] for leaf in table.inputs)
             outputs.append((of, stack.new(atom), dataclasses.replace(output, state=numbers[output.state])))
     variables = tuple(v for _, v, _ in inputs)
-    ordered = _ordered(equations, variables)
+    ordered = in_order(equations, variables)
     if ordered is None:
         return None
     made, _ = eliminate_dead(Block(variables, tuple(ordered), tuple(a for _, a, _ in outputs)))
@@ -453,32 +451,3 @@ def _written(
         ids={},
     )
     return program, tuple(was for was, _, _ in inputs), tuple(of for of, _, _ in outputs)
-
-
-def _ordered(equations: Sequence[Equation], given: Iterable[Var]) -> list[Equation] | None:
-    """Returns equations in an order in which they can be run, as near to theirs as can be; those that can be observed
-    stay in order. None: there is no such order."""
-    waiting, known = dict[Var, list[int]](), set(given)
-    missing = [0] * len(equations)
-    made = {v for e in equations for v in e.outputs}
-    if any(isinstance(a, Var) and a not in made and a not in known for e in equations for a in e.inputs):
-        return None  # something else reads a table's own value
-    observed = [k for k, e in enumerate(equations) if e.effects]
-    after = dict(itertools.pairwise(observed))
-    for k, e in enumerate(equations):
-        for v in {a for a in e.inputs if isinstance(a, Var) and a in made}:
-            waiting.setdefault(v, []).append(k)
-            missing[k] += 1
-    for k in after.values():
-        missing[k] += 1
-    ready = [k for k, count in enumerate(missing) if not count]
-    heapq.heapify(ready)
-    ordered: list[Equation] = []
-    while ready:
-        k = heapq.heappop(ready)
-        ordered.append(equations[k])
-        for j in [*(j for v in equations[k].outputs for j in waiting.get(v, ())), *([after[k]] if k in after else ())]:
-            missing[j] -= 1
-            if not missing[j]:
-                heapq.heappush(ready, j)
-    return ordered if len(ordered) == len(equations) else None

@@ -23,6 +23,7 @@ from autopar.passes.classify import classify
 from autopar.passes.localizing.rank import localize_rank, not_on_hosts
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
+from autopar.passes.pool_bags import pool_bags
 from autopar.passes.pull_whole import pull_whole
 from autopar.passes.reduce_tables import reduce_tables
 from autopar.passes.split_segments import split_segments
@@ -94,6 +95,7 @@ class OnHosts(Way):
             made.append(("split_update", rewriting(in_microbatches)))
         made += [
             ("localize", localize_rank),
+            ("pool_bags", pool_bags),
             ("once_per_row", rewriting(once_per_row)),
             ("split_segments", self._split_segments),
         ]

@@ -75,6 +75,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         ),
         (3, 1): ("check_some_of_the_contract", "check_stacked_tables", "check_bytes_of_stacked_tables"),
     },
+    "bag_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_bags_of_several_machines")},
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {
         (2, 1): (),
@@ -148,6 +149,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 2): ("check_contract",),
         (4, 2): ("check_contract",),
     },
+    "bag_cases": {(3, 1): (), (4, 1): ()},
     "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},
     "pipeline_cases": {
         (2, 2): ("check_schedules", "check_the_state_of_divided_products"),

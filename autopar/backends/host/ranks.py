@@ -28,6 +28,7 @@ from autopar.backends.messages import by_gloo
 from autopar.ir.segments import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
+from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Exchange, Requested
 
@@ -84,6 +85,15 @@ class Ranks:
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
+
+    def ask_bags(self, requested: Requested, indices: np.ndarray, shard_rows: int, ids: BagIds) -> RequestedBags:
+        return self._exchanged("asking for bags", ask_bags, self.exchange, requested, indices, shard_rows, ids)
+
+    def add_up(self, bags: RequestedBags, rows: np.ndarray) -> np.ndarray:
+        return self._exchanged("adding up bags", add_up, self.exchange, bags, rows)
+
+    def spread(self, bags: RequestedBags, cotangents: np.ndarray, kept: np.ndarray | None) -> np.ndarray:
+        return self._exchanged("delivering cotangents", spread, self.exchange, bags, cotangents, kept)
 
     def _exchanged(self, what: str, exchange: Callable[..., T], *args: Pytree) -> T:
         """Exchanges something, marked as a wait for others, and named in profiles."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,13 +25,14 @@ from autopar.backends.host.storage import HostRows, rows_back, rows_first
 from autopar.backends.host.view import RouteView, host_backends, padded
 from autopar.backends.protocol import reduce_some
 from autopar.ir.layout import RowLayout
-from autopar.ir.local import Spread
+from autopar.ir.local import BagSet, Spread
 from autopar.ir.operations import plain_name, split
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, RouteType, Var, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.jax_types import Dtype, Index, Leaf
+from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
 
@@ -71,6 +73,7 @@ class RunningStep:
       needs: Family -> number of rows of this owner that are asked for, and of rows that this rank asks for.
       reduced: (Level, gradient bucket, operation) -> a function that waits for the sums.
       beside: Reductions under way beside programs, and where their results go.
+      bags: By the operands that bags are made of.
       lagging: Tables whose rows are brought up to date when they are pulled.
       is_first: Whether it is the first one of all ranks, which then agree on a bucket.
       has_written: Whether a table has changed.
@@ -81,6 +84,7 @@ class RunningStep:
     needs: dict[int, tuple[int, int]] = field(default_factory=dict)
     reduced: dict[tuple[int, int | None, str], Callable[[], Sequence[Any]]] = field(default_factory=dict)
     beside: list[tuple[Sequence[Equation], Callable[[], Sequence[Any]]]] = field(default_factory=list)
+    bags: dict[tuple[Atom, ...], RequestedBags] = field(default_factory=dict)
     lagging: frozenset[HostRows] = frozenset()
     is_first: bool = False
     has_written: bool = False
@@ -289,6 +293,57 @@ class SegmentedProgram:
         rows = rows_back(out, axis)
         return [rows + np.asarray(base[0]) if base else rows]
 
+    def _pool(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute, *ids: Leaf) -> Sequence[Leaf]:
+        sets: Sequence[BagSet] = equation.params["sets"]
+        first = np.ascontiguousarray(np.asarray(rows)[: route.count])
+        bags = self._bags(sets, step, equation.inputs[1:], route, ids, first.dtype)
+        sums = self._ranks.add_up(bags, first)
+        counts = np.cumsum([math.prod(one.shape) for one in sets])[:-1]
+        parts = zip(np.split(sums, counts), sets, strict=True)
+        return [part.reshape(*one.shape, *sums.shape[1:]) for part, one in parts]
+
+    def _push_pool(self, equation: Equation, step: RunningStep, route: HostRoute, *operands: Leaf) -> Sequence[Leaf]:
+        sets: Sequence[BagSet] = equation.params["sets"]
+        named = split(equation.op, equation.params, (route, *operands))
+        own = equation.inputs[len(equation.inputs) - len(named["bags"]) :]
+        parts = [np.asarray(part) for part in named["cotangents"]]
+        bags = self._bags(sets, step, (equation.inputs[0], *own), route, named["bags"], parts[0].dtype)
+        columns = equation.outputs[0].shape[1:]
+        cotangents = np.concatenate([part.reshape(-1, *columns) for part in parts])
+        kept = None
+        if named["kept"]:
+            masks, given = iter(named["kept"]), list[np.ndarray]()
+            for one, ids, which, _ in _of_sets(sets, named["bags"]):
+                flags = np.asarray(next(masks)) if one.is_kept else np.ones(ids.shape, bool)
+                given.append(flags[which].ravel())
+            kept = np.concatenate(given)
+        gradients = self._ranks.spread(bags, cotangents, kept)
+        out = self._buffer(equation, (len(route.rows), *columns), gradients.dtype)
+        out[: route.count] = gradients
+        out[route.count :] = 0
+        return [out]
+
+    def _bags(
+        self,
+        sets: Sequence[BagSet],
+        step: RunningStep,
+        atoms: Sequence[Atom],
+        route: HostRoute,
+        operands: Sequence[Leaf],
+        dtype: np.dtype,
+    ) -> RequestedBags:
+        """Tells owners of the ids in bags, once a step. `atoms`: the route, and the operands' names."""
+        key = tuple(atoms)
+        if key not in step.bags:
+            layout = self._layouts[_family(atoms[0])]
+            step.bags[key] = self._ranks.ask_bags(
+                route.requested,
+                route.indices,
+                layout.shard_rows,
+                _bag_ids(sets, operands, route.indices, layout, dtype),
+            )
+        return step.bags[key]
+
     def _reduce_table(self, equation: Equation, step: RunningStep, *operands: Leaf) -> Sequence[Leaf]:
         if equation not in self._tables:
             self._tables[equation] = TableReduction(equation, self._ranks)
@@ -364,8 +419,35 @@ def _ids_of(route: Equation) -> Iterable[tuple[Atom, bool]]:
     return zip(route.inputs, batched, strict=True)
 
 
-def _family(route: Equation) -> int:
-    type_ = route.outputs[0].type
+def _of_sets(
+    sets: Sequence[BagSet], operands: Sequence[Leaf]
+) -> Iterator[tuple[BagSet, np.ndarray, Index, Sequence[np.ndarray]]]:
+    """Yields sets of bags, each with its ids, which of them count, and weights if there are any."""
+    rest = iter(operands)
+    for one in sets:
+        ids = np.asarray(next(rest))
+        which = np.asarray(next(rest)) if one.is_masked else slice(None)
+        yield one, ids, which, [np.asarray(next(rest))] if one.is_weighted else []
+
+
+def _bag_ids(
+    sets: Sequence[BagSet], operands: Sequence[Leaf], indices: np.ndarray, layout: RowLayout, dtype: np.dtype
+) -> BagIds:
+    """Returns the ids that count in all sets of bags, one set after the other."""
+    parts, count, has_weights = list[Sequence[np.ndarray]](), 0, any(one.is_weighted for one in sets)
+    for _, own, which, weights in _of_sets(sets, operands):
+        bags = np.arange(count, count + len(own))[:, None]
+        given = [own, bags, *(weights or [np.ones((), dtype)])] if has_weights else [own, bags]
+        parts.append([np.broadcast_to(value, own.shape)[which].ravel() for value in given])
+        count += len(own)
+    ids, numbers, *joined = map(np.concatenate, zip(*parts, strict=True))
+    wanted = indices.searchsorted(layout.storage_index(ids.astype(indices.dtype, copy=False)))
+    longest = max(own.shape[1] for _, own, *_ in _of_sets(sets, operands))
+    return BagIds(wanted, numbers, count, longest, joined[0] if joined else None, dtype)
+
+
+def _family(route: Equation | Atom) -> int:
+    type_ = route.outputs[0].type if isinstance(route, Equation) else route.type
     assert isinstance(type_, RouteType), "a route is what a route equation makes"
     return type_.family
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import jax
-
+from autopar.analysis.bags import is_plain_access
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.values import atom_key
 from autopar.ir.program import Atom, Equation, Program, Var, known
@@ -149,10 +148,10 @@ class _Walk:
         self._require(not equation.bodies and not equation.effects)
         role, first = self.facts.roles.get(equation), equation.inputs[0]
         if role == "lookup":
-            self._require(is_plain_gather(equation) and first in self.names)
+            self._require(is_plain_access(equation) and first in self.names)
             self.lookups.append((equation, (self.names[first], self._batch(equation.inputs[1]))))
         elif role == "push":
-            self._require(_is_plain_scatter(equation))
+            self._require(is_plain_access(equation))
             self._append(equation, ("push", self._name(first), self._batch(equation.inputs[1])))
         elif role == "reduce":
             self._require(equation.op == "reduce_sum" and self._is_zero_untouched(first))
@@ -213,24 +212,3 @@ class _Walk:
         """Returns whether rows that the step doesn't touch, and spare ones, add nothing to a sum."""
         value = self.facts.value(atom)
         return isinstance(value, Row) and isinstance(value.untouched, Const) and value.untouched.is_zero
-
-
-def is_plain_gather(equation: Equation) -> bool:
-    """Returns whether it looks up whole rows by their numbers."""
-    numbers, params = equation.params["dimension_numbers"] if equation.op == "gather" else None, equation.params
-    if numbers is None:
-        return False
-    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
-    whole = (1, *equation.inputs[0].shape[1:])
-    dims = tuple(range(batch, batch + rank - 1))
-    plain = jax.lax.GatherDimensionNumbers(dims, (0,), (0,))
-    return numbers == plain and params["slice_sizes"] == whole
-
-
-def _is_plain_scatter(equation: Equation) -> bool:
-    """Returns whether it adds whole rows by their numbers."""
-    if equation.op != "scatter-add":
-        return False
-    rank, batch = len(equation.inputs[0].shape), len(equation.inputs[1].shape) - 1
-    dims = tuple(range(batch, batch + rank - 1))
-    return equation.params["dimension_numbers"] == jax.lax.ScatterDimensionNumbers(dims, (0,), (0,))

@@ -7,13 +7,14 @@ import functools
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.bags import BagFinder, BagPair, find_bags, is_plain_access
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
 from autopar.cost.exchange import NO_OTHERS, REPLAY, sent_bytes, step_seconds, step_terms
@@ -44,6 +45,8 @@ from autopar.passes.choosing.capacity import (
 
 #: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
+#: Owners add up bags only if a rank sends this many bytes less: they take two more messages to each rank.
+LEAST_SAVED = 1 << 16
 #: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
@@ -59,6 +62,8 @@ class Choices:
     hosts: frozenset[int] = frozenset()
     repeatable: bool = True  #: A step may be repeated (it has no effects), so that a batch may exceed a capacity.
     decided: Mapping[int, TablePlan] = field(default_factory=dict)  #: Table -> its earlier plan.
+    #: Finds the program's bags, if there may be any.
+    bags: Callable[[], BagFinder] | None = None
     waiting: int = 0  #: Rows of all families that may wait in one update log; 0: each has its own log.
 
     @property
@@ -136,13 +141,14 @@ def decide_family(
     if hosted or is_beside:
         bounds = host_bounds(space, ids, choices.devices)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
+        sizes, why = (sizes, "") if sizes is None else _with_bags(program, space, ids, sizes, choices)
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
         if is_beside and sizes is not None and sent["allreduce"] <= sent[HOSTED]:
             who = f"a rank asks for {sizes.requested} of {space.extent} rows"
             return dense(f"{who}: their whole gradient takes no more bytes", "strategy=('ps', 'hosts')")
         if is_beside and sizes is None and not _pays(program, space, ids, choices):
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
-        return (bounds, bounds), lifted(bounds, "ps", where="hosts", sent=sent, sizes=sizes)
+        return (bounds, bounds), lifted(bounds, "ps", where="hosts", why=why, sent=sent, sizes=sizes)
     if choices.devices == 1:
         pays = ids.count < space.extent if choices.options.rows_travel else _pays(program, space, ids, choices)
         if method == "auto" and not pays:
@@ -369,6 +375,50 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     limit = tightened(with_safe_capacity(bounds), loads, choices.options.headroom).capacity or 0
     requested = max(rows.size for rows in loads)
     return dataclasses.replace(sizes, requested=requested, owned=busiest_owner(loads, bounds), capacity=limit)
+
+
+def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:
+    """Has owners add up the family's rows by bags, if that sends fewer bytes; also returns a reason."""
+    earlier = choices.told(space)
+    one_device = choices.options.rank_devices == 1 and choices.options.microbatches == 1
+    if space.is_pulled or space.depends_on or not one_device or (earlier is not None and not earlier.pooled):
+        return sizes, ""
+    bags = [pair.sums for pair in _bag_pairs(space, ids, choices)]
+    for one in bags:
+        axis = program.batch.get(one.value) if isinstance(one.value, Var) else None
+        if axis is None or axis >= len(one.shape) or one.shape[axis] % choices.devices:
+            return sizes, ""  # a bag of several ranks' examples
+    if not bags:
+        return sizes, ""
+    n, count = choices.devices, sum(one.count for one in bags) // choices.devices
+    placed = sum(one.count * one.length for one in bags) // n
+    number = 2 if sizes.requested <= 1 << 16 else 4  # which of the rows that were asked for
+    weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
+    counted = np.min_scalar_type(max(one.length for one in bags)).itemsize
+    nbytes = placed * (number + weight) + n * count * counted
+    pooled = dataclasses.replace(sizes, bags=count, bag_ids=placed, bag_bytes=nbytes)
+    before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
+    if before - after <= LEAST_SAVED and earlier is None:
+        return sizes, ""
+    saved = f"a rank sends {format_bytes(after)} in place of {format_bytes(before)}"
+    return pooled, f"the owners of the rows add up each rank's {count} bags: {saved}"
+
+
+def _bag_pairs(space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[BagPair]:
+    """Returns the bags by which a family is looked up; none if rows are needed one by one."""
+    lookups, pushes = list[tuple[Atom, Atom]](), list[tuple[Atom, Atom]]()
+    for access in space.accesses:
+        equation = access.equation
+        if access.path or access.known or access.axis or not is_plain_access(equation):
+            return ()
+        if access.is_lookup:
+            lookups.append((equation.inputs[1], equation.outputs[0]))
+        else:
+            pushes.append((equation.inputs[1], equation.inputs[2]))
+    several = len({a.equation.inputs[0] for a in space.accesses if a.is_lookup}) > 1  # forms of a row
+    if several or choices.bags is None or not all(ids.batched):
+        return ()
+    return find_bags(choices.bags(), lookups, pushes) or ()
 
 
 def _line(space: RowSpace) -> str:

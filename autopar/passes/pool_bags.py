@@ -1,0 +1,325 @@
+"""Has owners add up rows by bags, where a rank reads nothing but sums of the rows that it looks up.
+
+    sum_l w[b, l] * rows[ids[b, l]]      ->  pool(rows, ids, w)
+    zeros.at[ids].add(w * dy[b])         ->  push_pool(dy, ids, w)
+
+An owner sends a partial sum of each bag in place of the rows, and gets the bag's cotangent in place of their gradients.
+`choose` has decided for which tables that sends fewer bytes (`Sizes.bags`). It is done in a rank's own program, with
+tables on hosts. What it finds is what `choose` found (`analysis.bags`), unless examples were cut apart in a way that it
+doesn't follow: then rows travel, and the plan says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax.numpy as jnp
+
+from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags
+from autopar.cost.exchange import sent_bytes
+from autopar.ir.figures import Sizes
+from autopar.ir.local import BagSet
+from autopar.ir.plan import TablePlan
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of, known
+from autopar.ir.program_plan import FamilyPlan, ProgramPlan
+from autopar.ir.slicing import eliminate_dead, in_order
+from autopar.ir.writer import ZeroWriter, expand
+from autopar.jax_types import Array, Dtype
+from autopar.passes.once_per_row import Ids, adds_rows, all_ids
+
+
+class _Apart(Exception):
+    """Says why bags can't be added up by owners."""
+
+
+def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:
+    """Returns the program of one device with bags added up by owners; `program`: localized by `bound`."""
+    block, pooled = program.block, 0
+    for planned in bound.families:
+        if not (planned.on_hosts and planned.table.pooled):
+            continue
+        try:
+            block = _Pooling(block, planned.family).run()
+            pooled += 1
+        except _Apart as error:
+            bound = _by_rows(bound, planned, str(error))
+    return dataclasses.replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
+
+
+def by_rows(sizes: Sizes) -> Sizes:
+    """Returns the sizes of a family whose rows travel."""
+    return dataclasses.replace(sizes, bags=0, bag_ids=0, bag_bytes=0)
+
+
+def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPlan:
+    """Returns the plan in which a family's rows travel, and why."""
+
+    def changed(table: TablePlan) -> TablePlan:
+        sizes = by_rows(known(table.sizes))
+        reason_ = f"{table.reason}; but its rows travel: {reason}"
+        return dataclasses.replace(table, sizes=sizes, sent=sent_bytes(sizes, "hosts"), reason=reason_)
+
+    others = {path for f in bound.families if f is not planned for path in (f.table.path, *f.table.slots)}
+    tables = (changed(t) if t.pooled and t.path not in others else t for t in bound.plan.tables)
+    return bound.noting(tables=tuple(tables))
+
+
+@dataclass(eq=False)
+class _Pooling:
+    """Rewrites one family's lookups and pushes."""
+
+    block: Block
+    family: int
+    lookups: Mapping[Atom, Equation] = field(default_factory=dict)  #: By index vectors.
+    pushes: Mapping[Atom, Equation] = field(default_factory=dict)
+    ids: Mapping[tuple[Atom, Atom], Ids] = field(default_factory=dict)  #: Of lookups of whole rows.
+    sets: list[BagSet] = field(default_factory=list)
+    operands: list[Atom] = field(default_factory=list)  #: Of all sets.
+    written: list[Equation] = field(default_factory=list)
+    made: dict[Hashable, Atom] = field(default_factory=dict)  #: Key -> a value of ids that is computed once.
+
+    def run(self) -> Block:
+        """Returns the rewritten block.
+
+        Raises:
+          _Apart: it can't be.
+        """
+        own = [e for e in self.block.equations if family_of(e) == self.family]
+        lookups, fetches, delivered = ([e for e in own if e.op == f"ap.{op}"] for op in ("lookup", "fetch", "deliver"))
+        self.ids = all_ids(self.block)
+        if len(fetches) != 1 or len(delivered) > 1 or fetches[0].params["axis"]:
+            raise _Apart("they are exchanged in several forms")
+        fetch = fetches[0]
+        read = [e for e in self.block.equations if fetch.outputs[0] in e.inputs]
+        if read != lookups or fetch.outputs[0] in self.block.outputs:
+            raise _Apart("they are read in another way than by their ids")
+        if any((e.inputs[1], e.inputs[2]) not in self.ids for e in lookups):
+            raise _Apart("they aren't looked up whole")
+        finder = BagFinder(self.block)
+        pushes = self._pushes(delivered[0], finder.made) if delivered else []
+        pairs = find_bags(
+            finder,
+            [(e.inputs[2], e.outputs[0]) for e in lookups],
+            [(e.inputs[2], e.inputs[3]) for e in pushes],
+        )
+        if pairs is None:
+            raise _Apart("bags aren't found in a rank's own program")
+        self.lookups, self.pushes = _by_index(lookups), _by_index(pushes)
+        if any(push.params["clip"] and not self.lookups[ids].params["clip"] for ids, push in self.pushes.items()):
+            raise _Apart("ids out of range look up nothing, and get a gradient")
+        equations = self._with_sums(fetch, pairs)
+        if delivered:
+            equations = self._with_gradients(equations, delivered[0], pairs)
+        return eliminate_dead(self.block.with_equations(equations))[0]
+
+    def _pushes(self, deliver: Equation, values: ZeroWriter) -> list[Equation]:
+        """Returns the aggregates that a delivery is the sum of."""
+        found, waiting = list[Equation](), [deliver.inputs[0]]
+        while waiting:
+            atom = waiting.pop()
+            if values.is_zero(atom):
+                continue
+            made = values.producers.get(atom)
+            if made is None or made.op not in ("ap.aggregate", "ap.plus"):
+                raise _Apart("gradients are added up in another way than by their ids")
+            if made.op == "ap.aggregate":
+                known = self.ids.get((made.inputs[1], made.inputs[2]))
+                if known is None or not adds_rows(made, known):
+                    raise _Apart("gradients aren't added to whole rows")
+                found.append(made)
+                waiting.append(made.inputs[0])
+            else:
+                waiting += made.inputs
+        return found
+
+    # --- sums ---
+
+    def _with_sums(self, fetch: Equation, pairs: Sequence[BagPair]) -> list[Equation]:
+        """Returns the block's equations with sums in place of the fetch."""
+        outputs, added = list[Var](), list[Equation]()
+        rows, route = fetch.inputs
+        row = rows.shape[1:]
+        for pair in pairs:
+            sums, like = pair.sums, self.lookups[pair.sums.index]
+            selects = (*self._in_range(like), *sums.selects)
+            left_out = {factor.key for factor in selects}
+            mask = self._mask(like, sums, selects)
+            weights = self._weights(like, sums)
+            key = "ids", sums.index, sums.moves, sums.ids, sums.axes
+            index = self._once(key, like, _ids(sums, like), (sums.index,))
+            push = pair.cotangents
+            is_kept = push is not None and any(factor.key not in left_out for factor in self._kept(push))
+            self.sets.append(BagSet(sums.shape, mask is not None, weights is not None, is_kept))
+            self.operands += [a for a in (index, mask, weights) if a is not None]
+            assert isinstance(sums.value, Var), "an equation makes the sums"
+            extra = self._extra(like, sums, selects) if mask is not None else None
+            out = sums.value if extra is None else Var(ArrayType((*sums.shape, *row), rows.dtype))
+            outputs.append(out)
+            if extra is not None:
+                added += expand(_add, like, (out, extra), sums.value, again=True)
+        operands, params = (rows, route, *self.operands), {"axis": 0, "sets": tuple(self.sets)}
+        pool = Equation("ap.pool", operands, tuple(outputs), params, origin=fetch.origin)
+        position, ends = self.block.equations.index(fetch), {pair.sums.value for pair in pairs}
+        kept = [e for e in self.block.equations[position:] if ends.isdisjoint(e.outputs)]
+        equations = [*self.block.equations[:position], *self.written, pool, *added, *kept]
+        ordered = in_order(equations, self.block.inputs)
+        if ordered is None:
+            raise _Apart("weights depend on sums of the same table")
+        return ordered
+
+    def _in_range(self, access: Equation) -> tuple[Factor, ...]:
+        """Returns what selects ids that are a row's; nothing where others mean the nearest row."""
+        p, index = access.params, access.inputs[2]
+        if p["clip"]:
+            return ()
+        fill = Literal.scalar(jnp.nan if p.get("fill_value") is None else p["fill_value"], access.outputs[0].dtype)
+        is_row = self._once(("rows", index), access, _is_row(self.lookups[index]), (index,))
+        return (Factor("keep", is_row, fill, tuple(range(len(index.shape) - 1))),)
+
+    def _kept(self, push: Bags) -> tuple[Factor, ...]:
+        """Returns what selects the ids whose rows get a gradient."""
+        return *self._in_range(self.pushes[push.index]), *push.selects
+
+    def _mask(self, like: Equation, bags: Bags, selects: Sequence[Factor]) -> Atom | None:
+        """Returns bool[bags, ids]: which rows stay; None: all."""
+        if not selects:
+            return None
+        key = "mask", bags.index, bags.moves, bags.axes, tuple(f.key for f in selects)
+        return self._once(key, like, _mask(bags, selects), [f.atom for f in selects])
+
+    def _weights(self, like: Equation, bags: Bags) -> Atom | None:
+        if not bags.weights:
+            return None
+        key = "weights", bags.key, bags.axes
+        make = _weights(bags, like.outputs[0].dtype)
+        return self._once(key, like, make, [f.atom for f in bags.weights])
+
+    def _extra(self, like: Equation, bags: Bags, selects: Sequence[Factor]) -> Atom | None:
+        """Returns what ids that are left out add to each bag, in the shape of the sums."""
+        fills = [f.fill for f in selects if f.fill is not None]
+        assert len(fills) == len(selects), "a select reads something in place of rows"
+        if not bags.weights and all(isinstance(f, Literal) and not f.value for f in fills):
+            return None
+        columns = len(like.outputs[0].shape) - len(like.inputs[2].shape) + 1
+        make = _extra(bags, selects, like.outputs[0].dtype, columns)
+        atoms = [*(f.atom for f in selects), *fills, *(f.atom for f in bags.weights)]
+        return self._once(("extra", bags.value), like, make, atoms)
+
+    # --- gradients ---
+
+    def _with_gradients(
+        self, equations: Sequence[Equation], deliver: Equation, pairs: Sequence[BagPair]
+    ) -> Sequence[Equation]:
+        """Returns the equations with cotangents in place of the delivery."""
+        self.written = []
+        cotangents, masks = list[Atom](), list[Atom]()
+        for pair, one in zip(pairs, self.sets, strict=True):
+            push = pair.cotangents
+            assert push is not None, "all lookups have gradients, or none"
+            like = self.lookups[push.index]
+            cotangents.append(self._once(("cotangent", push.value, push.axes), like, _cotangents(push), (push.value,)))
+            mask = self._mask(like, push, self._kept(push)) if one.is_kept else None
+            masks += [] if mask is None else [mask]
+        _, route, *base = deliver.inputs
+        out = deliver.outputs[0] if not base else Var(deliver.outputs[0].type)
+        operands, params = (route, *cotangents, *masks, *self.operands), {"axis": 0, "sets": tuple(self.sets)}
+        push_ = dataclasses.replace(deliver, op="ap.push_pool", inputs=operands, outputs=(out,), params=params)
+        after = expand(_add, deliver, (base[0], out), deliver.outputs[0], again=True) if base else []
+        position = equations.index(deliver)
+        return *equations[:position], *self.written, push_, *after, *equations[position + 1 :]
+
+    def _once(self, key: Hashable, like: Equation, make: Callable[..., Array], atoms: Sequence[Atom]) -> Atom:
+        if key not in self.made:
+            equations = expand(lambda *xs: jnp.copy(make(*xs)), like, atoms)
+            self.written += equations
+            self.made[key] = equations[-1].outputs[0]
+        return self.made[key]
+
+
+def _by_index(accesses: Iterable[Equation]) -> Mapping[Atom, Equation]:
+    """Maps index vectors to one of the accesses by them.
+
+    Raises:
+      _Apart: ids out of range mean different things to them.
+    """
+    found: dict[Atom, Equation] = {}
+    for access in accesses:
+        p, other = access.params, found.setdefault(access.inputs[2], access).params
+        if p["clip"] != other["clip"] or str(p.get("fill_value")) != str(other.get("fill_value")):
+            raise _Apart("ids out of range mean different things to different lookups")
+    return found
+
+
+def _add(a: Array, b: Array) -> Array:
+    return a + b
+
+
+def _ids(bags: Bags, lookup: Equation) -> Callable[[Array], Array]:
+    """Returns a function of index vectors: int32[bags, ids], each the nearest row's."""
+    last = lookup.params["extent"] - 1
+
+    def ids(index: Array) -> Array:
+        nearest = jnp.clip(index[..., 0], 0, min(last, jnp.iinfo(index.dtype).max)).astype(jnp.int32)
+        return bags.by_bags(bags.moved(nearest))
+
+    return ids
+
+
+def _is_row(lookup: Equation) -> Callable[[Array], Array]:
+    """Returns a function of index vectors: which of them are a row's."""
+    last = lookup.params["extent"] - 1
+    return lambda index: ((index >= 0) & (index <= min(last, jnp.iinfo(index.dtype).max)))[..., 0]
+
+
+def _stays(bags: Bags, selects: Sequence[Factor], values: Sequence[Array]) -> list[Array]:
+    """Returns for each select which rows it lets stay, in the shape of the bags' ids."""
+    stays = []
+    for factor, value in zip(selects, values, strict=True):
+        value = bags.moved(value) if factor.order is not None else factor.by_ids(value, len(bags.ids))
+        stays.append(value if factor.op == "keep" else ~value)
+    return stays
+
+
+def _mask(bags: Bags, selects: Sequence[Factor]) -> Callable[..., Array]:
+    return lambda *values: bags.by_bags(functools.reduce(jnp.logical_and, _stays(bags, selects, values)))
+
+
+def _product(bags: Bags, start: Array, values: Sequence[Array]) -> Array:
+    for factor, value in zip(bags.weights, values, strict=True):
+        value = factor.by_ids(value, len(bags.ids))
+        start = start * value if factor.op == "mul" else start / value
+    return start
+
+
+def _weights(bags: Bags, dtype: Dtype) -> Callable[..., Array]:
+    return lambda *values: bags.by_bags(_product(bags, jnp.ones((), dtype), values))
+
+
+def _extra(bags: Bags, selects: Sequence[Factor], dtype: Dtype, columns: int) -> Callable[..., Array]:
+    """Returns a function of what selects and weights read: the sums of what is in place of rows that don't stay."""
+    count = len(selects)
+
+    def extra(*values: Array) -> Array:
+        constant, stays = jnp.zeros((), dtype), _stays(bags, selects, values[:count])
+        for factor, stay, fill in zip(selects, stays, values[count : 2 * count], strict=True):
+            fill = fill if fill.ndim == 0 else factor.by_ids(fill, len(bags.ids))
+            constant = jnp.where(stay, constant, fill)
+        left_out = ~functools.reduce(jnp.logical_and, stays)
+        sums = bags.by_bags(jnp.where(left_out, _product(bags, constant, values[2 * count :]), 0)).sum(1)
+        return sums.reshape(*bags.shape, *[1] * columns)
+
+    return extra
+
+
+def _cotangents(bags: Bags) -> Callable[[Array], Array]:
+    """Returns a function of cotangents as they are found: one for each bag."""
+
+    def cotangents(value: Array) -> Array:
+        if bags.order is not None:
+            return value.transpose(bags.order)
+        return value[tuple(0 if d in bags.axes else slice(None) for d in range(len(bags.ids)))]
+
+    return cotangents

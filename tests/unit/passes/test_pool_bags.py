@@ -1,0 +1,83 @@
+"""Which bags owners add up, planned for ranks that aren't there; tests/support/mpi/bag_cases.py runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from unittest import mock
+
+import optax
+import pytest
+
+import autopar
+from autopar.cost.exchange import sent_bytes
+from autopar.ir.cluster import ClusterSpec, Device, Link
+from autopar.passes import pool_bags
+from autopar.passes.choosing import families
+from autopar.planning.plan import elsewhere
+from autopar.run.planned_step import PlannedStep
+from tests.support.mpi.bag_cases import BAGS, HOSTS, OTHERS, ROWS, Form, batch_of, pooled, start, step_of
+
+LINK = Link(1e-5, 1e10)
+
+
+@pytest.fixture(autouse=True)
+def small_tables_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "LEAST_SAVED", 0)
+
+
+def planned_for(ranks: int, forms: Mapping[str, Form], widths: Sequence[int], *, seed: int = 0) -> PlannedStep:
+    tx = optax.sgd(0.1)
+    step = autopar.parallelize(step_of(forms, tx), strategy={"params/tables/*": HOSTS})
+    cluster = ClusterSpec("made up", ranks, 1, Device("cpu", 1e11, 1e12, 1e11), LINK, LINK, 1e11)
+    return elsewhere(step, cluster).planned_for(start(forms, tx, widths), batch_of(seed))
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_bags_are_found_in_all_forms(stacked: bool) -> None:
+    forms = {**BAGS, **OTHERS}
+    planned = planned_for(2, forms, (4, 6) if stacked else range(3, 3 + len(forms)))
+    plan = planned.compiled.plan
+    assert pooled(plan) == set(BAGS)
+    (note,) = (r.note for r in planned.compiled.records if r.name == "pool_bags")
+    assert note == f"bags of {4 if stacked else len(BAGS)} families are added up by owners"
+    ops = {e.op for e in planned.compiled.program.block.equations}
+    assert {"ap.pool", "ap.push_pool"} <= ops
+    for table in plan.tables:
+        assert table.sizes is not None
+        as_rows = sent_bytes(pool_bags.by_rows(table.sizes), "hosts")["ps on hosts"]
+        assert table.sent["ps on hosts"] < as_rows if table.pooled else table.sent["ps on hosts"] == as_rows
+        assert table.pooled == ("the owners of the rows add up" in table.reason)
+
+
+def test_rows_travel_where_that_sends_less() -> None:
+    """More ranks have more partial sums, and those that don't divide the examples cut bags apart."""
+    forms = {"sum": BAGS["sum"], "two sums": BAGS["two sums"]}
+    with mock.patch.object(families, "LEAST_SAVED", 1 << 16):  # too little for two more messages
+        assert not pooled(planned_for(2, forms, (8, 9)).compiled.plan)
+    assert [pooled(planned_for(n, forms, (8, 9)).compiled.plan) for n in (1, 2, 4, 5, 12)] == [
+        set(),
+        {"sum", "two sums"},
+        {"sum"},
+        set(),
+        set(),
+    ]
+
+
+def test_a_plan_in_a_file_says_it(tmp_path: Path) -> None:
+    plan = planned_for(2, {"sum": BAGS["sum"]}, (8,)).compiled.plan
+    plan.save(tmp_path / "plan.json")
+    assert autopar.Plan.load(tmp_path / "plan.json") == plan and pooled(plan) == {"sum"}
+    other = planned_for(2, {"sum": OTHERS["nonlinear"]}, (8,)).compiled.plan
+    assert "bags added up by owners 6 -> none" in str(plan.diff(other))
+
+
+def test_bags_that_a_rank_does_not_find_again_travel_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_bags, "find_bags", lambda *_: None)
+    forms = {name: BAGS[name] for name in ("sum", "mean", "where", "product")}
+    planned = planned_for(2, forms, (8,))
+    ops = {e.op for e in planned.compiled.program.block.equations}
+    assert not pooled(planned.compiled.plan) and "ap.fetch" in ops and "ap.pool" not in ops
+    for table in planned.compiled.plan.tables:
+        assert "but its rows travel: bags aren't found in a rank's own program" in table.reason
+        assert table.sent["ps on hosts"] > 4 * 8 * ROWS // 10
