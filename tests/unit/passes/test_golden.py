@@ -36,7 +36,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Pass:
     """A pass, its note, the program after it, and the plan."""
 
     name: str
@@ -45,38 +45,38 @@ class Stage:
     bound: ProgramPlan | None
 
 
-def stages(name: str) -> list[Stage]:
+def passes(name: str) -> list[Pass]:
     program, way = PROGRAMS[name](), way_of(OPTIONS.get(name, Options(strategy="ps")))
     compiled = compile_program(analyze_program(program, way), way)
-    found = [Stage("written", "by hand", program, None)]
-    return found + [Stage(r.name, r.note, r.program, compiled.bound) for r in compiled.records]
+    found = [Pass("written", "by hand", program, None)]
+    return found + [Pass(r.name, r.note, r.program, compiled.bound) for r in compiled.records]
 
 
 def text(name: str) -> str:
     """The golden text: a program where it is new, and what each pass says."""
     printed, lines = "", [str(PROGRAMS[name].__doc__)]
-    for stage in stages(name):
-        program = format_program(stage.program)
-        lines += ["", f"--- {stage.name}: {stage.note}", *_findings(stage)]
+    for each in passes(name):
+        program = format_program(each.program)
+        lines += ["", f"--- {each.name}: {each.note}", *_findings(each)]
         lines += [program.rstrip()] if program != printed else []
         printed = program
     return "\n".join(lines) + "\n"
 
 
-def _findings(stage: Stage) -> list[str]:
+def _findings(made: Pass) -> list[str]:
     """Facts where a pass finds them, the plan where it decides."""
-    program, lines = stage.program, []
-    if stage.name == "classify":
+    program, lines = made.program, []
+    if made.name == "classify":
         lines += [f"table {program.inputs[k].path}, rows along {axis}" for k, axis in program.tables]
         lines += [f"candidate {program.inputs[k].path}, rows along {axis}" for k, axis in program.candidates]
-    elif stage.name == "analyze_rows":
+    elif made.name == "analyze_rows":
         lines += _facts(program)
-    elif stage.name == "choose" and stage.bound is not None:
+    elif made.name == "choose" and made.bound is not None:
         lines += [
-            f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in stage.bound.families
+            f"family {f.family}: {f.method}, {f.bounds.rows} rows, {f.table.ids} ids" for f in made.bound.families
         ]
-        lines += [f"{p.path}: {p.method}, {p.reason}" for p in stage.bound.plan.parameters]
-    elif stage.name == "split_segments":
+        lines += [f"{p.path}: {p.method}, {p.reason}" for p in made.bound.plan.parameters]
+    elif made.name == "split_segments":
         lines += map(str, program.segments.items if program.segments is not None else ())
     return lines
 
@@ -130,13 +130,13 @@ def test_text_after_each_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in OPTIONS])
 def test_each_pass_keeps_what_is_returned(name: str) -> None:
-    first, *later = stages(name)
+    first, *later = passes(name)
     expected, before = outputs(first.program), first.program
-    for stage in later:
-        if stage.program.block is not before.block:
-            before = stage.program
+    for each in later:
+        if each.program.block is not before.block:
+            before = each.program
             for a, b in zip(expected, outputs(before), strict=True):
-                np.testing.assert_allclose(b, a, rtol=1e-6, err_msg=stage.name)
+                np.testing.assert_allclose(b, a, rtol=1e-6, err_msg=each.name)
 
 
 def test_equal_bytes_of_other_types_are_not_merged() -> None:
