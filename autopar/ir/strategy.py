@@ -6,6 +6,7 @@ segment, `**` crosses segments; the first match wins.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Literal as Choice
 from typing import NamedTuple
@@ -23,6 +24,8 @@ METHODS = ("auto", "allreduce", *ROW_METHODS)
 #: All methods that a strategy may name.
 STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
+#: Names of placements that there are elsewhere: TorchRec's "table_wise", "ps:table" and the like.
+_PLACEMENT = re.compile(r"^ps:|^(table|column|row|grid)([_-]?wise)?$")
 #: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
 #: Where a table's rows are.
@@ -42,12 +45,24 @@ def split_method(asked: Method) -> tuple[str, Where]:
     """
     method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
     if not isinstance(method, str) or method not in STRATEGIES:
-        raise StrategyError(f"strategy: there is no method {method!r}; the methods are {', '.join(STRATEGIES)}")
+        raise StrategyError(f"strategy: {_no_method(method)}")
     if where not in ("devices", "hosts"):
         raise StrategyError(f"strategy: {asked!r} is neither on 'devices' nor on 'hosts'")
     if where == "hosts" and method != "ps":
         raise StrategyError(f"strategy: {asked!r}: tables on hosts are trained by 'ps' only")
     return method, "hosts" if where == "hosts" else "devices"
+
+
+def _no_method(method: object) -> str:
+    """Says which methods there are; and of placements that other libraries have what is done in their place."""
+    text = f"there is no method {method!r}; the methods are {', '.join(STRATEGIES)}"
+    if _PLACEMENT.search(str(method)) is None:
+        return text
+    return (
+        "tables are placed by rows only: 'ps' divides the rows of each table among all owners, balanced, and "
+        "exchanges tables that are alike as one, so that a whole table on one owner, or columns on each, would send no "
+        f"less; 'allreduce' keeps a small table whole everywhere (docs/planning.md). So {text}"
+    )
 
 
 class MethodChoice(NamedTuple):
@@ -97,7 +112,7 @@ def check_choices(strategy: object, sparse: object, donate: object, results: obj
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
-        raise ArgumentsError(f"strategy={strategy!r}: there are {', '.join(STRATEGIES)}, or a mapping from patterns")
+        raise ArgumentsError(f"strategy={strategy!r}: {_no_method(strategy)}, or a mapping from patterns")
     if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):
         raise ArgumentsError(f"strategy={strategy!r}: patterns over parameter paths are strings, 'params/item*'")
     if not isinstance(donate, bool):

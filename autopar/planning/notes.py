@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 from rich.console import RenderableType
 
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
@@ -14,6 +15,8 @@ from autopar.ir.plan import PipelinePlan, Plan, ServedPlan, SyncPlan, TensorGrou
 from autopar.ir.schedule import Task
 from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
+from autopar.measure.alpha import ids_by_family
+from autopar.passes.choosing.capacity import bounds_layout, device_ids, owner_loads
 from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
@@ -144,7 +147,31 @@ def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
     once = once_per_row_of(planned, leaves)
     if once is not None:
         text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
-    return f"{text}.\nStages: {', '.join(plan.stages)}."
+    return f"{text}.{_owners(planned, leaves)}\nStages: {', '.join(plan.stages)}."
+
+
+def _owners(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
+    """Returns a line on the rows of tables that each rank has, and is asked for in the example."""
+    program, bound = planned.compiled.analysed, planned.compiled.bound
+    hosted = {f.family: bounds_layout(f.bounds) for f in bound.families if f.on_hosts and not f.table.pulled}
+    if bound.devices == 1 or not hosted:
+        return ""
+    spaces = [space for space in program.facts.spaces if space.family in hosted]
+    rows = np.sum([hosted[space.family].rows_on(np.arange(bound.devices)) for space in spaces], 0)
+    text = f"\nOwners: each of {bound.devices} ranks has {_between(rows)} rows of tables"
+    ids = {space.family: program.ids[space.family] for space in spaces}
+    known = ids_by_family(program, ids, leaves)
+    if len(known) < len(ids):
+        return f"{text}."
+    requested = {s.family: device_ids(known[s.family], ids[s.family].batched, bound.devices, s.extent) for s in spaces}
+    loads = np.sum([owner_loads(requested[family], layout) for family, layout in hosted.items()], 0)
+    busiest = f"the busiest one {loads.max() / max(1.0, loads.mean()):.2f} times as many as the average"
+    return f"{text}, and is asked for {_between(loads)} in this batch: {busiest}."
+
+
+def _between(counts: np.ndarray) -> str:
+    low, high = counts.min(), counts.max()
+    return f"{low}" if low == high else f"{low} to {high}"
 
 
 def replica_notes(plan: Plan) -> Iterator[str]:

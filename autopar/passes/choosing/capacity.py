@@ -82,10 +82,9 @@ def needed_share(capacity: int, load: int) -> float:
     return load / (capacity - _STEP / 2)
 
 
-def busiest_owner(requested: Sequence[np.ndarray], bounds: Bounds) -> int:
-    """Returns the rows that all devices together ask the busiest owner for."""
-    layout = bounds_layout(bounds)
-    return int(np.bincount(layout.storage_index(np.concatenate(requested)) // layout.shard_rows, minlength=1).max())
+def owner_loads(requested: Sequence[np.ndarray], layout: RowLayout) -> np.ndarray:
+    """Returns the rows that all devices together ask each owner for."""
+    return np.bincount(layout.storage_index(np.concatenate(requested)) // layout.shard_rows, minlength=layout.devices)
 
 
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:

@@ -32,12 +32,12 @@ from autopar.ir.slicing import hoist
 from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
     bounds_layout,
-    busiest_owner,
     device_bounds,
     device_ids,
     host_bounds,
     imbalance,
     limited,
+    owner_loads,
     tightened,
     with_layout,
     with_safe_capacity,
@@ -373,8 +373,8 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     limit = tightened(with_safe_capacity(bounds), loads, choices.options.headroom).capacity or 0
-    requested = max(rows.size for rows in loads)
-    return dataclasses.replace(sizes, requested=requested, owned=busiest_owner(loads, bounds), capacity=limit)
+    requested, owned = max(rows.size for rows in loads), int(owner_loads(loads, bounds_layout(bounds)).max())
+    return dataclasses.replace(sizes, requested=requested, owned=owned, capacity=limit)
 
 
 def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:

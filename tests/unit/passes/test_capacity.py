@@ -7,7 +7,15 @@ import pytest
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.program_plan import Bounds
-from autopar.passes.choosing.capacity import busiest_owner, device_ids, imbalance, limited, tightened, with_layout
+from autopar.passes.choosing.capacity import (
+    bounds_layout,
+    device_ids,
+    imbalance,
+    limited,
+    owner_loads,
+    tightened,
+    with_layout,
+)
 
 V, N = 1000, 4
 
@@ -38,7 +46,7 @@ def test_a_measured_capacity_has_headroom_in_steps_of_8() -> None:
     requested = [np.arange(0, V, 25, dtype=np.int32)] * N  # 10 of each owner
     found = tightened(family(), requested, 1.25)
     assert (found.capacity, found.tight, found.rows) == (16, True, N * (N * 16 + 1))
-    assert busiest_owner(requested, family()) == 40
+    assert owner_loads(requested, bounds_layout(family())).tolist() == [40] * N
 
 
 def test_a_capacity_is_no_more_than_what_no_batch_exceeds() -> None:

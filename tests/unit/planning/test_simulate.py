@@ -214,7 +214,8 @@ def test_a_plan_with_tables_on_hosts() -> None:
     assert (table.where, table.taken, made.reduction_backend) == ("hosts", HOSTED, "mpi")
     requested = [np.unique(part) for part in np.split(ids, 32)]
     assert table.sizes is not None and table.sizes.requested == max(map(len, requested))
-    assert table.sizes.owned == np.bincount(np.concatenate(requested) % 32).max()
+    loads = np.bincount(np.concatenate(requested) % 32)
+    assert table.sizes.owned == loads.max()
     assert set(table.terms) == {HOSTED, "ps", "allgather", "allreduce_rows", "allreduce"}
     assert made.parts["tables"] == table.terms[HOSTED] and table.seconds[HOSTED] > 0
     for method in ("ps", "allgather", "allreduce_rows", "allreduce"):
@@ -227,6 +228,10 @@ def test_a_plan_with_tables_on_hosts() -> None:
     assert autopar.why(made, "emb", "ps").ratio == pytest.approx(table.seconds["ps"] / table.seconds[HOSTED])
     text = explained(parallel, *given, cluster=CLUSTER)
     assert "Tables on hosts take 390.6 KiB of 953.7 MiB on each host." in text
+    owners = "Owners: each of 32 ranks has 1562 to 1563 rows of tables"
+    busiest = f"the busiest one {loads.max() / loads.mean():.2f} times as many as the average."
+    assert f"{owners}, and is asked for {loads.min()} to {loads.max()} in this batch: {busiest}" in text
+    assert f"{owners}. " in explained(parallel, *shapes, cluster=CLUSTER)
     tight = explained(parallel, *given, cluster=dataclasses.replace(CLUSTER, host_bytes=1e5))
     assert "Tables on hosts take 390.6 KiB of 97.7 KiB on each host: 322.3 KiB more than fit." in tight
     assert "32 ranks" in text and f"A step is predicted to take {1e3 * made.seconds:.2f} ms" in text
