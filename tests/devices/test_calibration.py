@@ -139,10 +139,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixt
 def test_measured_rates_make_sense(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each is a time, and a step by them agrees with the plain one. Small arrays, and few turns, will do."""
     small = {"_MUCH": 1 << 14, "_WALKED": 1 << 16, "_ALSO_WALKED": (1 << 15,), "_GRADIENT": 1 << 16}
+    small |= {"_TABLE": 1 << 16, "_ROUNDS": 4}
     for name, value in small.items():
         monkeypatch.setattr(calibrate, name, value)
-    monkeypatch.setattr(calibrate, "_TABLE", 1 << 16)
-    monkeypatch.setattr(calibrate, "_ROUNDS", 4)
     plan = functools.partial(planned_by, DEVICES)
     found = calibrate.rates_of(DEVICES, plan, steps=True, budget=Budget(600.0, DEVICES.processes))
     assert not found.assumed
