@@ -1,6 +1,6 @@
 """An evaluation reads tables where the train step keeps them, behind other tables (`passes.stack_tables`).
 
-    a[i], b[j]                      ->  s[i], s[V_a + j]
+    a[i], b[j]                      ->  s[concatenate(i, V_a + j)], cut in two
 
 What it is given and doesn't read, as an optimizer's slots, is left out.
 """
@@ -8,18 +8,17 @@ What it is given and doesn't read, as an optimizer's slots, is left out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-
-import jax
-import jax.numpy as jnp
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.analysis.bags import is_plain_access
-from autopar.ir.program import Block, Equation, Input, Program, Var
+from autopar.ir.program import Atom, Block, Equation, Input, Program, Var, known
 from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.slicing import in_order
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
-from autopar.ir.writer import expand
-from autopar.jax_types import Array
-from autopar.passes.stack_tables import fill_of, is_row, plan_stacked
+from autopar.passes.stack_tables import StackIds, plan_stacked
+
+#: Equations into whose bodies a table is followed, if each turn reads it as it is.
+_ENTERED = frozenset({"scan", "cond", "remat"})
 
 
 def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
@@ -32,17 +31,13 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
     """
     block = program.block
     read = {*block.outputs, *(a for e in block.equations for a in e.inputs)}
-    others = {
-        *block.outputs,
-        *(a for e in block.equations for a in e.inputs[1 if e.op == "gather" and is_plain_access(e) else 0 :]),
-    }
     groups: dict[tuple[object, ...], list[int]] = {}
     unread, seen = set[int](), dict[StackIndex, int]()
     for k, (leaf, input_) in enumerate(zip(block.inputs, program.inputs, strict=True)):
         index = input_.stack_index
         if leaf not in read and (index is not None or input_.layout is not None):
             unread.add(k)
-        elif index is not None and leaf not in others:
+        elif index is not None and _is_looked_up(block, leaf):
             seen[index] = seen.get(index, -1) + 1  # another state's table may have the same index in its stack
             groups.setdefault((index.shape, index.slot, seen[index], leaf.type.resized(0, 0)), []).append(k)
     if not groups and not unread:
@@ -56,12 +51,12 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
         elif group[0] == k:
             inputs.append(_stack(program, group))
     stacks = {j: leaf for of, leaf, _ in inputs if isinstance(of, StackedTable) for j in of.inputs}
-    tables = {block.inputs[k]: (leaf, program.inputs[k].stack_index) for k, leaf in stacks.items()}
-    equations = tuple(new for e in block.equations for new in _in_stacks(e, tables))
+    tables: dict[Atom, tuple[Var, StackIndex]]
+    tables = {block.inputs[k]: (leaf, known(program.inputs[k].stack_index)) for k, leaf in stacks.items()}
     before = program.facts
     program = dataclasses.replace(
         program,
-        block=Block(tuple(leaf for _, leaf, _ in inputs), equations, block.outputs),
+        block=_in_stacks(block, tuple(leaf for _, leaf, _ in inputs), tables, program.batch),
         inputs=tuple(input_ for _, _, input_ in inputs),
         rows=None,
         batch={},
@@ -87,34 +82,68 @@ def _stack(program: Program, group: Sequence[int]) -> tuple[StackedTable, Var, I
     return StackedTable(tuple(group), indices), leaf, input_
 
 
-def _in_stacks(equation: Equation, tables: Mapping[Var, tuple[Var, StackIndex | None]]) -> Iterator[Equation]:
-    """Yields what makes an equation's results of stacks."""
-    table = equation.inputs[0] if equation.inputs else None
-    if not (isinstance(table, Var) and table in tables):
-        yield equation
-        return
-    stack, index = tables[table]
-    assert index is not None, "it lies in a stack"
-    start, high, fill = index.shape.starts[index.table], table.shape[0] - 1, fill_of(equation)
-    numbers, sizes = equation.params["dimension_numbers"], equation.params["slice_sizes"]
+def _is_looked_up(block: Block, table: Var) -> bool:
+    """Returns whether a block, with its loops and branches, reads nothing of a table but whole rows by their ids."""
+    if table in block.outputs:
+        return False
+    for equation in block.equations:
+        for k, atom in enumerate(equation.inputs):
+            if atom is not table or (k == 0 and equation.op == "gather" and is_plain_access(equation)):
+                continue
+            n = k - equation.border.head if equation.op in _ENTERED else -1
+            if not 0 <= n < equation.border.consts or not all(_is_looked_up(b, b.inputs[n]) for b in equation.bodies):
+                return False
+    return True
 
-    def placed(ids: Array) -> Array:
-        return jnp.clip(ids, 0, min(high, int(jnp.iinfo(ids.dtype).max))).astype(jnp.int32) + start
 
-    def rows(stack: Array, indices: Array) -> Array:
-        return jax.lax.gather(stack, indices, numbers, sizes, mode="clip")
+def _in_stacks(
+    block: Block, inputs: tuple[Var, ...], tables: Mapping[Atom, tuple[Var, StackIndex]], batch: Mapping[Var, int]
+) -> Block:
+    """Returns a block that reads stacks in place of tables, those that it can at once.
 
-    ids = equation.inputs[1]
-    made = expand(placed, equation, (ids,))
-    yield from made
-    read = (stack, made[-1].outputs[0])
-    if fill is None:
-        yield from expand(rows, equation, read, equation.outputs[0])
-        return
-    made = expand(rows, equation, read)
-    yield from made
+    Args:
+      inputs: What it is given in place of its inputs.
+      tables: Input -> its stack, and its index there.
+      batch: Value -> its axis of examples.
+    """
+    equations, together = list[Equation](), dict[tuple[Var, int, bool, int | None], list[tuple[int, Equation]]]()
+    turns, observed = dict[Atom, int](), 0  #: Value -> number of lookups, one after the other, that it depends on.
+    for equation in block.equations:
+        turn = max([0, *(turns.get(a, 0) for a in equation.inputs)])
+        if equation.effects:
+            turn = observed = max(turn, observed)
+        table = tables.get(equation.inputs[0]) if equation.op == "gather" else None
+        if table is None:
+            equations.append(_entered(equation, tables, batch))
+        else:
+            (stack, index), ids = table, equation.inputs[1]
+            axis = batch.get(ids) if isinstance(ids, Var) else None
+            key = stack, turn, axis is None, ids.shape[axis or 0] if len(ids.shape) > 1 else None
+            together.setdefault(key, []).append((index.table, equation))
+            turn += 1
+        turns.update(dict.fromkeys(equation.outputs, turn))
+    stacks = {stack: StackIds(index.shape, batch) for stack, index in tables.values()}
+    for (stack, *_), lookups in together.items():
+        equations += stacks[stack].look_up(stack, lookups)
+    ordered = in_order(equations, inputs)
+    assert ordered is not None, "lookups of one turn don't depend on each other"
+    return Block(inputs, tuple(ordered), block.outputs)
 
-    def kept(found: Array, ids: Array) -> Array:
-        return jnp.where(is_row(ids, high, found.ndim), found, fill)
 
-    yield from expand(kept, equation, (made[-1].outputs[0], ids), equation.outputs[0])
+def _entered(equation: Equation, tables: Mapping[Atom, tuple[Var, StackIndex]], batch: Mapping[Var, int]) -> Equation:
+    """Returns a loop, branch or checkpoint that is given stacks in place of tables."""
+    if not equation.bodies or tables.keys().isdisjoint(equation.inputs):
+        return equation
+    head, bodies = equation.border.head, list[Block]()
+    given = {k: tables[a] for k, a in enumerate(equation.inputs[head:]) if a in tables}
+    for body in equation.bodies:
+        stacks = {stack: Var(stack.type) for stack, _ in given.values()}
+        own: dict[Atom, tuple[Var, StackIndex]]
+        own = {body.inputs[k]: (stacks[stack], index) for k, (stack, index) in given.items()}
+        first = {stack: k for k, (stack, _) in reversed(given.items())}
+        inputs = list(body.inputs)
+        for k, (stack, _) in given.items():
+            inputs[k] = stacks[stack] if first[stack] == k else Var(stack.type)
+        bodies.append(_in_stacks(body, tuple(inputs), own, batch))
+    operands = tuple(tables[a][0] if a in tables else a for a in equation.inputs)
+    return dataclasses.replace(equation, inputs=operands, bodies=tuple(bodies), original=None)

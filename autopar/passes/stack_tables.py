@@ -192,9 +192,7 @@ class _Stack:
     def __init__(self, program: Program, members: Sequence[Member], shards: int) -> None:
         self.members = members
         shape = StackShape(tuple(m.space.extent for m in members), shards)
-        self.starts, self.total = shape.starts, shape.rows
-        self._placed: dict[tuple[int, Atom], Var] = {}
-        self._joined: dict[tuple[tuple[int, Atom], ...], Var] = {}
+        self.total, self._ids = shape.rows, StackIds(shape)
         self.leaves = [
             StackedTable(inputs, tuple(StackIndex(shape, k, slot) for k in range(len(inputs))))
             for slot, inputs in enumerate(zip(*(m.space.leaves for m in self.members), strict=True))
@@ -268,7 +266,8 @@ class _Stack:
                 first, inputs=tuple(map(self.new, first.inputs)), outputs=outputs, params=params, original=None
             )
         for lookups in self._lookups():
-            yield from self._lookup(lookups)
+            k, like = lookups[0]
+            yield from self._ids.look_up(self.new(self._of_first(like.inputs[0], k)), lookups)
 
     def _lookups(self) -> Iterator[list[tuple[int, Equation]]]:
         """Yields lookups that are made together: the n-th of each table, of one leaf and by ids that go together."""
@@ -280,28 +279,9 @@ class _Stack:
                 together.setdefault((kind, counts[kind]), []).append((k, e))
         yield from together.values()
 
-    def _lookup(self, lookups: Sequence[tuple[int, Equation]]) -> Iterator[Equation]:
-        like = lookups[0][1]
-        ids, equations = self._ids([(k, e.inputs[1], e) for k, e in lookups])
-        yield from equations
-        table = self.new(self._of_first(like.inputs[0], lookups[0][0]))
-        read = expand(_gather, like, (table, ids))
-        yield from read
-        (rows,), start = read[-1].outputs, 0
-        for k, e in lookups:
-            shape, count = e.outputs[0].shape, _count(e.inputs[1])
-            high, fill = self.members[k].space.extent - 1, fill_of(e)
-
-            def own(rows: Array, ids: Array, start=start, count=count, shape=shape, high=high, fill=fill) -> Array:
-                found = rows[:, start : start + count].reshape(shape)
-                return _anew(found if fill is None else jnp.where(is_row(ids, high, found.ndim), found, fill), rows)
-
-            yield from expand(own, e, (rows, e.inputs[1]), e.outputs[0])
-            start += count
-
     def _push(self, nodes: Sequence[Equation], output: Var) -> Iterator[Equation]:
         like = nodes[0]
-        ids, equations = self._ids([(k, e.inputs[1], e) for k, e in enumerate(nodes)])
+        ids, equations = self._ids.joined([*enumerate(nodes)])
         yield from equations
         updates: list[Var] = []
         for k, e in enumerate(nodes):
@@ -318,37 +298,77 @@ class _Stack:
             updates.append(made[-1].outputs[0])
         yield from expand(_scatter, like, (self.new(like.inputs[0]), ids, *updates), output)
 
-    def _ids(self, of: Sequence[tuple[int, Atom, Equation]]) -> tuple[Var, list[Equation]]:
-        """Returns ids of several tables as those of the stack, [n, count, 1], and the equations that make them."""
-        equations: list[Equation] = []
-        for k, ids, like in of:
-            if (k, ids) not in self._placed:
-                start, high = self.starts[k], self.members[k].space.extent - 1
-
-                def placed(ids: Array, start=start, high=high) -> Array:
-                    first = ids.shape[:1] if ids.ndim > 1 else (1,)
-                    low, most = 0, min(high, int(jnp.iinfo(ids.dtype).max))
-                    return (jnp.clip(ids, low, most).astype(jnp.int32) + start).reshape(*first, -1, 1)
-
-                equations += expand(placed, like, (ids,))
-                self._placed[k, ids] = equations[-1].outputs[0]
-        key = tuple((k, ids) for k, ids, _ in of)
-        if len(key) == 1:
-            return self._placed[key[0]], equations
-        if key not in self._joined:
-            equations += expand(_side_by_side, of[0][2], [self._placed[each] for each in key])
-            self._joined[key] = equations[-1].outputs[0]
-        return self._joined[key], equations
-
     def _of_first(self, atom: Atom, k: int) -> Atom:
         """Returns the first table's value that corresponds to another one's."""
         name = self.members[k].names[atom]
         return next(v for v, n in self.members[0].names.items() if n == name)
 
 
-def _count(ids: Atom) -> int:
+@dataclasses.dataclass(eq=False)
+class StackIds:
+    """Writes ids of tables as those of their stack, `[n, count, 1]`, where all tables have n examples."""
+
+    shape: StackShape
+    #: Ids -> their axis of examples, if that isn't the first.
+    axes: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    placed: dict[tuple[int, Atom], Var] = dataclasses.field(default_factory=dict)
+    side_by_side: dict[tuple[tuple[int, Atom], ...], Var] = dataclasses.field(default_factory=dict)
+
+    def joined(self, of: Sequence[tuple[int, Equation]]) -> tuple[Var, list[Equation]]:
+        """Returns the ids of accesses, each with its table's number, and the equations that make them."""
+        equations: list[Equation] = []
+        for k, like in of:
+            if (k, like.inputs[1]) not in self.placed:
+                start, high = self.shape.starts[k], self.shape.extents[k] - 1
+                axis = self._axis(like)
+
+                def placed(ids: Array, start=start, high=high, axis=axis) -> Array:
+                    low, most = 0, min(high, int(jnp.iinfo(ids.dtype).max))
+                    places = _moved(jnp.clip(ids, low, most).astype(jnp.int32) + start, axis, 0)
+                    return places.reshape(*(places.shape[:1] if ids.ndim > 1 else (1,)), -1, 1)
+
+                equations += expand(placed, like, (like.inputs[1],))
+                self.placed[k, like.inputs[1]] = equations[-1].outputs[0]
+        key = tuple((k, like.inputs[1]) for k, like in of)
+        if len(key) == 1:
+            return self.placed[key[0]], equations
+        if key not in self.side_by_side:
+            equations += expand(_side_by_side, of[0][1], [self.placed[each] for each in key])
+            self.side_by_side[key] = equations[-1].outputs[0]
+        return self.side_by_side[key], equations
+
+    def _axis(self, access: Equation) -> int:
+        ids = access.inputs[1]
+        return self.axes.get(ids, 0) if isinstance(ids, Var) else 0
+
+    def look_up(self, stack: Atom, lookups: Sequence[tuple[int, Equation]]) -> Iterator[Equation]:
+        """Yields one lookup in a stack in place of some, each with its table's number."""
+        ids, equations = self.joined(lookups)
+        yield from equations
+        read = expand(_gather, lookups[0][1], (stack, ids))
+        yield from read
+        (rows,), start = read[-1].outputs, 0
+        for k, e in lookups:
+            axis, shape = self._axis(e), [*e.outputs[0].shape]
+            if axis:
+                shape.insert(0, shape.pop(axis))
+            count, high, fill = _count(e.inputs[1], axis), self.shape.extents[k] - 1, fill_of(e)
+
+            def own(rows, ids, start=start, count=count, shape=tuple(shape), axis=axis, high=high, fill=fill) -> Array:
+                found = _moved(rows[:, start : start + count].reshape(shape), 0, axis)
+                return _anew(found if fill is None else jnp.where(is_row(ids, high, found.ndim), found, fill), rows)
+
+            yield from expand(own, e, (rows, e.inputs[1]), e.outputs[0])
+            start += count
+
+
+def _count(ids: Atom, axis: int = 0) -> int:
     """Returns the number of ids of each example."""
-    return int(np.prod(ids.shape[1:-1])) if len(ids.shape) > 1 else 1
+    return int(np.prod([*ids.shape[:axis], *ids.shape[axis + 1 : -1]])) if len(ids.shape) > 1 else 1
+
+
+def _moved(value: Array, axis: int, to: int) -> Array:
+    return value if axis == to else jnp.moveaxis(value, axis, to)
 
 
 def fill_of(equation: Equation) -> np.ndarray | None:

@@ -87,6 +87,55 @@ def test_an_evaluation_copies_no_table(tx: Any, monkeypatch: pytest.MonkeyPatch)
     assert {*copied} == {2}
 
 
+def _in_turn(tables: Any, ids: Any) -> Any:
+    """Ids of a second table are made of the first one's rows."""
+    rows = tables["t1"][ids[:, 1]] * tables["t3"][ids[:, 3]]
+    return rows, tables["t0"][jnp.abs(rows[:, 0] * 9).astype(jnp.int32) % 7], tables["t4"][ids[:, 4]]
+
+
+#: Evaluations of tables in a stack, with the number of their lookups in it.
+EVALUATIONS: dict[str, tuple[Any, int]] = {
+    "in turn": (_in_turn, 2),
+    "examples last": (lambda t, ids: (t["t1"][ids.T % 5] * t["t3"][ids.T]).sum(0), 1),
+    "what all share": (lambda t, ids: t["t1"][ids[:, 1]] * t["t3"][jnp.arange(4)].sum(0), 2),
+    "scan": (
+        lambda t, ids: jax.lax.scan(lambda c, i: (c + t["t1"][i % 5] * t["t3"][i], c[:, 0]), t["t1"][ids[:, 1]], ids.T),
+        2,
+    ),
+    "cond": (
+        lambda t, ids: jax.lax.cond(
+            ids.sum() > 9, lambda i: t["t1"][i].sum() * t["t3"][i].sum(), lambda i: t["t3"][i].sum(), ids[:, 0]
+        ),
+        2,
+    ),
+    "checkpoint": (jax.checkpoint(lambda t, ids: t["t1"][ids[:, 1]] * t["t3"][ids[:, 3]]), 1),
+}
+
+
+@functools.cache
+def _states(devices: int) -> tuple[Any, Any]:
+    """Returns the states of a planned step and of a plain one."""
+    steps = planned(step_of(ADAMW), devices), jax.jit(step_of(ADAMW))
+    mine, theirs = (trained(step, start(ADAMW), 3) for step in steps)
+    return mine, theirs
+
+
+@pytest.mark.parametrize("devices", [4, 1])
+@pytest.mark.parametrize("name", EVALUATIONS)
+def test_an_evaluation_looks_up_in_a_stack_at_once(name: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops and branches look up there as well."""
+    of_tables, lookups = EVALUATIONS[name]
+    mine, theirs = _states(devices)
+    evaluation = planned(lambda s, batch: of_tables(s["params"]["tables"], batch["ids"]), devices, strategy="auto")
+    for out_of_range in (False, True):
+        given = batch(5, out_of_range=out_of_range)
+        found, wanted = evaluation(mine, given), of_tables(theirs["params"]["tables"], jnp.asarray(given["ids"]))
+        assert_same(found, wanted, rtol=1e-3, atol=1e-4)
+        monkeypatch.setattr(TablePart, "current", None)  # from the second call on nothing is copied out of the stack
+    ops = [e.op for e in evaluation.latest.compiled.stacked.program.block.walk()]
+    assert ops.count("gather") == lookups
+
+
 def test_an_evaluation_of_one_table_of_a_stack() -> None:
     """And of tables of two states, or of arrays, by the same plan's function."""
     step = planned(step_of(ADAGRAD))
