@@ -45,7 +45,8 @@ from autopar.passes.choosing.capacity import (
 
 #: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
-#: Owners add up bags only if a rank sends this many bytes less: they take two more messages to each rank.
+#: Owners add up bags, or serve a table that isn't named for it, only if a rank sends this many bytes less: that takes
+#: two or three more messages to each rank.
 LEAST_SAVED = 1 << 16
 #: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
@@ -143,9 +144,10 @@ def decide_family(
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
         sizes, why = (sizes, "") if sizes is None else _with_bags(program, space, ids, sizes, choices)
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
-        if is_beside and sizes is not None and sent["allreduce"] <= sent[HOSTED]:
-            who = f"a rank asks for {sizes.requested} of {space.extent} rows"
-            return dense(f"{who}: their whole gradient takes no more bytes", "strategy=('ps', 'hosts')")
+        if is_beside and sizes is not None and sent["allreduce"] - sent[HOSTED] < LEAST_SAVED:
+            who, more = f"a rank asks for {sizes.requested} of {space.extent} rows", sent["allreduce"] > sent[HOSTED]
+            reason = f"{who}: their whole gradient takes {'hardly' if more else 'no'} more bytes"
+            return dense(reason, "strategy=('ps', 'hosts')")
         if is_beside and sizes is None and not _pays(program, space, ids, choices):
             return dense(f"{shown}: the dense update is faster", "strategy=('ps', 'hosts')")
         return (bounds, bounds), lifted(bounds, "ps", where="hosts", why=why, sent=sent, sizes=sizes)

@@ -291,7 +291,7 @@ def test_plans_for_states_that_were_resized_make_room(monkeypatch: pytest.Monkey
 def test_options_that_do_not_exist() -> None:
     for options, text in (
         ({"sparse": "maybe"}, "'exact', 'lazy' and 'off'"),
-        ({"strategy": "mpi"}, "there are auto"),
+        ({"strategy": "mpi"}, "no method 'mpi'; the methods are auto"),
     ):
         with pytest.raises(autopar.ArgumentsError, match=text):
             autopar.parallelize(update, **options)
