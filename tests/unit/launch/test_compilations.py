@@ -134,3 +134,34 @@ def test_what_cannot_be_saved_or_loaded_is_told(
         Program().of(opened())
         assert opened().program(KEY, lambda: b"here", bytes, fails) == b"here"
         assert "can't be loaded, so this one compiles it: not in this way" in caplog.text
+
+
+#: A rank that isn't the first one: all that it runs is loaded, then all is compiled.
+RANK = """
+import os, sys
+import jax, numpy as np
+from jax._src import distributed
+from autopar import jax_compat
+
+def program_of(key, compile_here, save, load, *, compiles):
+    assert not compiles
+    made = compile_here()
+    return load(save(made)) if loads else made
+
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+distributed.global_state.process_id = 1
+jax_compat.share_cache()
+jax_compat.share_compilations(program_of)
+for loads, scale in ((True, 2.0), (False, 3.0)):
+    jax.jit(lambda x: x * scale + 1)(np.ones(1000, np.float32)).block_until_ready()
+    print(len([name for name in os.listdir(sys.argv[1]) if name.endswith("-cache")]), end=" ")
+"""
+
+
+def test_what_was_loaded_is_not_saved_again(tmp_path: Path) -> None:
+    """XLA would leave functions out, and whoever reads JAX's persistent cache would miss them."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")}
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    assert subprocess.check_output(command, env=environment, text=True).split() == ["0", "1"]
