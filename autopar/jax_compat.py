@@ -282,11 +282,6 @@ def is_manual(eqn: Any) -> bool:
     return any(kind == AxisType.Manual for kind in getattr(eqn.ctx.cur_abstract_mesh, "axis_types", ()))
 
 
-def is_idle() -> bool:
-    """Returns whether JAX traces nothing around the caller."""
-    return _core.trace_state_clean()
-
-
 def is_key(dtype: Dtype) -> bool:
     """Returns whether a dtype is that of typed PRNG keys."""
     return jax.numpy.issubdtype(dtype, jax.dtypes.prng_key)

@@ -6,7 +6,6 @@ unknown value, the number of ids is an upper bound. Parallax (5.3.1) calls alpha
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -108,8 +107,7 @@ def id_reader(program: Program, *families: RowIds) -> Callable[[Sequence[Leaf]],
         if not _is_known(block, used, leaves):
             return None
         needed = [x for x, u in zip(leaves, used, strict=True) if u]
-        # The step may be called while JAX traces another one. Else a first program by devices can't be compiled there.
-        with contextlib.nullcontext() if jax_compat.is_idle() else jax.ensure_compile_time_eval():
+        with jax_compat.outside_traces():  # the step may be called while JAX traces another one
             return [np.asarray(x) for x in run(*map(local, materialize(needed, copy=False)))]
 
     return read

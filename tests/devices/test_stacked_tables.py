@@ -136,6 +136,29 @@ def test_an_evaluation_looks_up_in_a_stack_at_once(name: str, devices: int, monk
     assert ops.count("gather") == lookups
 
 
+#: Ways to call a function of nothing while JAX traces something of which its arguments are no part.
+TRACES: dict[str, Any] = {
+    "jit": lambda call: jax.jit(lambda: call())(),
+    "eval_shape": lambda call: jax.eval_shape(lambda: call()),
+    "scan": lambda call: jax.tree.map(lambda x: x[1], jax.lax.scan(lambda c, _: (c, call()), 0, None, 2)[1]),
+    "grad": lambda call: jax.grad(lambda x: sum((x * y).sum() for y in call()))(1.0),
+    "vmap": lambda call: jax.tree.map(lambda x: x[1], jax.vmap(lambda _: call())(jnp.arange(2))),
+}
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_an_evaluation_that_jax_traces_reads_ids_of_rows(name: str) -> None:
+    """It is planned for the ids of its arguments, which a program over all devices reads out of the stack."""
+    mine, theirs = _states(4)
+    evaluation = planned(lambda s, batch: _in_turn(s["params"]["tables"], batch["ids"]), strategy="auto")
+    found = TRACES[name](lambda: evaluation(mine, batch(5)))
+    wanted = TRACES[name](lambda: _in_turn(theirs["params"]["tables"], jnp.asarray(batch(5)["ids"])))
+    if name == "eval_shape":
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), found) == jax.tree.map(lambda x: (x.shape, x.dtype), wanted)
+    else:
+        assert_same(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_an_evaluation_of_one_table_of_a_stack() -> None:
     """And of tables of two states, or of arrays, by the same plan's function."""
     step = planned(step_of(ADAGRAD))
