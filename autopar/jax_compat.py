@@ -303,6 +303,11 @@ def is_float(dtype: Dtype) -> bool:
     return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.floating))
 
 
+def is_rounded(dtype: Dtype) -> bool:
+    """Returns whether results of a dtype are rounded: real and complex floating-point ones."""
+    return not is_key(dtype) and bool(jax.numpy.issubdtype(dtype, np.inexact))
+
+
 def trace(
     fun: Callable[..., Pytree], args: tuple[Pytree, ...], kwargs: Mapping[str, Pytree], **jit_options: Any
 ) -> jax.stages.Traced:

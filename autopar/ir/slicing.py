@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
+from autopar.jax_compat import is_rounded
 
 
 def eliminate_dead(
@@ -37,6 +38,47 @@ def eliminate_dead(
     used = [v in needed for v in block.inputs]
     block = block.with_equations(kept[::-1])
     return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
+
+
+def independent_outputs(block: Block) -> list[list[int]]:
+    """Groups outputs so that a program of one group alone rounds as the whole block does: no two groups share an
+    intermediate result that is rounded, which XLA might fuse otherwise. What is exact (integers, random keys) may be
+    shared; each group computes it. Effects keep all outputs together."""
+    if any(equation.effects for equation in block.equations):
+        return [list(range(len(block.outputs)))]
+    leader = list(range(len(block.outputs)))
+
+    def of(k: int) -> int:
+        while leader[k] != k:
+            k = leader[k]
+        return k
+
+    readers: dict[Atom, set[int]] = {}
+    for k, atom in enumerate(block.outputs):
+        readers.setdefault(atom, set()).add(k)
+    for equation in reversed(block.equations):
+        # All that reads a result comes later, and is known.
+        found = set().union(*(readers.get(v, ()) for v in equation.outputs))
+        inner = (v for body in equation.bodies for each in body.walk() for v in each.outputs)
+        if any(isinstance(v.type, ArrayType) and is_rounded(v.type.dtype) for v in (*equation.outputs, *inner)):
+            for k in found:
+                leader[of(k)] = of(min(found))
+            found = {of(k) for k in found}
+        for atom in equation.inputs:
+            readers.setdefault(atom, set()).update(found)
+    groups: dict[int, list[int]] = {}
+    for k in range(len(block.outputs)):
+        groups.setdefault(of(k), []).append(k)
+    return list(groups.values())
+
+
+def uniform_outputs(block: Block) -> dict[int, Atom]:
+    """Returns, for outputs that are one number everywhere, that number."""
+    makers = {
+        v: equation for equation in block.equations for v in equation.outputs if equation.op == "broadcast_in_dim"
+    }
+    sources = {k: makers[atom].inputs[0] for k, atom in enumerate(block.outputs) if atom in makers}
+    return {k: atom for k, atom in sources.items() if isinstance(atom.type, ArrayType) and not atom.type.shape}
 
 
 def reduce_equation(equation: Equation, wanted: Sequence[bool], effects: bool = True) -> Equation:

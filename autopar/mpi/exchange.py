@@ -103,6 +103,8 @@ class Exchange:
         self._rings: dict[bool, Rings | NodeRings] = {}
         self._comm = comm
         self._scratch = Buffers(sets=1)
+        #: Exchanges within this rank's machine, and its ranks; as far as nobody says otherwise, all.
+        self.near, self.near_ranks = self, tuple(range(size))
         #: Owners know what each rank asked for; node leaders ask for several.
         self.knows_lists = True
         #: Ranks that this one may ask for rows, and those that may ask it.

@@ -51,7 +51,10 @@ def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange
     named: Sequence[Hashable] = here.comm.allgather(machine_name()) if machines is None else machines
     if 1 < len(set(named)) < here.size:
         return LeaderExchange(here.rank, here.size, here.comm, named)
-    return Exchange(here.rank, here.size, here.comm)
+    found = Exchange(here.rank, here.size, here.comm)
+    if len(set(named)) > 1:  # each is on a machine of its own
+        found.near, found.near_ranks = Exchange(0, 1, None), (here.rank,)
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,7 +88,7 @@ class LeaderExchange(Exchange):
         if alone:
             within.Free()
         self.near = Exchange(mine.index(rank), len(mine), None if alone else within, polling=self.polling)
-        self.near_bytes = self.near.sent_bytes
+        self.near_ranks, self.near_bytes = tuple(mine), self.near.sent_bytes
         self._leaders = _leaders(mine, size)
         self._by_leader = sorted(range(size), key=lambda owner: (self._leaders[owner], owner))
         self._askable = frozenset(o for o in range(size) if o not in mine and mine[self._leaders[o]] == rank)

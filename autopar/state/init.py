@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +16,17 @@ from autopar import jax_compat
 from autopar.analysis.rules import resized
 from autopar.backends.across import jit_on, local, place_array
 from autopar.backends.devices import Devices
+from autopar.backends.emit import emit
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.storage import HostRows
+from autopar.backends.host.storage import HostRows, rows_in
 from autopar.backends.layouts import arranger, even_shards, placed
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
+from autopar.ir.program import Atom, Block
+from autopar.ir.slicing import eliminate_dead, independent_outputs, uniform_outputs
 from autopar.ir.trace import block_of
 from autopar.jax_types import AnyType, Leaf, Pytree
+from autopar.mpi.exchange import as_lines
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
 from autopar.run.buffers import naming_donated
@@ -48,7 +54,8 @@ def init(
     order of the sum. All processes call it together, with the same arguments.
 
     (On CPUs under jax 0.11 and later XLA rounds a shard differently from a whole array. There each process makes the
-    whole state in its memory and then divides it, so that its bits are the same.)
+    whole state in its memory and then divides it, so that its bits are the same. Tables on hosts are made whole one
+    after the other, each by one of the processes of a machine, which gives the others their rows.)
 
     Args:
       make_state: Makes the state, which is the step's first argument, or the one that its `state_argnums` names. It
@@ -96,8 +103,8 @@ def init(
     if step.devices is not None and step.devices.processes.several:
         check_same_maker(step.devices.processes, name, block_of(traced.jaxpr), jax.tree.leaves(args))
     with naming_donated(name, args, {}):
-        leaves = maker.run(*(maker.everywhere(x) for x in jax.tree.leaves(args)))
-    return jax.tree.unflatten(traced.out_tree, maker.as_tables(leaves))
+        leaves = maker.leaves_of(jax.tree.leaves(args))
+    return jax.tree.unflatten(traced.out_tree, leaves)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +144,10 @@ class Maker:
         shardings = [devices.sharding(*((None,) if k is None else bound.placement(k))) for k in numbers]
         layouts = [None if k is None else bound.layouts.get(k) for k in numbers]
         return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
+
+    def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
+        """Makes all leaves of flat arguments."""
+        return self.as_tables(self.run(*map(self.everywhere, flat)))
 
     @functools.cached_property
     def run(self) -> Leaf:
@@ -244,20 +255,23 @@ class HostLeaf:
 
 @dataclass(frozen=True, eq=False)
 class HostMaker(Maker):
-    """Makes a state with tables on hosts, each rank its own shard. `tables`: for each leaf how it is to be stored on
-    hosts, else None.
+    """Makes a state with tables on hosts, each rank its own shard.
 
     A table is made in equal shards of adjacent rows, on the devices of each rank, and distributed cyclically from
-    there. It is whole on a device or in a process only if there is one, or where `init` says so.
+    there. Where shards aren't rounded as whole tables are, one rank of each machine makes it whole, ranks different
+    tables at a time, and all take their rows from there.
+
+    Attributes:
+      block: What makes the state.
+      tables: For each leaf how it is to be stored on hosts, else None.
     """
 
     ranks: Ranks
+    block: Block
     tables: Sequence[HostLeaf | None]
 
     @staticmethod
-    def of_plan(
-        make: Callable[..., Sequence[Pytree]], planned: PlannedStep, inputs_of: Sequence[int | None]
-    ) -> HostMaker:
+    def of_plan(traced: jax.stages.Traced, planned: PlannedStep, inputs_of: Sequence[int | None]) -> HostMaker:
         """Returns the maker for a plan. `inputs_of`: for each leaf the step's input."""
         ranks = Ranks(exchange(), joint=True)
         devices = Devices(ranks.mesh, "ranks") if ranks.is_joint else None
@@ -265,27 +279,26 @@ class HostMaker(Maker):
         tables = [HostLeaf(inputs[k].path, *hosted[k]) if k is not None and k in hosted else None for k in inputs_of]
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
-        return HostMaker(make, devices, shardings, even, jax_compat.rounds_by_shape(), ranks, tables)
+        make, whole = jax_compat.jaxpr_as_fun(traced.jaxpr), jax_compat.rounds_by_shape()
+        return HostMaker(make, devices, shardings, even, whole, ranks, block_of(traced.jaxpr), tables)
 
-    def everywhere(self, leaf: Leaf) -> Pytree:
-        return local(leaf) if self.whole else super().everywhere(leaf)
+    def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
+        pairs = [(t, atom.type) for t, atom in zip(self.tables, self.block.outputs, strict=True) if t is not None]
+        own = {t.path: (resized(type_.shape, t.axis, t.layout.shard_rows), type_.dtype) for t, type_ in pairs}
+        require_memory(self.ranks.exchange, own)
+        return self._in_turns([local(x) for x in flat]) if self.whole else super().leaves_of(flat)
 
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
-        made = list(leaves)
-        pairs = ((t, x) for t, x in zip(self.tables, made, strict=True) if t is not None)
-        own = {t.path: (resized(x.shape, t.axis, t.layout.shard_rows), x.dtype) for t, x in pairs}
-        require_memory(self.ranks.exchange, own)
-        for k, table in enumerate(self.tables):
-            made[k] = self.ranks.own(made[k]) if table is None else HostTable(self._stored(made[k], table))
-        return made
+        return [
+            self.ranks.own(leaf) if table is None else HostTable(self._stored(leaf, table))
+            for leaf, table in zip(leaves, self.tables, strict=True)
+        ]
 
     def _stored(self, leaf: Leaf, table: HostLeaf) -> HostRows:
         ranks = self.ranks.exchange
         if self.devices is None or self.whole:
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
-        shape = resized(leaf.shape, table.axis, table.layout.extent)
-        storage = HostRows.empty(shape, leaf.dtype, table.axis, table.layout, ranks.rank, table.path)
-        shard = np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
+        storage, shard = self._empty(table, leaf), np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
         def read(numbers: np.ndarray) -> np.ndarray:
             indices, back = np.unique(numbers, return_inverse=True)
@@ -294,6 +307,65 @@ class HostMaker(Maker):
 
         storage.fill(read)
         return storage
+
+    def _empty(self, table: HostLeaf, of: Leaf) -> HostRows:
+        """Allocates a shard of a table. `of`: has its dtype, and its shape but for the number of rows."""
+        shape = resized(of.shape, table.axis, table.layout.extent)
+        return HostRows.empty(shape, of.dtype, table.axis, table.layout, self.ranks.exchange.rank, table.path)
+
+    def _in_turns(self, flat: Sequence[Leaf]) -> list[Leaf]:
+        """Makes tables whole, each on one rank of a machine, and all else on every rank."""
+        outputs, made = self.block.outputs, dict[int, Leaf]()
+        uniform = {k: atom for k, atom in uniform_outputs(self.block).items() if self.tables[k] is not None}
+        groups = [group for group in independent_outputs(self.block) if all(self.tables[k] for k in group)]
+        groups = [[k for k in group if k not in uniform] for group in groups]
+        rest = sorted(set(range(len(outputs))).difference(*groups))
+        for k, leaf in zip(rest, self._run([uniform.get(k, outputs[k]) for k in rest], flat), strict=True):
+            table = self.tables[k]
+            if table is not None and k in uniform:
+                made[k] = self._empty(table, outputs[k].type)
+                made[k].rows[...] = np.asarray(leaf)
+            else:
+                made[k] = leaf if table is None else self._stored(leaf, table)
+        near = self.ranks.exchange.near
+        for turn in _turns(groups, outputs, near.size):
+            own = iter(self._run([outputs[k] for k in turn[near.rank]], flat))
+            for leaves in itertools.zip_longest(*turn):  # one of each rank
+                made |= self._dealt(leaves, next(own, None))
+        return [made[k] if table is None else HostTable(made[k]) for k, table in enumerate(self.tables)]
+
+    def _run(self, outputs: Sequence[Atom], flat: Sequence[Leaf]) -> Sequence[Leaf]:
+        block, _ = eliminate_dead(dataclasses.replace(self.block, outputs=tuple(outputs)))
+        return jax.jit(emit(block))(*flat) if outputs else []
+
+    def _dealt(self, leaves: Sequence[int | None], whole: Leaf | None) -> dict[int, HostRows]:
+        """Returns this rank's shards of tables of which each rank of its machine, or some, have made one. Collective
+        there. `whole`: the table that this rank has made."""
+        ranks, shards = self.ranks.exchange, dict[int, HostRows]()
+        for k in leaves:
+            if k is not None and (table := self.tables[k]) is not None:
+                shards[k] = self._empty(table, self.block.outputs[k].type)
+        for parts in itertools.zip_longest(*(() if k is None else shards[k].blocks() for k in leaves)):
+            sends: list[np.ndarray | None] = [None] * len(parts)
+            own, table = parts[ranks.near.rank], self.tables[leaves[ranks.near.rank] or 0]
+            if own is not None and table is not None:
+                numbers = [rows_in(table.layout, rank, own) for rank in ranks.near_ranks]
+                whole_ = np.asarray(whole)
+                sends = [as_lines(np.moveaxis(np.take(whole_, n, table.axis), table.axis, 0)) for n in numbers]
+            pairs = zip(leaves, parts, strict=True)
+            receives = [None if k is None or part is None else as_lines(shards[k].rows[part]) for k, part in pairs]
+            ranks.near.swap("rows", sends, receives)
+        return shards
+
+
+def _turns(groups: Sequence[Sequence[int]], outputs: Sequence[Atom], size: int) -> Iterator[Sequence[Sequence[int]]]:
+    """Divides groups of leaves among `size` ranks by bytes, and yields a group of each rank, or none, in turns."""
+    nbytes = {n: sum(outputs[k].type.nbytes for k in group) for n, group in enumerate(groups) if group}
+    ranks: list[list[int]] = [[] for _ in range(size)]
+    for n in sorted(nbytes, key=lambda n: -nbytes[n]):
+        min(ranks, key=lambda own: sum(nbytes[n] for n in own)).append(n)
+    for turn in itertools.zip_longest(*ranks):
+        yield [() if n is None else groups[n] for n in turn]
 
 
 def hosted_inputs(planned: PlannedStep) -> dict[int, tuple[RowLayout, int]]:

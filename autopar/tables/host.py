@@ -17,8 +17,6 @@ from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source
 
 #: Rows that are read at a time, so that reading a table needs little memory beside the result.
 _BLOCK_ROWS = 1 << 16
-#: Bytes of rows that are read at a time from a file.
-_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -31,8 +29,7 @@ class HostHome(Home):
 
     def made(self, source: Source, leaf: Described) -> HostTable:
         storage = HostRows.empty(leaf.shape, leaf.numpy_dtype, self.axis, self.layout, self.rank, leaf.path)
-        row_bytes = max(1, storage.rows[:1].nbytes)
-        storage.fill(lambda numbers: source.rows(numbers, self.axis), max(1, _BLOCK_BYTES // row_bytes))
+        storage.fill(lambda numbers: source.rows(numbers, self.axis))
         return HostTable(storage)
 
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from autopar import jax_compat
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError
@@ -129,7 +128,7 @@ class OnHosts(Way):
     def maker(self, planned: PlannedStep, traced: Traced, numbers: Sequence[int | None]) -> Maker:
         from autopar.state.init import HostMaker
 
-        return HostMaker.of_plan(jax_compat.jaxpr_as_fun(traced.jaxpr), planned, numbers)
+        return HostMaker.of_plan(traced, planned, numbers)
 
     def sends(self, planned: PlannedStep, name: str) -> Check:
         """Raises `ArgumentsError`: ranks send through MPI, and no compiled program shows it."""

@@ -30,6 +30,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_tables",
             "check_stacked_tables",
             "check_init",
+            "check_init_of_several_tables",
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",
             "check_turns_are_measured_together",
@@ -52,6 +53,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_results",
             "check_examples_that_are_handed_back",
             "check_init",
+            "check_init_of_several_tables",
             "check_nonfinite",
             "check_growth",
             "check_once_per_row",
@@ -135,6 +137,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_whole_reads",
             "check_results",
             "check_init",
+            "check_init_of_several_tables",
             "check_nonfinite",
         ),
         (4, 1): (
@@ -145,7 +148,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_shape_buckets",
         ),
         (1, 2): ("check_contract", "check_results"),
-        (2, 2): ("check_contract", "check_once_per_row", "check_init"),
+        (2, 2): ("check_contract", "check_once_per_row", "check_init", "check_init_of_several_tables"),
         (3, 2): ("check_contract",),
         (4, 2): ("check_contract",),
     },
@@ -206,7 +209,7 @@ def test_interrupts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, long(2)])
 def test_several_machines(devices: int, tmp_path: Path) -> None:
     """Four ranks as on two machines: rows go by way of node leaders."""
-    names = ("check_leaders", "check_growth" if devices == 1 else "check_results")
+    names = ("check_leaders", "check_init_of_several_tables", "check_growth" if devices == 1 else "check_results")
     run_cases({"machine_cases": names}, 4, devices, tmp_path, timeout_s=400)
 
 

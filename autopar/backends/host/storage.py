@@ -6,7 +6,7 @@ storage has one current generation: a state that was given to a step is gone, as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -18,6 +18,9 @@ from autopar.ir.figures import format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.jax_types import Dtype, Leaf
 from autopar.mpi.buffers import aligned, allocate_table, require_pages
+
+#: Bytes of rows that are read at a time.
+_BLOCK_BYTES = 1 << 24
 
 
 @dataclass(eq=False, repr=False)
@@ -64,16 +67,16 @@ class HostRows:
         shard.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
         return shard
 
-    def fill(self, read: Callable[[np.ndarray], np.ndarray], block: int = 1 << 16) -> None:
-        """Sets all rows from a function of their numbers in the table; spare ones are copies of the last row."""
-        for start in range(0, self.layout.shard_rows, block):
-            numbers = self.numbers(start, min(start + block, self.layout.shard_rows))
-            self.rows[start : start + numbers.size] = read(numbers)
+    def blocks(self) -> Iterator[slice]:
+        """Yields parts of the shard that are read or sent at a time."""
+        count = len(self.rows)
+        step = max(1, _BLOCK_BYTES * count // max(self.rows.nbytes, 1))
+        yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
 
-    def numbers(self, start: int, end: int) -> np.ndarray:
-        """Returns which rows of the table are stored in a part of the shard; the last one for spare rows."""
-        indices = np.arange(start, end) + self.rank * self.layout.shard_rows
-        return np.minimum(self.layout.row(indices), self.layout.extent - 1)
+    def fill(self, read: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Sets all rows from a function of their numbers in the table; spare ones are copies of the last row."""
+        for part in self.blocks():
+            self.rows[part] = read(rows_in(self.layout, self.rank, part))
 
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date, those of the whole family."""
@@ -141,6 +144,12 @@ class HostRows:
     def spread_last(self, new: np.ndarray) -> None:
         """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
+
+
+def rows_in(layout: RowLayout, rank: int, part: slice) -> np.ndarray:
+    """Returns which rows of a table are stored in a part of a rank's shard; the last one for spare rows."""
+    indices = np.arange(part.start, part.stop) + rank * layout.shard_rows
+    return np.minimum(layout.row(indices), layout.extent - 1)
 
 
 def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRows:

@@ -6,6 +6,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import autopar  # first: it makes the ranks JAX's processes
 
@@ -19,7 +20,7 @@ from flax.training.train_state import TrainState
 
 from autopar.backends import deferred as rows
 from autopar.backends.across import local
-from autopar.backends.host import shape_buckets, update_log
+from autopar.backends.host import shape_buckets, storage, update_log
 from autopar.ir import deferred
 from autopar.mpi.machines import exchange
 from autopar.passes import once_per_row
@@ -247,6 +248,37 @@ def check_init() -> None:
     theirs, expected = jax.jit(update)(wanted, batch)
     np.testing.assert_allclose(np.asarray(new["table"]), theirs["table"], atol=1e-6)
     assert abs(float(loss) - float(expected)) < 1e-6
+
+
+def check_init_of_several_tables() -> None:
+    """Bit for bit, whichever rank made them: of one initializer, of one key, of one number, of 16 bits, by columns."""
+
+    def make_state(key: jax.Array) -> dict[str, Any]:
+        first, *keys = jax.random.split(key, 4)
+        drawn = jax.random.normal(first, (1003, 6))
+        tables = {"a": drawn * 0.3, "b": jnp.tanh(drawn) + 1, "c": jax.random.normal(keys[0], (517, 6), jnp.bfloat16)}
+        tables |= {"d": jax.random.uniform(keys[0], (6, 517)), "e": jnp.full((90, 6), 0.1), "f": jnp.zeros((301,))}
+        tables |= {f"g{k}": jnp.exp(jax.random.normal(key, (100 + k, 6))) for k, key in enumerate(keys)}
+        tied = jax.random.normal(keys[1], (44, 6))
+        return {"tables": tables | {"tied": tied / 3}, "w": jnp.cos(tied) * 2, "count": 0}
+
+    def update(state: dict[str, Any], ids: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        def loss_of(tables: dict[str, Any], w: jax.Array) -> jax.Array:
+            read = {name: t[:, ids].T if name == "d" else t[ids] for name, t in tables.items()}
+            return sum(jnp.mean(x.astype(jnp.float32) ** 2) for x in read.values()) + jnp.mean(w**2)
+
+        loss, (tables, w) = jax.value_and_grad(loss_of, (0, 1))(state["tables"], state["w"])
+        tables = jax.tree.map(lambda p, g: (p - 0.1 * g).astype(p.dtype), state["tables"], tables)
+        return {"tables": tables, "w": state["w"] - 0.1 * w, "count": state["count"] + 1}, loss
+
+    step = autopar.parallelize(update, strategy={"tables/*": HOSTS})
+    ids, ours = np.arange(24, dtype=np.int32), exchange()
+    with mock.patch.object(storage, "_BLOCK_BYTES", 500):
+        state = autopar.init(make_state, jax.random.key(3), step=step, batch=ids)
+    wanted = jax.jit(make_state)(jax.random.key(3))
+    assert all(isinstance(x, HostTable) for x in state["tables"].values())
+    jax.tree.map(lambda mine, theirs: np.testing.assert_array_equal(np.asarray(mine), theirs), state, wanted)
+    assert ours.near.size == len(ours.near_ranks) and ours.near_ranks[ours.near.rank] == RANK
 
 
 def check_batches_that_devices_do_not_divide() -> None:

@@ -11,9 +11,17 @@ import numpy as np
 from autopar.mpi import machines
 from autopar.mpi.machines import LeaderExchange, exchange
 from tests.support.mpi import host_cases
-from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, check_growth, check_results, make
+from tests.support.mpi.host_cases import (
+    HOSTS,
+    RANK,
+    RANKS,
+    check_growth,
+    check_init_of_several_tables,
+    check_results,
+    make,
+)
 
-__all__ = ["check_growth", "check_leaders", "check_results"]
+__all__ = ["check_growth", "check_init_of_several_tables", "check_leaders", "check_results"]
 
 machines.machine_name = lambda: f"machine {RANK // 2}"  # asked for when the first step makes its exchange
 

@@ -5,6 +5,7 @@ Each block is traced from a small function, sliced, and run: what is left must r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,14 @@ from autopar.analysis.row_ids import index_atoms
 from autopar.backends.emit import emit
 from autopar.ir.program import Atom, Block, Equation, Literal, count_equations
 from autopar.ir.rowspace import Access
-from autopar.ir.slicing import clone, eliminate_dead, hoist, needed_equations
+from autopar.ir.slicing import (
+    clone,
+    eliminate_dead,
+    hoist,
+    independent_outputs,
+    needed_equations,
+    uniform_outputs,
+)
 from autopar.ir.trace import block_of
 from autopar.ir.verifier import verify_block
 
@@ -398,3 +406,45 @@ def test_a_clone_takes_the_operands_it_is_given() -> None:
     copy, _ = clone(block, {block.inputs[0]: three})
     assert len(copy.inputs) == 1
     close(run(copy, jnp.float32(1)), [7.0])
+
+
+def test_independent_outputs_share_nothing_that_is_rounded() -> None:
+    """Keys may be shared, and inputs; floats, loops that have some and what is derived from these may not."""
+
+    def make(key: Any, x: Any) -> list[Any]:
+        first, second = jax.random.split(key)
+        drawn, whole = jax.random.normal(first, (8, 3)), jnp.arange(8)
+        scale = jnp.exp(x).sum()
+        rounded = jnp.floor(x * 7).astype(jnp.int32)
+        looped = lax.fori_loop(0, 3, lambda k, y: y + k * lax.convert_element_type(jnp.sin(1.0 * k), jnp.int32), 0)
+        return [
+            *(drawn * 2, drawn + 1, jax.random.normal(second, (8, 3)), jax.random.uniform(second, (4,))),
+            *(
+                x,
+                x + whole,
+                x - whole,
+                jnp.zeros(5),
+                scale * 2,
+                jnp.cos(scale),
+                rounded + 1,
+                rounded * 2,
+                looped,
+                -looped,
+            ),
+        ]
+
+    block = traced(make, jax.random.key(0), jnp.ones(8))
+    assert independent_outputs(block) == [[0, 1], [2], [3], [4], [5], [6], [7], [8, 9], [10, 11], [12, 13]]
+    effects = traced(lambda x: (jax.debug.print("{}", x), x + 1, x - 1)[1:], jnp.ones(2))
+    assert independent_outputs(effects) == [[0, 1]]
+
+
+def test_uniform_outputs_are_one_number() -> None:
+    block = traced(
+        lambda x: (jnp.full((4, 2), 0.5), jnp.zeros(3), jnp.full((9,), x * 2), jnp.arange(4), x), jnp.ones(())
+    )
+    assert {k: run(dataclasses.replace(block, outputs=(a,)), 3.0) for k, a in uniform_outputs(block).items()} == {
+        0: [0.5],
+        1: [0.0],
+        2: [6.0],
+    }
