@@ -3,6 +3,7 @@
 #
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
 #   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
+#   make demo-memory     a small GPT with memories of n-grams, and without (ARGS="--memory hosts --compare")
 #   make test            the tests           (ARGS="-k rules" passes flags on; ARGS="--every 3" runs a third of them)
 #   make test-all        the same and those that take long: whole products of cases, many more random programs
 #   make fuzz            random programs by fresh seeds (ARGS="--minutes 30"; CONTRIBUTING.md says more)
@@ -19,13 +20,16 @@ ARGS   ?=
 RANKS  ?= 4
 BIN    := $(VENV)/bin
 
-.PHONY: demo demo-mpi test test-all fuzz test-versions bench docs notebooks lint clean
+.PHONY: demo demo-mpi demo-memory test test-all fuzz test-versions bench docs notebooks lint clean
 
 demo: $(VENV)/.installed-demo
 	$(BIN)/python examples/language_model.py $(ARGS)
 
 demo-mpi: $(VENV)/.installed-demo $(VENV)/.installed-mpi
 	$(BIN)/python -m autopar launch -n $(RANKS) examples/language_model_mpi.py $(ARGS)
+
+demo-memory: $(VENV)/.installed-demo
+	$(BIN)/python examples/ngram_memory.py $(ARGS)
 
 # The tests on several devices need processes of their own. pytest's 5: ARGS selected no test there. A worker that has
 # no tests left takes some of another's. Three of them, for some tests wait, for processes and for what these must notice.

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.mpi.jobs import MPIEXEC, ROOT, WARNINGS
 
 CORPUS = ROOT / "autopar" / "analysis"
@@ -56,3 +58,16 @@ def test_recommender(tmp_path: Path) -> None:
     assert len(scores) == 2 and float(scores[-1]) > 0.6
     again = run("recommender.py", "--steps", 120, *sizes, ranks=2)
     assert re.findall(r"^step +(\d+) +loss", again, re.MULTILINE) == ["120"]
+
+
+@pytest.mark.parametrize(("memory", "ranks"), [("devices", 1), ("hosts", 1), ("hosts", 2)])
+def test_ngram_memory(memory: str, ranks: int) -> None:
+    """Both tables run on their touched rows, with the numbers of plain JAX, and the memories help."""
+    sizes = ("--vocab", 512, "--layers", 2, "--dim", 32, "--rows", 200_000, "--width", 32, "--batch", 8)
+    flags = (*sizes, "--corpus", CORPUS, "--memory", memory, "--steps", 80, *["--compare"][: ranks == 1])
+    text = run("ngram_memory.py", *flags, ranks=ranks)
+    kept = "sparse, others deferred" + (", ps on hosts" if memory == "hosts" else "")
+    assert re.findall(r"^params/memory_(\d): (.*?);", text, re.MULTILINE) == [("2", kept), ("3", kept)]
+    without, with_memories = map(float, re.findall(r", held-out loss (\S+)$", text, re.MULTILINE))
+    assert with_memories < without - 0.03
+    assert ranks > 1 or float(re.findall(r"metrics differ by at most (\S+)", text)[0]) < 1e-5
