@@ -16,7 +16,7 @@ from autopar.ir.options import Options
 from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import Results, Sparse, Strategy, check_choices
+from autopar.ir.strategy import Choose, Results, Sparse, Strategy, check_choices
 from autopar.jax_types import Pytree
 from autopar.measure.calibrate import rates_of
 from autopar.measure.figures import NOWHERE, Machine, memory_of
@@ -39,6 +39,7 @@ class _Given(TypedDict, total=False):
     results: Results | None
     strategy: Strategy | None
     sparse: Sparse | None
+    choose: Choose | None
     plan: Plan | str | Path | None
     donate: bool
     donate_argnums: int | Sequence[int] | None
@@ -71,6 +72,7 @@ def parallelize(
     results: Results | None = None,
     strategy: Strategy | None = None,
     sparse: Sparse | None = None,
+    choose: Choose | None = None,
     plan: Plan | str | Path | None = None,
     donate: bool = True,
     donate_argnums: int | Sequence[int] | None = None,
@@ -115,6 +117,9 @@ def parallelize(
         to "ps" is kept in shards, with its slots, and gathered for use (by ("ps", "hosts") from host memory); of one
         that it gives to "tensor" the products are divided over the devices of `tensor_axis`, and nothing is gathered.
       sparse: "exact" (the default); "lazy": only touched rows move, another function (TensorFlow's LazyAdam); "off".
+      choose: What "auto" compares methods by on several devices: "times" (the default), predicted for this machine, or
+        "formulas": bytes by the Parallax paper's table 3 alone, of a table's bytes b, N devices and the share alpha of
+        rows that one of them touches. Nothing is measured then but alpha.
       plan: Run the step as this plan says, in place of `strategy` and `sparse`: one that `autopar.plan` made,
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.
@@ -157,8 +162,8 @@ def parallelize(
         return lambda fun: parallelize(fun, **arguments)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
-    plan, strategy, sparse, pipeline = _decided(plan, strategy, sparse, pipeline)
-    check_choices(strategy, sparse, donate, results)
+    plan, strategy, sparse, choose, pipeline = _decided(plan, strategy, sparse, choose, pipeline)
+    check_choices(strategy, sparse, donate, results, choose)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -183,6 +188,7 @@ def parallelize(
         options=Options(
             strategy=strategy,
             sparse=sparse,
+            choose=choose,
             batch_axis=batch_axis,
             results=results,
             plan=plan,
@@ -231,13 +237,14 @@ def _decided(
     plan: Plan | str | Path | None,
     strategy: Strategy | None,
     sparse: Sparse | None,
+    choose: Choose | None,
     pipeline: Pipeline | None,
-) -> tuple[Plan | None, Strategy, Sparse, Pipeline | None]:
+) -> tuple[Plan | None, Strategy, Sparse, Choose, Pipeline | None]:
     """Returns the given plan and the options that follow from it, or else the user's options and defaults."""
     if plan is None:
         strategy = "auto" if strategy is None else strategy
-        return None, strategy, "exact" if sparse is None else sparse, pipeline
-    arguments = {"strategy": strategy, "sparse": sparse, "pipeline": pipeline}
+        return None, strategy, "exact" if sparse is None else sparse, "times" if choose is None else choose, pipeline
+    arguments = {"strategy": strategy, "sparse": sparse, "choose": choose, "pipeline": pipeline}
     named = [f"{name}=" for name, value in arguments.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
@@ -245,8 +252,8 @@ def _decided(
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     if plan.pipeline is not None:
-        return None, plan.strategy, plan.sparse, plan.pipeline.pipeline
-    return plan, plan.strategy, plan.sparse, None
+        return None, plan.strategy, plan.sparse, "times", plan.pipeline.pipeline
+    return plan, plan.strategy, plan.sparse, "times", None
 
 
 def planned_by(devices: Devices, step: Callable[..., Pytree], method: str) -> ParallelStep:

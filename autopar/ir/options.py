@@ -10,13 +10,15 @@ from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal
-from autopar.ir.strategy import Results, Sparse, Strategy
+from autopar.ir.strategy import Choose, Results, Sparse, Strategy
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     strategy: Strategy = "auto"
     sparse: Sparse = "exact"
+    #: What "auto" compares methods by.
+    choose: Choose = "times"
     devices: int = 1
     batch_axis: BatchAxis = 0
     #: The devices are accelerators, which have a memory of their own.

@@ -35,6 +35,8 @@ Method = str | tuple[str, Where]
 Strategy = Method | Mapping[str, Method]
 #: Results by example: "whole", all on every process; "spread", each with its example.
 Results = Choice["whole", "spread"]
+#: What "auto" compares methods by: predicted times, or the formulas of the Parallax paper's table 3.
+Choose = Choice["times", "formulas"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
@@ -103,7 +105,9 @@ def without_hosts(strategy: Strategy) -> Strategy:
     return {k: of(v) for k, v in strategy.items()} if isinstance(strategy, Mapping) else of(strategy)
 
 
-def check_choices(strategy: object, sparse: object, donate: object, results: object = None) -> None:
+def check_choices(
+    strategy: object, sparse: object, donate: object, results: object = None, choose: object = "times"
+) -> None:
     """Checks the user's options.
 
     Raises:
@@ -111,6 +115,8 @@ def check_choices(strategy: object, sparse: object, donate: object, results: obj
     """
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
+    if choose not in ("times", "formulas"):
+        raise ArgumentsError(f"choose={choose!r}: there are 'times' and 'formulas'")
     if not isinstance(strategy, (Mapping, tuple)) and strategy not in STRATEGIES:
         raise ArgumentsError(f"strategy={strategy!r}: {_no_method(strategy)}, or a mapping from patterns")
     if isinstance(strategy, Mapping) and not all(isinstance(pattern, str) for pattern in strategy):

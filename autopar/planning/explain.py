@@ -26,6 +26,7 @@ from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, batch_alpha
 from autopar.planning.notes import (
     emission_notes,
+    formula_notes,
     hosted_text,
     memory_notes,
     predicted_note,
@@ -120,6 +121,7 @@ def _explain(
             *server_notes(plan),
             *memory_notes(planned, cluster),
             *tensor_notes(plan),
+            *formula_notes(planned),
             *there,
             *planned.notes,
         ),

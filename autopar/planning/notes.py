@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from rich.console import RenderableType
 
+from autopar.cost.exchange import step_seconds
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
 from autopar.ir.cluster import ClusterSpec
@@ -44,6 +45,23 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
     ]
     more = [f"  {len(found) - len(shown)} more (verbose=True lists them)"] if len(found) > len(shown) else []
     return "Values of all examples that every device has whole:", *shown, *more
+
+
+def formula_notes(planned: PlannedStep) -> tuple[str, ...]:
+    """Tells of tables whose method the paper's formulas chose, and another one is faster by this machine's rates, which
+    are measured for it; between processes, who would have to measure together, nothing."""
+    machine, devices = planned.machine, planned.devices
+    if planned.options.choose != "formulas" or machine.rates is None or devices is None or devices.processes.several:
+        return ()
+    lines = []
+    for table in planned.compiled.plan.tables:
+        if table.sizes is not None and table.where == "devices":
+            seconds = step_seconds(machine.rates(), table.sizes)
+            best = min(seconds, key=lambda method: seconds[method])
+            if seconds[best] < seconds[table.method]:
+                times = f"{1e3 * seconds[best]:.2f} ms for {1e3 * seconds[table.method]:.2f}"
+                lines.append(f"  {table.path}: {best} in place of {table.method}, {times}")
+    return ("By this machine's rates other methods than table 3's are faster:", *lines) if lines else ()
 
 
 def stack_notes(planned: PlannedStep) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from typing import Any
 
 import jax
 import pytest
@@ -147,3 +148,25 @@ def test_what_does_not_fit_is_sharded_and_trains_the_same() -> None:
     methods = [planned.plan.parameters[0].method for planned in (free, tight)]
     assert methods[0] != "ps" and methods[1] == "ps" and not tight.plan.on_hosts
     assert f"{methods[0]} would take " in tight.plan.parameters[0].reason
+
+
+def test_explain_says_where_formulas_and_times_differ() -> None:
+    """Rates are measured for `explain` alone."""
+    planned, asked = autopar.parallelize(step, mesh=mesh_of(4), choose="formulas"), []
+
+    def measure() -> Any:
+        asked.append(1)
+        return rates(all_to_all=1.0)
+
+    planned.planner = dataclasses.replace(
+        planned.planner, machine=dataclasses.replace(planned.planner.machine, rates=measure)
+    )
+    table = planned.planned_for(make_state(1000), ids_in(0, 1000)).compiled.plan.tables[0]
+    assert table.method == "ps" and "table 3 (b=" in table.reason and not asked
+    text = str(autopar.explain(planned, make_state(1000), ids_in(0, 1000)))
+    assert "By this machine's rates other methods than table 3's are faster:" in text
+    assert f"{table.path}: " in text and "in place of ps" in text
+    with pytest.raises(autopar.ArgumentsError, match="choose='paper': there are 'times' and 'formulas'"):
+        autopar.parallelize(step, choose="paper")
+    with pytest.raises(autopar.ArgumentsError, match="choose= given together with plan="):
+        autopar.parallelize(step, plan=autopar.plan(planned, make_state(1000), ids_in(0, 1000)), choose="times")

@@ -17,7 +17,7 @@ from autopar import jax_compat
 from autopar.analysis.bags import BagFinder, BagPair, find_bags, is_plain_access
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
-from autopar.cost.exchange import NO_OTHERS, REPLAY, sent_bytes, step_seconds, step_terms
+from autopar.cost.exchange import NO_OTHERS, REPLAY, sent_bytes, step_seconds, step_terms, table_3
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.errors import StrategyError
@@ -164,25 +164,28 @@ def decide_family(
         return (safe, tight), lifted(tight, "ps")
     sizes = dataclasses.replace(_sizes(program, space, ids, tight, choices), together=together)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
+    why = sharded
     if method == "auto":
         rates = choices.measured.rates
         costs["terms"] = {} if rates is None else step_terms(rates, sizes, others)
         seconds = {} if rates is None else step_seconds(rates, sizes, others)
-        method = "ps" if sharded else _cheapest(seconds or costs["sent"])
+        found = _compared(program, space, ids, sizes, choices, seconds or costs["sent"])
+        method, why = ("ps", sharded) if sharded else found
         slower = left or ("" if sharded else _why_dense(program, space, ids, choices, costs["terms"], method))
         if slower:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
-            return dense(f"{shown}: {slower}", "strategy='ps'", **costs)
+            return dense(f"{shown}: {why or slower}", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
-    return (safe, tight), lifted(tight, method, why=sharded, **costs)
+    return (safe, tight), lifted(tight, method, why=why, **costs)
 
 
 def compares(program: Program, space: RowSpace, choices: Choices) -> bool:
     """Returns whether a family's method is decided by the cost of each on several devices."""
-    is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and choices.options.sparse != "off"
-    if not is_open or choices.devices == 1 or choices.hosts:
+    options = choices.options
+    is_open = _method([choices.methods[k] for k in space.tables]) == "auto" and options.sparse != "off"
+    if not is_open or choices.devices == 1 or choices.hosts or options.choose == "formulas":
         return False
     is_stored = any(program.inputs[k].layout is not None for k in space.leaves)
     return not is_stored and _refusal(program, space, choices) is None
@@ -200,6 +203,23 @@ def _refusal(program: Program, space: RowSpace, choices: Choices) -> Refusal | N
 
 def _cheapest(cost: Mapping[str, float]) -> str:
     return min(cost, key=lambda m: (cost[m], m != "ps"))
+
+
+def _compared(
+    program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices, costs: Mapping[str, float]
+) -> tuple[str, str]:
+    """Returns the method of the least cost; or of the fewest bytes by the Parallax paper's table 3, and why."""
+    if choices.options.choose == "times":
+        return _cheapest(costs), ""
+    flat, n = choices.measured.ids.get(space.family), choices.devices
+    touched: float = sizes.requested
+    if flat is not None:
+        touched = np.mean([rows.size for rows in device_ids(flat, ids.batched, n, space.extent)]).item()
+    b, alpha = sum(program.block.inputs[k].type.nbytes for k in space.tables), min(1.0, touched / space.extent)
+    nbytes = table_3(b=b, n=n, alpha=alpha)
+    method = _cheapest(nbytes)
+    others = ", ".join(f"{m} {format_bytes(nbytes[m])}" for m in nbytes if m != method)
+    return method, f"table 3 (b={format_bytes(b)}, N={n}, alpha={alpha:.2%}): {format_bytes(nbytes[method])}, {others}"
 
 
 def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> bool:

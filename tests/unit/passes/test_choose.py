@@ -79,7 +79,8 @@ def test_what_is_named_and_cannot_be_is_an_error() -> None:
 def test_rates_are_wanted_where_methods_are_compared() -> None:
     program = analyze_program(projected(), way_of(Options(devices=2))).program
     assert compares_methods(program, Options(devices=2))
-    for options in (Options(), Options(devices=2, strategy="ps"), Options(devices=2, sparse="off")):
+    others = Options(devices=2, strategy="ps"), Options(devices=2, sparse="off"), Options(devices=2, choose="formulas")
+    for options in (Options(), *others):
         assert not compares_methods(program, options)
 
 
@@ -91,6 +92,27 @@ def test_the_cheapest_method_is_taken() -> None:
         assert table.method in others and set(table.seconds) == {"ps", *replicated}
     (table,) = decided(projected(), devices=2).plan.tables
     assert not table.terms and table.sent[table.method] == min(table.sent.values())
+
+
+@pytest.mark.parametrize(
+    ("devices", "ids", "method"),
+    [
+        # 2 alpha b for ps, 2 (N-1) alpha b for allgather, 2 (N-1) b / N for a dense AllReduce
+        (2, [0, 1, 0, 1, 2, 2], "ps"),  # alpha 1/3: 2/3, 2/3 and 1 of b
+        (4, [3] * 8, "ps"),  # alpha 1/6: 1/3, 1 and 3/2
+        (4, [*range(ROWS)] * 4, "allreduce"),  # alpha 1: 2, 6 and 3/2
+        (2, [*range(ROWS)] * 2, "allreduce"),  # alpha 1: 2, 2 and 1
+    ],
+)
+def test_formulas_decide_alone(devices: int, ids: list[int], method: str) -> None:
+    """By table 3, whatever the machine's rates say; all of it is in the reason."""
+    program, options = projected(ids_count=len(ids)), Options(devices=devices, choose="formulas")
+    analysed = analyze_program(program, way_of(options)).program
+    looked_up = {analysed.rows.spaces[0].family: [np.array(ids, np.int32)]}
+    for machine in (rates(all_to_all=1.0), rates(all_reduce=1.0), None):
+        (table,) = choose(analysed, options, Measurements(rates=machine, ids=looked_up))[0].plan.tables
+        share = np.mean([np.unique(part).size for part in np.array_split(ids, devices)]) / ROWS
+        assert table.method == method and f"N={devices}, alpha={share:.2%}" in table.reason
 
 
 def test_memory_that_does_not_suffice_shards_a_table() -> None:
