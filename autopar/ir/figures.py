@@ -183,6 +183,10 @@ class Sizes:
         checks = capacity < min(requested, shard_rows)
         return dataclasses.replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)
 
+    def by_rows(self) -> Sizes:
+        """Returns the sizes of a table on hosts whose rows travel, in place of bags."""
+        return dataclasses.replace(self, bags=0, bag_ids=0, bag_bytes=0)
+
 
 # --- figures for people ---
 

@@ -29,6 +29,7 @@ from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, choice_for, split_method, with_hosts, without_hosts
 from autopar.passes.choosing.alike import FEWEST, alike_tables
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
+from autopar.passes.choosing.hosted import without_small
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:
@@ -51,8 +52,8 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     finder = functools.cache(lambda: BagFinder(program.block))
     choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, finder, waiting)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
-    if options.devices > 1 and not wanted.hosts:
-        made = _with_stacks(program, made, choices)
+    if options.devices > 1:
+        made = without_small(program, made, choices) if wanted.hosts else _with_stacks(program, made, choices)
     others = _others(program, made, choices)
 
     def decide_again(k: int, *, left: str = "", sharded: str = "") -> None:

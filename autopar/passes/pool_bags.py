@@ -20,7 +20,6 @@ import jax.numpy as jnp
 
 from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags
 from autopar.cost.exchange import sent_bytes
-from autopar.ir.figures import Sizes
 from autopar.ir.local import BagSet
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var, family_of, known
@@ -49,16 +48,11 @@ def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPla
     return dataclasses.replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
 
 
-def by_rows(sizes: Sizes) -> Sizes:
-    """Returns the sizes of a family whose rows travel."""
-    return dataclasses.replace(sizes, bags=0, bag_ids=0, bag_bytes=0)
-
-
 def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPlan:
     """Returns the plan in which a family's rows travel, and why."""
 
     def changed(table: TablePlan) -> TablePlan:
-        sizes = by_rows(known(table.sizes))
+        sizes = known(table.sizes).by_rows()
         reason_ = f"{table.reason}; but its rows travel: {reason}"
         return dataclasses.replace(table, sizes=sizes, sent=sent_bytes(sizes, "hosts"), reason=reason_)
 

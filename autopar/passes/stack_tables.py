@@ -32,7 +32,7 @@ from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex, StackSh
 from autopar.ir.writer import expand
 from autopar.jax_types import Array
 from autopar.passes.choose import input_placements
-from autopar.passes.choosing.alike import FEWEST, ROWWISE, Member, alike_tables
+from autopar.passes.choosing.alike import FEWEST, ROWWISE, Member, alike_tables, kind_of
 from autopar.passes.choosing.capacity import host_bounds, joined
 
 
@@ -119,7 +119,7 @@ def _kinds(plan: ProgramPlan) -> Mapping[int, Hashable]:
         own = [f for f in plan.families if f.table.sizes is not None and f.table.sizes.together > 1]
     else:  # of others the leaves are ordinary arrays
         own = [f for f in plan.families if f.table.log_steps]
-    return {f.family: (f.method, bool(f.table.log_steps), f.table.pooled) for f in own}
+    return {f.family: kind_of(f.table) for f in own}
 
 
 def plan_stacked(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from autopar.analysis.bags import is_plain_access
 from autopar.analysis.primitives import ELEMENTWISE
 from autopar.analysis.values import atom_key
+from autopar.ir.plan import TablePlan
 from autopar.ir.program import Atom, Equation, Program, Var, known
 from autopar.ir.rowspace import Const, Free, Row, RowFacts, RowSpace
 
@@ -56,6 +57,11 @@ def alike_tables(
         except TypeError:
             apart.append((family, "its equations have parameters that can't be compared"))
     return groups, apart
+
+
+def kind_of(table: TablePlan) -> Hashable:
+    """Returns what must be the same in the plans of all tables of a stack."""
+    return table.method, bool(table.log_steps), table.pooled
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,9 +45,6 @@ from autopar.passes.choosing.capacity import (
 
 #: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
-#: Owners add up bags, or serve a table that isn't named for it, only if a rank sends this many bytes less: that takes
-#: two or three more messages to each rank.
-LEAST_SAVED = 1 << 16
 #: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
@@ -93,6 +90,8 @@ def decide_family(
     left: str = "",
     together: int = 1,
     others: Mapping[str, int] = NO_OTHERS,
+    joins: bool = True,
+    pools: bool = True,
 ) -> Decision:
     """Decides for one family.
 
@@ -101,6 +100,8 @@ def decide_family(
       left: Why "auto" is to leave it dense; "": it decides by cost.
       together: Number of tables on devices, its own among them, that "ps" exchanges as one.
       others: Method -> number of other exchanges by it, whose messages this one shares.
+      joins: "auto" may put it beside tables on hosts, where that sends fewer bytes.
+      pools: On hosts owners may add up its bags, where that sends fewer bytes.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -142,9 +143,9 @@ def decide_family(
     if hosted or is_beside:
         bounds = host_bounds(space, ids, choices.devices)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
-        sizes, why = (sizes, "") if sizes is None else _with_bags(program, space, ids, sizes, choices)
+        sizes, why = _with_bags(program, space, ids, sizes, choices) if pools and sizes is not None else (sizes, "")
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
-        if is_beside and sizes is not None and sent["allreduce"] - sent[HOSTED] < LEAST_SAVED:
+        if is_beside and sizes is not None and not (joins and sent["allreduce"] > sent[HOSTED]):
             who, more = f"a rank asks for {sizes.requested} of {space.extent} rows", sent["allreduce"] > sent[HOSTED]
             reason = f"{who}: their whole gradient takes {'hardly' if more else 'no'} more bytes"
             return dense(reason, "strategy=('ps', 'hosts')")
@@ -420,7 +421,7 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
     nbytes = placed * (number + weight) + n * count * counted
     pooled = dataclasses.replace(sizes, bags=count, bag_ids=placed, bag_bytes=nbytes)
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
-    if before - after <= LEAST_SAVED and earlier is None:
+    if before <= after and earlier is None:
         return sizes, ""
     saved = f"a rank sends {format_bytes(after)} in place of {format_bytes(before)}"
     return pooled, f"the owners of the rows add up each rank's {count} bags: {saved}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from autopar.compile import analyze_program
 from autopar.cost.rates import Curve, Measurements, Rates
 from autopar.ir.figures import HEADROOM
 from autopar.ir.options import Options
+from autopar.ir.plan import TablePlan
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.passes.choose import choose, compares_methods
@@ -219,25 +220,52 @@ def test_tables_that_are_alike_wait_for_one_exchange(machine: Rates) -> None:
     assert many[0].sent == {**few[0].sent, "ps": many[0].sent["ps"]}
 
 
-def test_beside_tables_on_hosts_those_stay_whole_of_which_a_rank_asks_for_all_rows() -> None:
-    """A rank of 4 looks up 128 ids: all of 128 rows, or some of 1,000, whose update would be quick, but not the sum of
-    their gradients. Of 40 small rows that sum is quicker than an exchange, however few are asked for."""
+def beside_hosts(sizes: Mapping[str, tuple[int, int]], hosted: str, ids: np.ndarray) -> Sequence[TablePlan]:
+    """Plans tables of which one is named for hosts, on 4 ranks; returns their plans. `sizes`: name -> (rows, width)."""
 
     def step(tables: Any, ids: jax.Array) -> Any:
         grads = jax.grad(lambda tables: sum((t[ids % len(t)] ** 2).sum() for t in tables.values()))(tables)
         return {name: t - 0.1 * grads[name] for name, t in tables.items()}, ids.sum()
 
-    sizes = {"a": (128, 512), "b": (1000, 64), "c": (9000, 64), "d": (40, 5)}
     shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in sizes.items()}
-    planned = autopar.parallelize(step).planned_for(shapes, jax.ShapeDtypeStruct((512,), np.int32))
+    planned = autopar.parallelize(step).planned_for(shapes, jax.ShapeDtypeStruct(ids.shape, np.int32))
     block = planned.compiled.analysed
-    options = Options(devices=4, hosts=True, strategy={"c": ("ps", "hosts")})
+    options = Options(devices=4, hosts=True, strategy={hosted: ("ps", "hosts")})
     found = analyze_program(Program(block.block, block.inputs, block.outputs, "step"), way_of(options)).program
+    looked_up = {space.family: [ids % space.extent] for space in found.rows.spaces}
+    return choose(found, options, Measurements(ids=looked_up))[0].plan.tables
+
+
+def test_beside_tables_on_hosts_those_stay_whole_of_which_a_rank_asks_for_all_rows() -> None:
+    """A rank of 4 looks up 128 ids: all of 128 rows, or some of 1,000, whose update would be quick, but not the sum of
+    their gradients. Of 40 small rows that sum is quicker than an exchange, however few are asked for."""
+    sizes = {"a": (128, 512), "b": (1000, 64), "c": (9000, 64), "d": (40, 5)}
     for zipf in (False, True):
         random = np.random.default_rng(0)
         ids = (random.zipf(1.2, 512) * 7919 if zipf else np.arange(512)).astype(np.int32)
-        looked_up = {space.family: [ids % space.extent] for space in found.rows.spaces}
-        a, b, c, d = choose(found, options, Measurements(ids=looked_up))[0].plan.tables
+        a, b, c, d = beside_hosts(sizes, "c", ids)
         assert c.where == b.where == "hosts" and (d.lifted, d.where) == (False, "devices")
         assert (a.lifted, a.method, a.where) == ((True, "ps", "hosts") if zipf else (False, "allreduce", "devices"))
         assert zipf or "a rank asks for 128 of 128 rows: their whole gradient takes no more bytes" in a.reason
+
+
+@pytest.mark.parametrize(
+    ("widths", "hosted", "join"),
+    [
+        ([16] * 3, "big", False),
+        ([16] * 8, "big", True),
+        ([9, 10, 11, 12, 13, 14, 15, 16], "big", False),
+        ([16] * 4, "t0", True),
+    ],
+    ids=["three", "alike", "of many widths", "like one that is there"],
+)
+def test_small_tables_join_those_on_hosts_by_what_they_save_together(
+    widths: Sequence[int], hosted: str, join: bool
+) -> None:
+    """A table of 600 rows saves less than 64 KiB. Those that are alike share an exchange, four or more."""
+    sizes = {"big": (9000, 64), **{f"t{k}": (600 + k, width) for k, width in enumerate(widths)}}
+    big, *small = beside_hosts(sizes, hosted, np.random.default_rng(0).integers(0, 1 << 20, 512).astype(np.int32))
+    saved = [t.sent["allreduce"] - t.sent["ps on hosts"] for t in small if t.sent]
+    assert big.where == "hosts" and all(0 < each < 1 << 16 for each in saved)
+    assert [t.where == "hosts" for t in small] == [join or hosted == f"t{k}" for k in range(len(small))]
+    assert join or all("their whole gradient takes hardly more bytes" in t.reason for t in small)
