@@ -1,4 +1,4 @@
-"""Many tables on several devices: mixed widths, dtypes and optimizers."""
+"""Many tables on several devices: mixed widths, dtypes and optimizers; and the bytes of what is compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import pytest
 
 import autopar
-from tests.support.many_tables import COUNTS, OPTIMIZERS, check
+from tests.support.many_tables import COUNTS, OPTIMIZERS, batch, check, start
 from tests.support.meshes import mesh_of
 from tests.support.pairs import diagonal
 
@@ -15,4 +15,6 @@ from tests.support.pairs import diagonal
 @pytest.mark.parametrize(("count", "name"), diagonal(COUNTS, tuple(OPTIMIZERS)))
 @pytest.mark.parametrize("strategy", ["ps", "auto"])
 def test_trained_as_by_jax(count: int, name: str, strategy: str) -> None:
-    check(count, name, functools.partial(autopar.parallelize, mesh=mesh_of(4), strategy=strategy))
+    step = check(count, name, functools.partial(autopar.parallelize, mesh=mesh_of(4), strategy=strategy))
+    sent = autopar.check(step, start(count, OPTIMIZERS[name](count)), batch(count, 0))
+    assert sent.ok, sent

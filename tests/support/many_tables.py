@@ -14,13 +14,17 @@ COUNTS = (2, 8, 26)
 EXAMPLES = 12
 
 
+def _name(k: int) -> str:
+    return f"t{k:02}"  # JAX sorts them
+
+
 def _rows(k: int) -> int:
     return 5 + 7 * k
 
 
 def _mixed(count: int) -> optax.GradientTransformation:
     """Every third table by another optimizer than the rest."""
-    labels = {"tables": {f"t{k}": "some" if k % 3 == 0 else "rest" for k in range(count)}, "w": "rest"}
+    labels = {"tables": {_name(k): "some" if k % 3 == 0 else "rest" for k in range(count)}, "w": "rest"}
     return optax.multi_transform({"some": optax.sgd(0.2, momentum=0.9), "rest": optax.adagrad(0.2)}, labels)
 
 
@@ -39,7 +43,7 @@ def start(count: int, tx: optax.GradientTransformation) -> Any:
         values = random.normal(size=(_rows(k), 4 + 2 * (k % 2)))
         return jnp.asarray(values, jnp.bfloat16 if k % 4 == 3 else jnp.float32)
 
-    tables = {f"t{k}": table(k) for k in range(count)}
+    tables = {_name(k): table(k) for k in range(count)}
     width = sum(t.shape[1] for t in tables.values())
     params = {"tables": tables, "w": jnp.asarray(random.normal(size=(width, 1)) * 0.3, jnp.float32)}
     return {"params": params, "opt": tx.init(params)}

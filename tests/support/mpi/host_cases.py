@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -447,30 +446,43 @@ def check_stacked_tables() -> None:
             np.testing.assert_allclose(np.asarray(b), np.asarray(a), rtol=1e-3, atol=1e-4, err_msg=f"{name}{path}")
 
 
-def check_bytes_of_stacked_tables() -> None:
-    """Each distinct row of each table that another rank owns goes one way as a row, and the other as a gradient."""
-    tx, here = stacked_tables.OPTIMIZERS["momentum"], exchange()
-    planned = autopar.parallelize(stacked_tables.step_of(tx), strategy=HOSTS)
-    state, rows, gradients = stacked_tables.start(tx), 0, 0
-    for k in range(3):
-        before, given = dict(here.sent_bytes), stacked_tables.batch(k)
-        state, _ = planned(state, given)
-        parts = np.split(given["ids"], RANKS)
+def _with_exact_bytes(planned: Any) -> Callable[..., Any]:
+    """Returns a step that counts what each call sends: each distinct row of each table that another rank owns goes one
+    way as its id and as a gradient, and the other way as a row."""
+    here = exchange()
+
+    def step(state: Any, batch: Any) -> Any:
+        widths = [t.shape[1] * t.dtype.itemsize for t in state["params"]["tables"].values()]
+        before, results = dict(here.sent_bytes), planned(state, batch)
+        parts = np.split(batch["ids"], RANKS)
         asked = [[np.unique(part[:, t]) for t in range(part.shape[1])] for part in parts]
         rows = sum(
-            4 * width * np.sum(ids % RANKS == RANK)
+            width * np.sum(ids % RANKS == RANK)
             for rank, tables in enumerate(asked)
-            for width, ids in zip(stacked_tables.WIDTHS, tables, strict=True)
+            for width, ids in zip(widths, tables, strict=True)
             if rank != RANK
         )
-        pairs = zip(stacked_tables.WIDTHS, asked[RANK], strict=True)
-        gradients = sum(4 * width * np.sum(ids % RANKS != RANK) for width, ids in pairs)
-        sent = {name: n - before[name] for name, n in here.sent_bytes.items()}
-        assert (sent["rows"], sent["gradients"]) == (rows, gradients), (sent, rows, gradients)
+        others = [np.sum(ids % RANKS != RANK) for ids in asked[RANK]]
+        gradients = sum(width * count for width, count in zip(widths, others, strict=True))
+        routes = [e.op for e in planned.latest.compiled.program.block.walk()].count("ap.route")
+        ids = 4 * (routes * (RANKS - 1) + sum(others))  # to each owner the number of rows, and their ids
+        sent = {name: here.sent_bytes[name] - before[name] for name in ("ids", "rows", "gradients")}
+        assert sent == {"ids": ids, "rows": rows, "gradients": gradients}, (sent, ids, rows, gradients)
+        return results
+
+    return step
+
+
+def check_bytes_of_stacked_tables() -> None:
+    tx = stacked_tables.OPTIMIZERS["momentum"]
+    planned = autopar.parallelize(stacked_tables.step_of(tx), strategy=HOSTS)
+    step, state = _with_exact_bytes(planned), stacked_tables.start(tx)
+    for k in range(3):
+        state, _ = step(state, stacked_tables.batch(k))
     assert stacked_tables.stacks(planned) == [5]
 
 
 def check_many_tables() -> None:
-    """2, 8 and 26 of them, of mixed widths, dtypes and optimizers."""
+    """2, 8 and 26 of them, of mixed widths, dtypes and optimizers; and their bytes."""
     for count, name in zip(many_tables.COUNTS, many_tables.OPTIMIZERS, strict=True):
-        many_tables.check(count, name, functools.partial(autopar.parallelize, strategy=HOSTS))
+        many_tables.check(count, name, lambda step: _with_exact_bytes(autopar.parallelize(step, strategy=HOSTS)))
