@@ -4,7 +4,7 @@ A rank that looks up a row only to add it to others needs the sum alone. It tell
 which bag (`ask_bags`, after `Exchange.ask`), gets a partial sum of each bag (`add_up`), and sends each bag's cotangent
 once, which the owner multiplies by the weights and adds to the rows (`spread`). A bag that has no row of an owner costs
 nothing there. Partial sums are added in the order of the owners, gradients in the order of the ranks, so that each run
-has the same bits.
+has the same bits. Long bags are added up in a tree, as XLA does, since rounding errors of a sequential sum grow.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from autopar.mpi.exchange import Exchange, Requested
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
+#: Most rows that are added one after the other. The errors of 20,000 are 1.4 to 1.8 of those of XLA's sums then, which
+#: are trees as well, and were 50 to 70 of them.
+_SEQUENCE = 64
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestedBags:
@@ -34,6 +38,7 @@ class RequestedBags:
       ends: Those of owner r are `order[ends[r]:ends[r + 1]]`.
       numbers: By owner the bags that have rows of it, sorted.
       matrix: `[bags, u]`: the weights of this rank's rows in the bags of each rank, those without such rows left out.
+      tree: Matrices whose product, the last one's left, is `matrix`: what is added up one after the other.
       bounds: The bags of rank r are `matrix[bounds[r]:bounds[r + 1]]`.
     """
 
@@ -42,6 +47,7 @@ class RequestedBags:
     ends: tuple[int, ...]
     numbers: tuple[np.ndarray, ...]
     matrix: csr_array
+    tree: Sequence[csr_array]
     bounds: tuple[int, ...]
 
 
@@ -101,13 +107,16 @@ def ask_bags(
     lengths = np.concatenate([row[k] for row, k in zip(theirs, kept, strict=True)])
     matrix = _matrix(np.concatenate(data), np.concatenate(columns), lengths, len(requested.rows))
     bounds = (0, *np.cumsum([k.size for k in kept]).tolist())
-    return RequestedBags(ids.count, order, ends, tuple(np.flatnonzero(row) for row in mine), matrix, bounds)
+    own, tree = tuple(np.flatnonzero(row) for row in mine), _tree(matrix, lengths.astype(np.intp))
+    return RequestedBags(ids.count, order, ends, own, matrix, tree, bounds)
 
 
 def add_up(exchange: Exchange, bags: RequestedBags, rows: np.ndarray) -> np.ndarray:
     """Returns the sums of this rank's bags, `[count, ...]`. Collective. `rows`: `[u, ...]`, those of this owner."""
     width = math.prod(rows.shape[1:])
-    sums: np.ndarray = bags.matrix @ rows.reshape(len(rows), width)
+    sums: np.ndarray = rows.reshape(len(rows), width)
+    for matrix in bags.tree:
+        sums = matrix @ sums
     sends = [sums[a:b] for a, b in pairwise(bags.bounds)]
     parts = [np.empty((numbers.size, width), rows.dtype) for numbers in bags.numbers]
     exchange.swap("rows", sends, parts)
@@ -164,12 +173,25 @@ def _masked(exchange: Exchange, bags: RequestedBags, masks: Sequence[np.ndarray]
     return _matrix(bags.matrix.data[kept], bags.matrix.indices[kept], lengths, known(bags.matrix.shape)[1])
 
 
+def _tree(matrix: csr_array, lengths: np.ndarray) -> Sequence[csr_array]:
+    """Divides sums of more than `_SEQUENCE` rows. `lengths`: of the matrix's bags, none of them 0."""
+    tree: list[csr_array] = []
+    while lengths.max(initial=0) > _SEQUENCE:
+        parts = -(-lengths // _SEQUENCE)
+        sizes = np.full(parts.sum(), _SEQUENCE)
+        sizes[np.cumsum(parts) - 1] = lengths - (parts - 1) * _SEQUENCE
+        tree.append(_matrix(matrix.data, matrix.indices, sizes, known(matrix.shape)[1]))
+        matrix = _matrix(np.ones(sizes.size, matrix.dtype), np.arange(sizes.size), parts, sizes.size)
+        lengths = parts
+    return (*tree, matrix)
+
+
 def _matrix(data: np.ndarray, indices: np.ndarray, lengths: np.ndarray, columns: int) -> csr_array:
     from scipy.sparse import csr_array  # which takes a tenth of a second to import, and JAX needs it, too
 
     ends = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     narrow = np.int32 if ends[-1] < np.iinfo(np.int32).max else np.int64
-    return csr_array((data, indices.astype(narrow), ends.astype(narrow)), shape=(lengths.size, columns))
+    return csr_array((data, indices.astype(narrow, copy=False), ends.astype(narrow)), shape=(lengths.size, columns))
 
 
 def _unsigned(count: int) -> np.dtype:

@@ -226,3 +226,29 @@ def check_bags_of_several_machines() -> None:
             (whole,) = exchange().reduce([whole])
             found = spread(here, bags, cotangents, kept)
             np.testing.assert_allclose(found, whole[RANK * shard + requested.rows], rtol=1e-5, atol=1e-5)
+
+
+def check_long_bags() -> None:
+    """Rounding errors of 20,000 float32 rows are about those of XLA, whose sums are trees, and not of a sequence."""
+    rng, count, length, shard, columns = np.random.default_rng(RANK), 3, 20_000, 700, 8
+    table = np.random.default_rng(9).random((shard * RANKS, columns)).astype(np.float32)
+    lengths = np.array([length, 77, length // 2])
+    ids = rng.integers(0, shard * RANKS, (count, length))
+    mask, places = np.arange(length) < lengths[:, None], np.arange(shard * RANKS, dtype=np.int32)
+    told = BagIds(ids[mask], np.repeat(np.arange(count), lengths), count, length, None, np.dtype(np.float32))
+    requested = exchange().ask(places, shard)
+    bags = ask_bags(exchange(), requested, places, shard, told)
+    sums = add_up(exchange(), bags, table[RANK * shard + requested.rows])
+    by_xla = jax.jit(lambda table: jnp.where(mask[..., None], table[ids], 0).sum(1))(table)
+    exact = np.where(mask[..., None], table.astype(np.float64)[ids], 0).sum(1)
+    errors = [float(np.sqrt(np.mean((x / exact - 1) ** 2))) for x in (sums, by_xla)]
+    assert errors[0] < 3 * errors[1] < 1e-6, errors
+
+    cotangents = rng.random((count, columns)).astype(np.float32)
+    which, bag = ids[mask], np.repeat(np.arange(count), lengths)
+    whole = np.asarray(jnp.zeros_like(table).at[which].add(cotangents[bag]))
+    wanted = np.zeros(table.shape)
+    np.add.at(wanted, which, cotangents[bag].astype(np.float64))
+    whole, wanted = (exchange().reduce([x])[0][RANK * shard + requested.rows] for x in (whole, wanted))
+    errors = [np.abs(x - wanted).max() / wanted.max() for x in (spread(exchange(), bags, cotangents, None), whole)]
+    assert errors[0] < 3 * max(errors[1], 1e-7), errors
