@@ -28,7 +28,7 @@ from autopar.analysis.primitives import IDENTITIES, SHAPED, those_that
 from autopar.ir.deferred import FLOORS, Fading, ScaleOnly
 from autopar.ir.program import Atom, Block, Equation, Literal
 from autopar.ir.slicing import eliminate_dead
-from autopar.jax_types import Index, Leaf
+from autopar.jax_types import Dtype, Index, Leaf
 
 # --- values, and rules for zeros, scaled leaves, and numbers ---
 
@@ -420,14 +420,22 @@ class ScaleOnlyWalk(Assumptions):
 def find_scale_only(body: Block, changed: int, read: int) -> ScaleOnly | None:
     """Returns the fewest leaves that must be zero for the others to be only scaled; None if there are none."""
     dtypes = [v.dtype for v in body.inputs[:changed]]
-    if not all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in dtypes):
-        return None  # a product of the factors would miss the rounding of short floats in each step
-    for size in range(changed + 1):
-        for zero in itertools.combinations(range(changed), size):
+    if not all(map(jax_compat.is_float, dtypes)):
+        return None
+    # A product of the factors would miss the rounding of short floats in each step: these must be zero.
+    short = {k for k, dtype in enumerate(dtypes) if _is_short(dtype)}
+    if len(short) == changed:
+        return None
+    for size in range(len(short), changed + 1):
+        for zero in filter(short.issubset, itertools.combinations(range(changed), size)):
             scaled = _scale_only(body, changed, read, zero)
             if scaled is not None:
                 return scaled
     return None
+
+
+def _is_short(dtype: Dtype) -> bool:
+    return np.dtype(dtype).itemsize < 4
 
 
 def _scale_only(body: Block, changed: int, read: int, zero: tuple[int, ...]) -> ScaleOnly | None:
@@ -625,8 +633,8 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
 
 def find_fading(body: Block, changed: int, read: int, scale_only: ScaleOnly) -> Fading | None:
     """Returns the numbers to write down so that replaying can stop early; None if it can't."""
-    if not scale_only.zero:
-        return None
+    if not scale_only.zero or any(_is_short(body.inputs[k].dtype) for k in scale_only.zero):
+        return None  # short floats needn't get smaller: 0.999 x may be rounded to x
     elements = [tuple(d for d in v.shape if d != 1) for v in body.inputs[:changed]]
     floors = tuple(
         k for k in scale_only.scaled if k in scale_only.not_negative and all(elements[k] == e for e in elements)

@@ -16,10 +16,17 @@ from autopar.cost.model import SMALL_DEFERRED_BYTES
 
 @pytest.mark.parametrize(
     ("kind", "strategy", "lifted"),
-    [("average", "auto", False), ("average", "ps", True), ("l2", "auto", False), ("adamw", "auto", True)],
+    [
+        ("average", "auto", False),
+        ("average", "ps", True),
+        ("l2", "auto", False),
+        ("adamw", "auto", True),
+        ("bfloat16 momentum", "auto", True),
+        ("bfloat16 table", "auto", False),
+    ],
 )
 def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) -> None:
-    tx = optax.adamw(0.05)
+    tx = optax.adamw(0.05, mu_dtype=jnp.bfloat16 if kind == "bfloat16 momentum" else None)
 
     def step(state: Any, ids: Any) -> Any:
         def loss_fn(params: Any) -> Any:
@@ -32,7 +39,8 @@ def test_what_would_be_replayed_in_vain(kind: str, strategy: str, lifted: bool) 
         average = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, state["average"], params) if "average" in state else {}
         return {"params": params, "opt": opt, **({"average": average} if average else {})}, loss
 
-    params = {"t": jnp.ones((SMALL_DEFERRED_BYTES // 40, 4)), "w": jnp.ones((4, 2))}
+    dtype = jnp.bfloat16 if kind == "bfloat16 table" else jnp.float32
+    params = {"t": jnp.ones((SMALL_DEFERRED_BYTES // 20, 4), dtype), "w": jnp.ones((4, 2))}
     state = {"params": params, "opt": tx.init(params)}
     if kind == "average":
         state["average"] = jax.tree.map(jnp.copy, params)
