@@ -9,27 +9,21 @@ import pytest
 from tests.mpi.test_faults import check_ended
 from tests.support.mpi.jobs import Run
 
-#: Each rank writes down what it compiles, by its text.
+#: XLA writes down what each rank compiles, in a folder of the rank's own: the same flags on all, or nothing is shared.
 COUNTED = """
-import os, signal, time
-from jax._src import compiler
-
-compiled, really = [], compiler.backend_compile_and_load
-def counted(backend, module, *rest):
-    name = module.operation.attributes["sym_name"].value
-    if name == "jit_slow":
-        if not os.path.exists("slow"):
-            open("slow", "w").close()
-            os.write(1, b"fault\\n")
-            os.kill(os.getpid(), signal.SIGKILL)
-    compiled.append((name, str(module)))
-    return really(backend, module, *rest)
-compiler.backend_compile_and_load = counted
+import glob, os
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_dump_to=compiled --xla_dump_hlo_as_text"
+os.mkdir(str(os.getpid()))
+os.chdir(str(os.getpid()))
 
 import autopar, jax
 import jax.numpy as jnp
 import numpy as np
 from autopar.mpi.world import world
+
+def compiled():
+    paths = glob.glob("compiled/module_*.before_optimizations.txt")
+    return [(path.split(".")[1], open(path).read()) for path in paths]
 """
 TRAINED = """
 def make_state():
@@ -59,12 +53,32 @@ for strategy in (("ps", "hosts"), "allgather"):
     np.testing.assert_allclose(found, expected["table"], rtol=1e-4, atol=1e-5)
     assert all(x.devices() == {jax.local_devices()[0]} for x in jax.tree.leaves(expected))
 
-all_ = world().comm.allgather(compiled)
+all_ = world().comm.allgather(compiled())
 if world().rank == 0:
     texts = [text for each in all_ for text in each]
     twice = sorted({name for name, text in texts if texts.count((name, text)) > 1})
     own = [sum((name, text) not in each for name, text in set(texts)) for each in all_]
     print(f"{len(set(texts))} programs, {len(texts)} compiled; twice: {twice}; not compiled by ranks: {own}")
+"""
+#: The rank that compiles `slow` is killed while it does so.
+KILLED = """
+import signal, threading, time
+
+def kill():
+    while not glob.glob("compiled/*jit_slow*.before_optimizations.txt"):
+        time.sleep(1e-3)
+    if not os.path.exists("../killed"):
+        open("../killed", "w").close()
+        os.write(1, b"fault\\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def slow(x):
+    for k in range(500):
+        x = jnp.sin(x) @ jnp.full((2 + k % 3, 2 + (k + 1) % 3), 0.1)
+    return x
+
+threading.Thread(target=kill, daemon=True).start()
+jax.jit(slow)(jnp.ones((2, 2)))
 """
 #: Each job compiles, and ranks on devices of their own.
 FRESH = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
@@ -83,7 +97,7 @@ def test_ranks_compile_each_program_once(run_ranks: Run, tmp_path: Path) -> None
 @pytest.mark.long
 def test_a_rank_dies_while_it_compiles(run_ranks: Run, tmp_path: Path) -> None:
     """Others wait for its program: the job ends at once all the same, and leaves no file behind."""
-    script = COUNTED + "def slow(x):\n    return x + 1\njax.jit(slow)(1.0)\n"
+    script = COUNTED + KILLED
     job = run_ranks(4, script, TMPDIR=str(tmp_path), **FRESH)
     check_ended(job)
     assert job.code != 0 and not list(tmp_path.glob("autopar-*")), job.output
