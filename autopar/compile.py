@@ -22,6 +22,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.ir.verifier import verify_program
 from autopar.passes.choose import check_facts, check_followed, choose
+from autopar.passes.place_border import Kept, Moved
 
 #: A name, and a function that adds facts to a program; it also returns a note.
 Analysis = tuple[str, Callable[[Program], tuple[Program, str]]]
@@ -40,6 +41,10 @@ class HasPasses(Protocol):
     @property
     def analyses(self) -> tuple[Analysis, ...]:
         """The analyses of a traced program, in order."""
+        ...
+
+    def bordered(self, program: Program, bound: ProgramPlan) -> tuple[Program, Sequence[Moved | Kept]]:
+        """Returns an analysed program with operations moved to the owners of its tables' rows, and what moved."""
         ...
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
@@ -119,6 +124,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
     """
     with paused_collection():
         bound, decided = decide(analysed, way, measured)
+        analysed, bound, decided = _with_border(analysed, bound, decided, way, measured)
         stacked = way.stacked(analysed.program, bound)
         source, followed = (analysed.program, bound) if stacked is None else (stacked.program, stacked.plan)
         program, done, records = run_passes(way.passes(followed, measured), source, followed)
@@ -127,7 +133,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
             bound = done
         else:
             bound, stacked = dataclasses.replace(bound, plan=done.plan), dataclasses.replace(stacked, plan=done)
-        return Compiled(analysed.program, bound, program, (*analysed.records, decided, *records), fallback, stacked)
+        return Compiled(analysed.program, bound, program, (*analysed.records, *decided, *records), fallback, stacked)
 
 
 def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[ProgramPlan, Record]:
@@ -140,6 +146,24 @@ def decide(analysed: Analysed, way: HasPasses, measured: Measurements) -> tuple[
     if earlier is not None:
         check_followed(program, earlier, bound)
     return bound, Record("choose", program, note, time.perf_counter() - start)
+
+
+def _with_border(
+    analysed: Analysed, bound: ProgramPlan, decided: Record, way: HasPasses, measured: Measurements
+) -> tuple[Analysed, ProgramPlan, tuple[Record, ...]]:
+    """Moves operations to the owners of rows, where the plan has rows travel, and chooses by what travels then."""
+    start = time.perf_counter()
+    program, placed = way.bordered(analysed.program, bound)
+    records = (decided,)
+    if program is not analysed.program:
+        note = "; ".join(f"{', '.join(each.tables)}: {each}" for each in placed)
+        record = _record("place_border", program, analysed.program.block, note, start)
+        analysed = Analysed(program, analysed.records)
+        bound, again = decide(analysed, way, measured)
+        records = (decided, record, again)
+    for each in placed:
+        bound = dataclasses.replace(bound, plan=bound.plan.with_reason(each.tables, str(each)))
+    return analysed, bound, records
 
 
 def run_passes(

@@ -18,6 +18,7 @@ from autopar.analysis.interpreter import Interpreter
 from autopar.analysis.primitives import PRIMITIVES, SHAPED
 from autopar.analysis.rules import ALIGNED, RULES, why_only_written, why_unfollowed
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program
+from autopar.ir.reductions import REDUCTION_PRIMITIVES
 from autopar.ir.strategy import ROW_METHODS, Strategy, choice_for
 
 #: The origin of a variable's rows: (state leaf, the leaf's axis, the variable's axis).
@@ -92,7 +93,7 @@ _NOTHING, _OF_LITERAL = _Rows(), _Rows(pure=True, constant=True)
 class _Lookups(Interpreter[_Rows]):
     """Follows rows.
 
-    Products are followed only between states alone (`table @ w`), or every activation would carry a trace of every
+    Products and sums are followed only of states alone (`table @ w`), or every activation would carry a trace of every
     weight before it.
     """
 
@@ -159,8 +160,8 @@ class _Lookups(Interpreter[_Rows]):
 
     def plain(self, equation: Equation, operands: Sequence[_Rows]) -> Sequence[_Rows]:
         nothing = [_NOTHING] * len(equation.outputs)
-        if equation.op == "dot_general" and not all(v.pure for v in operands):
-            return nothing  # activations times weights: their columns are nobody's rows
+        if equation.op in _OF_STATES and not all(v.pure for v in operands):
+            return nothing  # activations times weights, and sums of these: their columns are nobody's rows
         if equation.op in _SLICED:
             self._look_up(equation, operands)
         self._note_unfollowed(equation, operands)
@@ -281,4 +282,6 @@ def _moved(equation: Equation, k: int, axis: int) -> int | None:
     return to
 
 
-_MOVES = _SLICED | SHAPED | {"dot_general", "split", "stack", "unstack", "rev"}
+#: Followed of states alone.
+_OF_STATES = frozenset({"dot_general", *REDUCTION_PRIMITIVES})
+_MOVES = _SLICED | SHAPED | _OF_STATES | {"split", "stack", "unstack", "rev"}

@@ -27,6 +27,7 @@ from autopar.passes.classify import classify
 from autopar.passes.lift_rows import lift_rows
 from autopar.passes.merge_pushes import merge_pushes
 from autopar.passes.normalize import normalize
+from autopar.passes.place_border import Kept, Moved, place_border
 from autopar.passes.share_logs import share_logs
 from autopar.passes.split_update import split_update
 from autopar.tables.leaf import Home
@@ -177,6 +178,11 @@ class Way:
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
         """Returns the program that is run in place of an analysed one, whose tables are stacked; None: that one is."""
         return None
+
+    def bordered(self, program: Program, bound: ProgramPlan) -> tuple[Program, Sequence[Moved | Kept]]:
+        """Returns an analysed program with operations moved to the owners of its tables' rows, and what moved."""
+        on_cpus = not self.options.accelerators
+        return place_border(program, bound, self.analyzed_again, on_cpus=on_cpus)
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         """Returns the passes that turn a planned program into compiled ones, in order; only those that do something."""

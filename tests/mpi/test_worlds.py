@@ -78,6 +78,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 1): ("check_some_of_the_contract", "check_stacked_tables", "check_bytes_of_stacked_tables"),
     },
     "bag_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_bags_of_several_machines")},
+    "border_cases": {(2, 1): ()},
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {
         (2, 1): (),

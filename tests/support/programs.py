@@ -193,6 +193,17 @@ def hosts() -> Program:
     return projected()
 
 
+def border() -> Program:
+    """Two devices: a slice of looked-up rows, and the pad of its gradient, run at the rows' owners."""
+    b = Builder()
+    table, ids = b.input("table", "state", (ROWS, WIDTH)), b.input("ids", "batch", (2 * IDS, 1), np.int32)
+    kept = b(lambda x: lax.slice(x, (0, 1), (2 * IDS, 2)), b(lookup, table, ids))
+    wide = b(lambda x: lax.pad(x, np.float32(0), ((0, 0, 0), (1, 0, 0))), b(times(2.0), kept))
+    pushed = b(add_rows, b(zeros), ids, wide)
+    new = b(lax.sub, table, b(times(0.1), pushed))
+    return b.program("border", [(new, "table", 0), (b(total, kept), "loss", None)])
+
+
 def repeated() -> Program:
     """One rank with more ids than rows: what is computed of a row is computed once for each."""
     return projected(ids_count=24, wide=8)
@@ -217,11 +228,14 @@ def microbatches() -> Program:
     return b.program("microbatches", outputs)
 
 
-PROGRAMS = {p.__name__: p for p in (dead_code, remat, sgd, adagrad, scan, tied, shards, hosts, repeated, microbatches)}
+PROGRAMS = {
+    p.__name__: p for p in (dead_code, remat, sgd, adagrad, scan, tied, shards, hosts, border, repeated, microbatches)
+}
 #: By rows on one device unless they are here; those aren't run, for they are programs of one device or rank of several.
 OPTIONS = {
     "shards": Options(strategy={"table": "ps", "w": "ps"}, devices=2),
     "hosts": Options(strategy={"table": ("ps", "hosts")}, devices=2, hosts=True),
+    "border": Options(strategy="ps", devices=2),
     "microbatches": Options(microbatches=2),
     "repeated": Options(strategy={"table": ("ps", "hosts")}, hosts=True),
 }

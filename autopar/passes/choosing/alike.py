@@ -24,7 +24,11 @@ FEWEST = 4
 ROWWISE = {
     "broadcast_in_dim": "shape",
     "reshape": "new_sizes",
+    "slice": "limit_indices",
     "squeeze": None,
+    "transpose": None,
+    "pad": None,
+    "concatenate": None,
     "reduce_sum": None,
     "reduce_max": None,
     "reduce_min": None,

@@ -1,0 +1,139 @@
+"""Operations behind a lookup, and ahead of the sum of its gradients, run at the rows' owners where that sends less."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.passes import place_border
+from autopar.ways.way import Way
+from tests.support.borders import KEPT, MOVED, WIDTH, Look, ids_of, start, step_of
+
+#: Leaves every operation where the step has it.
+UNMOVED = mock.patch.object(Way, "bordered", lambda self, program, bound: (program, ()))
+
+
+def _planned(look: Look, method: str = "ps", tx: Any = None) -> tuple[Any, Any]:
+    tx = optax.sgd(0.1) if tx is None else tx
+    return autopar.parallelize(step_of(look, tx), strategy={"params/emb": method}, donate=False), start(tx)
+
+
+def _trained(step: Any, state: Any) -> tuple[Any, list[float]]:
+    losses = []
+    for k in range(3):
+        state, loss = step(state, ids_of(k))
+        losses.append(float(loss))
+    return jax.tree.map(np.asarray, autopar.materialize(state)), losses
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_rows_are_as_small_as_what_is_read_of_them(name: str) -> None:
+    look, looked_up, gradient = MOVED[name]
+    step, state = _planned(look)
+    sizes = autopar.plan(step, state, ids_of(0)).table("params/emb").sizes
+    assert sizes is not None and (sizes.row_bytes, sizes.sent_gradient) == (looked_up, gradient)
+    check = autopar.check(step, state, ids_of(0))
+    assert check.ok, str(check)
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_results_are_those_of_the_step_that_moves_nothing(name: str) -> None:
+    """To the bit."""
+    mine = _trained(*_planned(MOVED[name][0]))
+    with UNMOVED:
+        theirs = _trained(*_planned(MOVED[name][0]))
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+    plain = _trained(jax.jit(step_of(MOVED[name][0])), start())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine, plain)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_travel_as_they_are_where_nothing_is_saved(name: str) -> None:
+    step, state = _planned(KEPT[name])
+    table = autopar.plan(step, state, ids_of(0)).table("params/emb")
+    assert table.sizes is not None and (table.sizes.row_bytes, table.sizes.sent_gradient) == (128, 128)
+    assert "owners" not in table.reason
+
+
+@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+@pytest.mark.parametrize("optimizer", ["adam", "adagrad", "momentum"])
+def test_it_goes_with_any_method_and_optimizer(method: str, optimizer: str) -> None:
+    tx = {"adam": optax.adam(0.01), "adagrad": optax.adagrad(0.1), "momentum": optax.sgd(0.1, 0.9)}[optimizer]
+    look = MOVED["slice, cast"][0]
+    step, state = _planned(look, method, tx)
+    sizes = autopar.plan(step, state, ids_of(0)).table("params/emb").sizes
+    assert sizes is not None and sizes.sent_gradient == 32
+    mine = _trained(step, state)
+    with UNMOVED:
+        theirs = _trained(*_planned(look, method, tx))
+    jax.tree.map(np.testing.assert_array_equal, mine, theirs)
+
+
+def test_explain_names_each_move() -> None:
+    step, state = _planned(MOVED["slice, cast"][0])
+    text = " ".join(str(autopar.explain(step, state, ids_of(0))).split())
+    assert re.search(r"; slice \(\S+borders.py:\d+\), convert_element_type \(\S+borders.py:\d+\) run at", text)
+    assert "run at the rows' owners, who send 16 B a row in place of 128 B" in text
+    assert re.search(
+        r"; pad \(\S+borders.py:\d+\) runs at the rows' owners, who are sent gradients of 32 B a row", text
+    )
+
+
+def test_a_plan_in_a_file_is_followed(tmp_path: Path) -> None:
+    look = MOVED["slice, cast"][0]
+    step, state = _planned(look)
+    plan = autopar.plan(step, state, ids_of(0))
+    plan.save(tmp_path / "plan.json")
+    again = autopar.parallelize(step_of(look), plan=autopar.Plan.load(tmp_path / "plan.json"))
+    assert autopar.plan(again, state, ids_of(0)).table("params/emb").sizes == plan.table("params/emb").sizes
+
+
+def test_one_device_moves_nothing() -> None:
+    look = MOVED["slice"][0]
+    step = autopar.parallelize(step_of(look), strategy="ps", mesh=jax.make_mesh((1,), ("data",)), donate=False)
+    table = autopar.plan(step, start(), ids_of(0)).table("params/emb")
+    assert table.lifted and "owners" not in table.reason
+
+
+def test_tables_that_are_alike_are_exchanged_as_one() -> None:
+    """As they are where nothing moves."""
+    names = [f"emb{k}" for k in range(5)]
+
+    def step(tables: Any, ids: Any) -> Any:
+        def loss_of(tables: Any) -> Any:
+            rows = [tables[name][ids + k].astype(jnp.bfloat16)[..., 8:16] for k, name in enumerate(names)]
+            return jnp.mean(jnp.tanh(sum(x.astype(jnp.float32) for x in rows)) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(tables)
+        return jax.tree.map(lambda t, g: t - 0.3 * g, tables, grads), loss
+
+    rng = np.random.default_rng(2)
+    state = {name: jnp.asarray(rng.normal(size=(300 + k, 32)), jnp.float32) for k, name in enumerate(names)}
+    mine = autopar.parallelize(step, strategy="ps", donate=False)
+    plan = autopar.plan(mine, state, ids_of(0) % 290)
+    assert [(t.sizes.together, t.sizes.row_bytes, t.sizes.sent_gradient) for t in plan.tables if t.sizes] == [
+        (5, 16, 32)
+    ] * 5
+    assert "are exchanged and updated as one" in " ".join(str(autopar.explain(mine, state, ids_of(0) % 290)).split())
+    theirs = jax.jit(step)(state, ids_of(0) % 290)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine(state, ids_of(0) % 290), theirs
+    )
+
+
+def test_a_slice_moved_without_its_pad_is_found() -> None:
+    """By `verify`, which compares with the plain step."""
+    step, state = _planned(MOVED["slice"][0])
+    elsewhere = ((0, 0, 0), (WIDTH - 8, 0, 0))
+    with mock.patch.object(place_border, "_spread", lambda rows, steps: jax.lax.pad(rows, jnp.float32(0), elsewhere)):
+        with pytest.raises(autopar.VerificationError):
+            autopar.verify(step, state, ids_of(0))
