@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -320,6 +321,11 @@ class HostMaker(Maker):
         groups = [group for group in independent_outputs(self.block) if all(self.tables[k] for k in group)]
         groups = [[k for k in group if k not in uniform] for group in groups]
         rest = sorted(set(range(len(outputs))).difference(*groups))
+        near = self.ranks.exchange.near
+        for turn in _turns(groups, outputs, near.size):  # first, as initializers may need more memory than tables
+            own = iter(self._run([outputs[k] for k in turn[near.rank]], flat))
+            for leaves in itertools.zip_longest(*turn):  # one of each rank
+                made |= self._dealt(leaves, next(own, None))
         for k, leaf in zip(rest, self._run([uniform.get(k, outputs[k]) for k in rest], flat), strict=True):
             table = self.tables[k]
             if table is not None and k in uniform:
@@ -327,11 +333,6 @@ class HostMaker(Maker):
                 made[k].rows[...] = np.asarray(leaf)
             else:
                 made[k] = leaf if table is None else self._stored(leaf, table)
-        near = self.ranks.exchange.near
-        for turn in _turns(groups, outputs, near.size):
-            own = iter(self._run([outputs[k] for k in turn[near.rank]], flat))
-            for leaves in itertools.zip_longest(*turn):  # one of each rank
-                made |= self._dealt(leaves, next(own, None))
         return [made[k] if table is None else HostTable(made[k]) for k, table in enumerate(self.tables)]
 
     def _run(self, outputs: Sequence[Atom], flat: Sequence[Leaf]) -> Sequence[Leaf]:
@@ -342,6 +343,10 @@ class HostMaker(Maker):
         """Returns this rank's shards of tables of which each rank of its machine, or some, have made one. Collective
         there. `whole`: the table that this rank has made."""
         ranks, shards = self.ranks.exchange, dict[int, HostRows]()
+        if ranks.size == 1 and (k := leaves[0]) is not None and (table := self.tables[k]) is not None:
+            atom, is_new = self.block.outputs[k], Counter(self.block.outputs) - Counter(self.block.inputs)
+            if table.axis == 0 and is_new[atom] == 1:
+                return {k: HostRows.over(whole, table.layout, ranks.rank, table.path)}
         for k in leaves:
             if k is not None and (table := self.tables[k]) is not None:
                 shards[k] = self._empty(table, self.block.outputs[k].type)

@@ -67,6 +67,11 @@ class HostRows:
         shard.fill(lambda numbers: np.moveaxis(np.take(np.asarray(table), numbers, axis), axis, 0))
         return shard
 
+    @staticmethod
+    def over(table: Leaf, layout: RowLayout, rank: int, path: str) -> HostRows:
+        """Returns a whole table's rows in the memory that it has, which nobody else may use any more; rows first."""
+        return HostRows(np.asarray(_Memory(np.asarray(table))).view(table.dtype), layout, rank, 0, path)
+
     def blocks(self) -> Iterator[slice]:
         """Yields parts of the shard that are read or sent at a time."""
         count = len(self.rows)
@@ -144,6 +149,14 @@ class HostRows:
     def spread_last(self, new: np.ndarray) -> None:
         """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
+
+
+class _Memory:
+    """Memory of an array, to be written to; `np.asarray` makes an array of it."""
+
+    def __init__(self, owner: np.ndarray) -> None:
+        self._owner = owner
+        self.__array_interface__ = {**owner.__array_interface__, "data": (owner.ctypes.data, False)}
 
 
 def rows_in(layout: RowLayout, rank: int, part: slice) -> np.ndarray:

@@ -250,15 +250,17 @@ def check_init() -> None:
 
 
 def check_init_of_several_tables() -> None:
-    """Bit for bit, whichever rank made them: of one initializer, of one key, of one number, of 16 bits, by columns."""
+    """Bit for bit, whichever rank made them: of one initializer, of one key, of one number, of 16 bits, by columns,
+    twice, as given. Each has memory of its own."""
 
-    def make_state(key: jax.Array) -> dict[str, Any]:
+    def make_state(key: jax.Array, given: jax.Array) -> dict[str, Any]:
         first, *keys = jax.random.split(key, 4)
         drawn = jax.random.normal(first, (1003, 6))
         tables = {"a": drawn * 0.3, "b": jnp.tanh(drawn) + 1, "c": jax.random.normal(keys[0], (517, 6), jnp.bfloat16)}
         tables |= {"d": jax.random.uniform(keys[0], (6, 517)), "e": jnp.full((90, 6), 0.1), "f": jnp.zeros((301,))}
         tables |= {f"g{k}": jnp.exp(jax.random.normal(key, (100 + k, 6))) for k, key in enumerate(keys)}
         tied = jax.random.normal(keys[1], (44, 6))
+        tables |= {"given": given, "twin": tables["g1"]}
         return {"tables": tables | {"tied": tied / 3}, "w": jnp.cos(tied) * 2, "count": 0}
 
     def update(state: dict[str, Any], ids: jax.Array) -> tuple[dict[str, Any], jax.Array]:
@@ -271,12 +273,16 @@ def check_init_of_several_tables() -> None:
         return {"tables": tables, "w": state["w"] - 0.1 * w, "count": state["count"] + 1}, loss
 
     step = autopar.parallelize(update, strategy={"tables/*": HOSTS})
-    ids, ours = np.arange(24, dtype=np.int32), exchange()
+    ids, ours, given = np.arange(24, dtype=np.int32), exchange(), jnp.ones((71, 6))
     with mock.patch.object(storage, "_BLOCK_BYTES", 500):
-        state = autopar.init(make_state, jax.random.key(3), step=step, batch=ids)
-    wanted = jax.jit(make_state)(jax.random.key(3))
+        state = autopar.init(make_state, jax.random.key(3), given, step=step, batch=ids)
+    wanted = jax.jit(make_state)(jax.random.key(3), given)
     assert all(isinstance(x, HostTable) for x in state["tables"].values())
     jax.tree.map(lambda mine, theirs: np.testing.assert_array_equal(np.asarray(mine), theirs), state, wanted)
+    rows = [x.storage.rows for x in state["tables"].values()]
+    assert not any(np.shares_memory(a, b) for k, a in enumerate(rows) for b in rows[:k])
+    state["tables"]["given"].storage.rows[...] = 7
+    assert (np.asarray(given) == 1).all()
     assert ours.near.size == len(ours.near_ranks) and ours.near_ranks[ours.near.rank] == RANK
 
 
