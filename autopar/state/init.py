@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -344,8 +343,8 @@ class HostMaker(Maker):
         there. `whole`: the table that this rank has made."""
         ranks, shards = self.ranks.exchange, dict[int, HostRows]()
         if ranks.size == 1 and (k := leaves[0]) is not None and (table := self.tables[k]) is not None:
-            atom, is_new = self.block.outputs[k], Counter(self.block.outputs) - Counter(self.block.inputs)
-            if table.axis == 0 and is_new[atom] == 1:
+            atom = self.block.outputs[k]
+            if table.axis == 0 and self.block.outputs.count(atom) == 1 and atom not in self.block.inputs:
                 return {k: HostRows.over(whole, table.layout, ranks.rank, table.path)}
         for k in leaves:
             if k is not None and (table := self.tables[k]) is not None:
