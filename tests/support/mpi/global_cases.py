@@ -457,3 +457,11 @@ def check_inside_another_jit() -> None:
     PS(make_state(ROWS), ids_of(ROWS))
     nested = jax.jit(lambda s, b: PS(s, b)[0])
     agree(here(make_state(ROWS)), nested(make_state(ROWS), ids_of(ROWS)), PLAIN(make_state(ROWS), ids_of(ROWS))[0])
+
+    def in_turn(state: Any, batch: Any) -> Any:
+        emb = state["params"]["emb"]
+        return emb[jnp.abs(emb[batch["ids"]][..., 0] * 9).astype(jnp.int32) % ROWS]
+
+    state, batch = PS(make_state(ROWS), ids_of(ROWS))[0], ids_of(ROWS)
+    shape = jax.eval_shape(lambda: autopar.parallelize(in_turn)(state, batch))  # planned for ids that are read there
+    assert shape == jax.eval_shape(in_turn, make_state(ROWS), batch)
