@@ -36,6 +36,7 @@ from autopar.planning.notes import (
     stage_lines,
     tensor_notes,
 )
+from autopar.planning.owner_notes import owner_notes
 from autopar.planning.plan import elsewhere, plan_of
 from autopar.planning.predictions import predict
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
@@ -92,7 +93,7 @@ def _explain(
     rows = [_table_row(planned, space, k, leaves) for space in program.facts.spaces for k in space.tables]
     rows += [_dense_row(leaf, plan) for leaf in plan.dense]
     passes = tuple((r.name, r.note, r.seconds) for r in planned.compiled.records)
-    there = (*stack_notes(planned), *emission_notes(planned, verbose))
+    there = (*owner_notes(planned), *stack_notes(planned), *emission_notes(planned, verbose))
     if cluster is not None and (plan.devices > 1 or plan.pipeline is not None):
         there = predicted_note(predict(plan_of(planned, name, leaves, cluster))), *there
     bound = planned.compiled.bound

@@ -88,6 +88,17 @@ def test_explain_names_each_move() -> None:
     )
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_explain_names_what_owners_do_with_gradients(clips: bool) -> None:
+    """All of an update, by rows; of a global norm each owner's sum crosses."""
+    clip = optax.clip_by_global_norm(1.0) if clips else optax.identity()
+    step, state = _planned(MOVED["slice"][0], tx=optax.chain(clip, optax.adagrad(0.1)))
+    text = " ".join(str(autopar.explain(step, state, ids_of(0))).split())
+    assert "From the sum of gradients to the update the owners of params/emb compute pad, " in text
+    crosses = re.search(r"of reduce_sum \(\S+:\d+\) each one's partial sums cross, 4 B", text)
+    assert bool(crosses) is clips and ("nothing crosses between them" in text) is not clips
+
+
 def test_a_plan_in_a_file_is_followed(tmp_path: Path) -> None:
     look = MOVED["slice, cast"][0]
     step, state = _planned(look)
