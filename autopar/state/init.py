@@ -36,6 +36,8 @@ from autopar.tables.host import HostTable
 from autopar.tables.sharded import Table
 from autopar.tables.staged import StageArray, StagePart, is_staged
 
+#: Bytes of leaves that one program makes whole, unless one of them, or some that share values, take more.
+_BYTES_AT_A_TIME = 1 << 28
 #: State -> all arguments of the step.
 CallArguments = Callable[[Any], Sequence[Any]]
 
@@ -53,9 +55,9 @@ def init(
     numbers are those of `jax.jit(make_state)(*args)` to the bit; if an initializer sums over a table's rows, up to the
     order of the sum. All processes call it together, with the same arguments.
 
-    (On CPUs under jax 0.11 and later XLA rounds a shard differently from a whole array. There each process makes the
-    whole state in its memory and then divides it, so that its bits are the same. Tables on hosts are made whole one
-    after the other, each by one of the processes of a machine, which gives the others their rows.)
+    (On CPUs under jax 0.11 and later XLA rounds a shard differently from a whole array. There each process makes
+    leaves whole in its memory, some at a time, and then divides them, so that their bits are the same. Tables on hosts
+    are made whole one after the other, each by one of the processes of a machine, which gives the others their rows.)
 
     Args:
       make_state: Makes the state, which is the step's first argument, or the one that its `state_argnums` names. It
@@ -115,7 +117,8 @@ class Maker:
       make: The traced function of flat arrays.
       shardings: The sharding of each leaf; None on one device.
       layouts: (layout, row axis) of each leaf that has one.
-      whole: Whether all leaves are made whole on one device first, so that their bits are right.
+      whole: Whether leaves are made whole on one device first, so that their bits are right.
+      block: What makes the state.
     """
 
     make: Callable[..., Sequence[Pytree]]
@@ -123,6 +126,7 @@ class Maker:
     shardings: Sequence[Any] | None
     layouts: Sequence[tuple[RowLayout, int] | None]
     whole: bool
+    block: Block
 
     @staticmethod
     def of(
@@ -140,21 +144,26 @@ class Maker:
             return maker
         make, bound, devices = jax_compat.jaxpr_as_fun(traced.jaxpr), planned.compiled.bound, planned.devices
         if devices is None:
-            return Maker(make, None, None, [None] * len(numbers), False)
+            return Maker(make, None, None, [None] * len(numbers), False, block_of(traced.jaxpr))
         shardings = [devices.sharding(*((None,) if k is None else bound.placement(k))) for k in numbers]
         layouts = [None if k is None else bound.layouts.get(k) for k in numbers]
-        return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape())
+        return Maker(make, devices, shardings, layouts, jax_compat.rounds_by_shape(), block_of(traced.jaxpr))
 
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         """Makes all leaves of flat arguments."""
-        return self.as_tables(self.run(*map(self.everywhere, flat)))
+        flat = [self.everywhere(x) for x in flat]
+        return self.as_tables(self.run(*flat)) if self.devices is None or not self.whole else self._spread(flat)
+
+    def _run(self, outputs: Sequence[Atom], flat: Sequence[Leaf]) -> Sequence[Leaf]:
+        block, _ = eliminate_dead(dataclasses.replace(self.block, outputs=tuple(outputs)))
+        return jax.jit(emit(block))(*flat) if outputs else []
 
     @functools.cached_property
     def run(self) -> Leaf:
         """The jitted function of flat arrays. It makes tables in even shards, and another program distributes their
         rows cyclically: XLA may round otherwise where it fuses the two."""
         devices = self.devices
-        if devices is None or self.whole:
+        if devices is None:
             return jax.jit(self.make)
 
         def make(*flat: Leaf) -> list[Leaf]:
@@ -174,21 +183,22 @@ class Maker:
     def as_tables(self, leaves: Sequence[Leaf]) -> list[Leaf]:
         """Returns the leaves that `run` made, with Tables in place of even shards."""
         devices, tables = self.devices, list(leaves)
-        if self.whole and devices is not None:
-            return self._spread(devices, tables)
         for k, layout in enumerate(self.layouts):
             if devices is not None and layout is not None:
                 tables[k] = Table(arranger(*layout, devices)(tables[k]), *layout)
         return tables
 
-    def _spread(self, devices: Devices, leaves: list[Leaf]) -> list[Leaf]:
-        """Brings whole leaves where the plan has them, and drops them one by one."""
-        assert self.shardings is not None, "several devices have shardings"
-        for k, (layout, sharding) in enumerate(zip(self.layouts, self.shardings, strict=True)):
-            leaf, leaves[k] = leaves[k], None
-            table = None if layout is None else Table(placed(leaf, *layout, devices), *layout)
-            leaves[k] = place_array(leaf, sharding, own=True) if table is None else table
-        return leaves
+    def _spread(self, flat: Sequence[Leaf]) -> list[Leaf]:
+        """Makes leaves whole, some at a time, and brings them where the plan has them."""
+        assert self.shardings is not None and self.devices is not None, "several devices have shardings"
+        made, outputs = dict[int, Leaf](), self.block.outputs
+        for group in _merged(independent_outputs(self.block), outputs):
+            leaves = list(self._run([outputs[k] for k in group], flat))
+            for k in group:
+                leaf, layout = leaves.pop(0), self.layouts[k]
+                table = None if layout is None else Table(placed(leaf, *layout, self.devices), *layout)
+                made[k] = place_array(leaf, self.shardings[k], own=True) if table is None else table
+        return [made[k] for k in range(len(outputs))]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,13 +271,10 @@ class HostMaker(Maker):
     there. Where shards aren't rounded as whole tables are, one rank of each machine makes it whole, ranks different
     tables at a time, and all take their rows from there.
 
-    Attributes:
-      block: What makes the state.
-      tables: For each leaf how it is to be stored on hosts, else None.
+    `tables`: for each leaf how it is to be stored on hosts, else None.
     """
 
     ranks: Ranks
-    block: Block
     tables: Sequence[HostLeaf | None]
 
     @staticmethod
@@ -280,7 +287,7 @@ class HostMaker(Maker):
         even = [t and (RowLayout(t.layout.extent, t.layout.devices, cyclic=False), t.axis) for t in tables]
         shardings = devices and [devices.sharding(None if t is None else t.axis) for t in tables]
         make, whole = jax_compat.jaxpr_as_fun(traced.jaxpr), jax_compat.rounds_by_shape()
-        return HostMaker(make, devices, shardings, even, whole, ranks, block_of(traced.jaxpr), tables)
+        return HostMaker(make, devices, shardings, even, whole, block_of(traced.jaxpr), ranks, tables)
 
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         pairs = [(t, atom.type) for t, atom in zip(self.tables, self.block.outputs, strict=True) if t is not None]
@@ -334,10 +341,6 @@ class HostMaker(Maker):
                 made[k] = leaf if table is None else self._stored(leaf, table)
         return [made[k] if table is None else HostTable(made[k]) for k, table in enumerate(self.tables)]
 
-    def _run(self, outputs: Sequence[Atom], flat: Sequence[Leaf]) -> Sequence[Leaf]:
-        block, _ = eliminate_dead(dataclasses.replace(self.block, outputs=tuple(outputs)))
-        return jax.jit(emit(block))(*flat) if outputs else []
-
     def _dealt(self, leaves: Sequence[int | None], whole: Leaf | None) -> dict[int, HostRows]:
         """Returns this rank's shards of tables of which each rank of its machine, or some, have made one. Collective
         there. `whole`: the table that this rank has made."""
@@ -360,6 +363,17 @@ class HostMaker(Maker):
             receives = [None if k is None or part is None else as_lines(shards[k].rows[part]) for k, part in pairs]
             ranks.near.swap("rows", sends, receives)
         return shards
+
+
+def _merged(groups: Sequence[Sequence[int]], outputs: Sequence[Atom]) -> Iterator[Sequence[int]]:
+    """Joins neighbouring groups of leaves whose bytes together are few."""
+    merged: list[int] = []
+    for group in groups:
+        if merged and sum(outputs[k].type.nbytes for k in (*merged, *group)) > _BYTES_AT_A_TIME:
+            yield merged
+            merged = []
+        merged += group
+    yield merged
 
 
 def _turns(groups: Sequence[Sequence[int]], outputs: Sequence[Atom], size: int) -> Iterator[Sequence[Sequence[int]]]:
