@@ -22,7 +22,7 @@ from autopar.backends.host.storage import HostRows, rows_in
 from autopar.backends.layouts import arranger, even_shards, placed
 from autopar.errors import ArgumentsError, AutoparError, StateError
 from autopar.ir.layout import RowLayout
-from autopar.ir.program import Atom, Block
+from autopar.ir.program import Atom, Block, known
 from autopar.ir.slicing import eliminate_dead, independent_outputs, uniform_outputs
 from autopar.ir.trace import block_of
 from autopar.jax_types import AnyType, Leaf, Pytree
@@ -344,25 +344,27 @@ class HostMaker(Maker):
     def _dealt(self, leaves: Sequence[int | None], whole: Leaf | None) -> dict[int, HostRows]:
         """Returns this rank's shards of tables of which each rank of its machine, or some, have made one. Collective
         there. `whole`: the table that this rank has made."""
-        ranks, shards = self.ranks.exchange, dict[int, HostRows]()
-        if ranks.size == 1 and (k := leaves[0]) is not None and (table := self.tables[k]) is not None:
-            atom = self.block.outputs[k]
-            if table.axis == 0 and self.block.outputs.count(atom) == 1 and atom not in self.block.inputs:
-                return {k: HostRows.over(whole, table.layout, ranks.rank, table.path)}
+        ranks, outputs, shards = self.ranks.exchange, self.block.outputs, dict[int, HostRows]()
+        mine = leaves[ranks.near.rank]
+        if ranks.size == 1 and mine is not None:
+            table, is_given = known(self.tables[mine]), outputs[mine] in self.block.inputs
+            if table.axis == 0 and not is_given and outputs.count(outputs[mine]) == 1:
+                return {mine: HostRows.over(whole, table.layout, ranks.rank, table.path)}
         for k in leaves:
-            if k is not None and (table := self.tables[k]) is not None:
-                shards[k] = self._empty(table, self.block.outputs[k].type)
+            if k is not None:
+                shards[k] = self._empty(known(self.tables[k]), outputs[k].type)
         for parts in itertools.zip_longest(*(() if k is None else shards[k].blocks() for k in leaves)):
-            sends: list[np.ndarray | None] = [None] * len(parts)
-            own, table = parts[ranks.near.rank], self.tables[leaves[ranks.near.rank] or 0]
-            if own is not None and table is not None:
-                numbers = [rows_in(table.layout, rank, own) for rank in ranks.near_ranks]
-                whole_ = np.asarray(whole)
-                sends = [as_lines(np.moveaxis(np.take(whole_, n, table.axis), table.axis, 0)) for n in numbers]
-            pairs = zip(leaves, parts, strict=True)
+            own, pairs = parts[ranks.near.rank], zip(leaves, parts, strict=True)
+            sends = [None] * len(parts) if mine is None or own is None else self._parts_of(mine, np.asarray(whole), own)
             receives = [None if k is None or part is None else as_lines(shards[k].rows[part]) for k, part in pairs]
             ranks.near.swap("rows", sends, receives)
         return shards
+
+    def _parts_of(self, k: int, whole: np.ndarray, part: slice) -> Sequence[np.ndarray]:
+        """Returns the rows of a part of the shard of each rank of this machine."""
+        table = known(self.tables[k])
+        numbers = [rows_in(table.layout, rank, part) for rank in self.ranks.exchange.near_ranks]
+        return [as_lines(np.moveaxis(np.take(whole, each, table.axis), table.axis, 0)) for each in numbers]
 
 
 def _merged(groups: Sequence[Sequence[int]], outputs: Sequence[Atom]) -> Iterator[Sequence[int]]:
