@@ -22,6 +22,7 @@ BENCHMARKS = {
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
+    "memories": ("memories",),
     "soak": ("soak",),
 }
 
