@@ -148,3 +148,19 @@ def test_a_slice_moved_without_its_pad_is_found() -> None:
     with mock.patch.object(place_border, "_spread", lambda rows, steps: jax.lax.pad(rows, jnp.float32(0), elsewhere)):
         with pytest.raises(autopar.VerificationError):
             autopar.verify(step, state, ids_of(0))
+
+
+@pytest.mark.parametrize("name", ["slice, cast", "kept sum", "filled with 2"])
+def test_an_evaluation_reads_what_it_needs_of_rows(name: str) -> None:
+    """Of tables that stay where training has them."""
+    look, looked_up, _ = MOVED[name]
+    step, state = _planned(look)
+    state, _ = step(state, ids_of(0))
+    evaluate = autopar.parallelize(lambda params, i: look(params["emb"], i), donate=False)
+    found = evaluate(state["params"], ids_of(1))
+    assert evaluate.plan is not None
+    sizes = evaluate.plan.table("params/emb").sizes
+    assert sizes is None or sizes.row_bytes == looked_up
+    assert "at the rows' owners, who send" in evaluate.plan.table("params/emb").reason
+    plain = jax.tree.map(jnp.asarray, jax.tree.map(np.asarray, autopar.materialize(state)))
+    np.testing.assert_array_equal(found, jax.jit(look)(plain["params"]["emb"], ids_of(1)))

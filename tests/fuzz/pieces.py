@@ -103,6 +103,13 @@ def _of_a_group(t: Any, i: Any) -> Any:
 
 LOOKUPS: Pieces = {
     **bad_ingredients.LOOKUPS,
+    # Operations behind a lookup, which owners may run (`passes.place_border`).
+    "a column of rows": lambda t, i: t[i][:, -1:] * jnp.ones((1, t.shape[1])),
+    "sums of filled rows": lambda t, i: (
+        t.at[i].get(mode="fill", fill_value=0).sum(-1)[:, None] * jnp.ones((1, t.shape[1]))
+    ),
+    "cast rows": lambda t, i: (3 * t[i]).astype(jnp.float32).astype(t.dtype),
+    "parts of rows": lambda t, i: jnp.concatenate([t[i][:, :1], jnp.tanh(t[i[::-1]])[:, 1:]], -1),
     "zeros where out of range": lambda t, i: t.at[i].get(mode="fill", fill_value=0),
     "wrap": lambda t, i: jnp.take(t, i, axis=0, mode="wrap"),
     "NaN where out of range": lambda t, i: jnp.nan_to_num(jnp.take(t, i, axis=0), nan=0.1),
