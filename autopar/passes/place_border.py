@@ -230,11 +230,11 @@ class _Lookups:
                 self.needed.update(self.looked[a].function for a in equation.inputs if a in self.looked)
         self.needed.update(self.looked[a].function for a in block.outputs if a in self.looked)
         given = {n for n, f in enumerate(self.functions) if f.made is None}
-        if len(given) == len(self.functions):
+        costs = [f.type.nbytes // self.space.extent for f in self.functions]
+        if all(n in given or cost >= sum(costs[k] for k in given) for n, cost in enumerate(costs)):
             return block, []
         if any(a.is_lookup and a.equation not in lookups for a in self.space.accesses):
             self.needed |= given  # others, in loops, read rows as they are
-        costs = [f.type.nbytes // self.space.extent for f in self.functions]
         reads = [(k, n) for n, f in enumerate(self.functions) for k in f.operands if isinstance(k, int)]
         own = cheapest_cut(costs, reads, given, self.needed) - given
         ordered = in_order(self._rewritten(own), block.inputs) if own else None
@@ -419,7 +419,7 @@ class _Gradients:
                 moved += self.moved
             else:
                 written.append(equation)
-        return eliminate_dead(block.with_equations(written))[0], _told(moved)
+        return (eliminate_dead(block.with_equations(written))[0] if moved else block), _told(moved)
 
     def _sums_of_pushes(self, pushes: set[Equation]) -> dict[Atom, list[Equation]]:
         """Maps sums of pushes, and of nothing else, to these."""
