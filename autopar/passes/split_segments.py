@@ -149,6 +149,8 @@ class _Split:
         if equation in self.free:
             return
         level = max((self.level.get(a, 0) for a in equation.inputs if a not in self.free), default=0)
+        if equation.op == "ap.reduce" and self.side.get(equation.inputs[0]) == "owner":
+            self.exchanged.add(equation)  # the devices' programs alone run over several ranks
         exchanged = equation in self.exchanged
         if not exchanged and any(e in self.exchanged for body in equation.bodies for e in body.walk()):
             raise NotLocal("rows are exchanged within a loop or branch", equation.source)

@@ -70,8 +70,19 @@ def check_ids_of_other_examples() -> None:
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    planned = _agrees(step, lambda params: params, steps=4, first=-ROWS)
-    assert planned.plan is not None and planned.plan.reduction_backend == ("psum" if jax.process_count() > 1 else "")
+    def through_weights(params: Any, batch: Any) -> Any:
+        """Owners multiply their rows, and each has a part of the weights' gradient; the examples meet before."""
+
+        def loss(params: Any) -> jax.Array:
+            return jax.nn.logsumexp((params["t"] @ params["w"])[batch["ids"]] - batch["y"])
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    for each, first in ((step, -ROWS), (through_weights, 0)):
+        planned = _agrees(each, lambda params: params, steps=4, first=first)
+        backend = "psum" if jax.process_count() > 1 else ""
+        assert planned.plan is not None and planned.plan.reduction_backend == backend
 
 
 def check_models_in_which_examples_meet() -> None:
