@@ -30,7 +30,6 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_tables",
             "check_stacked_tables",
             "check_init",
-            "check_init_of_several_tables",
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",
             "check_turns_are_measured_together",

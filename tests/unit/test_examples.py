@@ -60,7 +60,9 @@ def test_recommender(tmp_path: Path) -> None:
     assert re.findall(r"^step +(\d+) +loss", again, re.MULTILINE) == ["120"]
 
 
-@pytest.mark.parametrize(("memory", "ranks"), [("devices", 1), ("hosts", 1), ("hosts", 2)])
+@pytest.mark.parametrize(
+    ("memory", "ranks"), [("devices", 1), pytest.param("hosts", 1, marks=pytest.mark.long), ("hosts", 2)]
+)
 def test_ngram_memory(memory: str, ranks: int) -> None:
     """Both tables run on their touched rows, with the numbers of plain JAX, and the memories help."""
     sizes = ("--vocab", 512, "--layers", 2, "--dim", 32, "--rows", 200_000, "--width", 32, "--batch", 8)
