@@ -176,7 +176,7 @@ def decide_family(
         if slower:
             # Beside tables on hosts its gradient is reduced with all others.
             costs["sizes"] = None if choices.hosts else sizes
-            return dense(f"{shown}: {why or slower}", "strategy='ps'", **costs)
+            return dense(f"{shown}: {(why if method == 'allreduce' else '') or slower}", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
     return (safe, tight), lifted(tight, method, why=why, **costs)

@@ -116,6 +116,24 @@ def test_formulas_decide_alone(devices: int, ids: list[int], method: str) -> Non
         assert table.method == method and f"N={devices}, alpha={share:.2%}" in table.reason
 
 
+def test_formulas_are_no_reason_for_what_they_do_not_choose() -> None:
+    """On accelerators rows don't wait: the table stays dense although table 3 says "ps"."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        table, slots = state
+        updates, slots = ADAMW.update(jax.grad(lambda t: (t[ids] ** 2).sum())(table), slots, table)
+        return (optax.apply_updates(table, updates), slots), ids.sum()
+
+    table = jax.ShapeDtypeStruct((5000, 64), np.float32)
+    shapes = (table, jax.eval_shape(ADAMW.init, table)), jax.ShapeDtypeStruct((16,), np.int32)
+    found = autopar.parallelize(step).planned_for(*shapes).compiled.analysed
+    program = Program(found.block, found.inputs, found.outputs, "step")
+    for accelerators in (False, True):
+        options = {"devices": 4, "choose": "formulas", "accelerators": accelerators}
+        (plan,) = decided(program, **options).plan.tables
+        assert plan.lifted != accelerators and ("table 3" in plan.reason) != accelerators
+
+
 def test_memory_that_does_not_suffice_shards_a_table() -> None:
     free = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=1 << 20), devices=2)
     tight = decided(projected(), Measurements(rates=rates(all_to_all=1.0), memory=60), devices=2)
