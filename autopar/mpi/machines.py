@@ -174,8 +174,8 @@ def _leaders(ranks: Sequence[int], size: int) -> list[int]:
 def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...], npt.DTypeLike]]) -> None:
     """Raises HostMemoryError on every rank if the tables of all ranks together don't fit somewhere. Collective.
 
-    `tables`: path -> shape and dtype that this rank is about to allocate. The error names the host, and the largest
-    table there.
+    `tables`: path -> shape and dtype that this rank is about to allocate. The error names the host, and the two
+    largest tables there.
     """
     wanted = {path: math.prod(shape) * np.dtype(dtype).itemsize for path, (shape, dtype) in tables.items()}
     message = json.dumps({"host": os.uname().nodename, "levels": memory_levels(), "wanted": wanted}).encode()
@@ -188,10 +188,10 @@ def require_memory(exchange: Exchange, tables: Mapping[str, tuple[tuple[int, ...
             sums.update(rank["wanted"])
         total = sum(sums.values())
         if total > max(available, 0):
-            largest = max(sums, key=lambda path: sums[path])
+            (largest, alone), *others = sums.most_common(2)
             hosts = " and ".join(sorted({rank["host"] for rank in sharing.values()}))
             where = f"on {hosts} for rank{'s' if len(sharing) > 1 else ''} {', '.join(map(str, sharing))}"
             what = "it"
-            if len(sums) > 1:
-                what = f"with {len(sums) - 1} more (it alone {sums[largest] / 1e9:.2f} GB)"
+            for second, nbytes in others:
+                what = f"with {len(sums) - 1} more (it alone {alone / 1e9:.2f} GB, {second} {nbytes / 1e9:.2f} GB)"
             raise memory_refusal(largest, what, total, max(available, 0), where)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from autopar.ir.layout import RowLayout
 from autopar.ir.program import Atom, Block, known
 from autopar.ir.slicing import eliminate_dead, independent_outputs, uniform_outputs
 from autopar.ir.trace import block_of
-from autopar.jax_types import AnyType, Leaf, Pytree
+from autopar.jax_types import AnyType, Dtype, Leaf, Pytree
 from autopar.mpi.exchange import as_lines
 from autopar.mpi.machines import exchange, require_memory
 from autopar.run.agreement import check_same_maker
@@ -292,6 +292,8 @@ class HostMaker(Maker):
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         pairs = [(t, atom.type) for t, atom in zip(self.tables, self.block.outputs, strict=True) if t is not None]
         own = {t.path: (resized(type_.shape, t.axis, t.layout.shard_rows), type_.dtype) for t, type_ in pairs}
+        if self.whole and self.ranks.exchange.size > 1:  # a single rank keeps the memory in which tables were made
+            own |= {f"{path} (made whole by one rank of a machine)": of for path, of in self._largest_whole().items()}
         require_memory(self.ranks.exchange, own)
         return self._in_turns([local(x) for x in flat]) if self.whole else super().leaves_of(flat)
 
@@ -320,15 +322,31 @@ class HostMaker(Maker):
         shape = resized(of.shape, table.axis, table.layout.extent)
         return HostRows.empty(shape, of.dtype, table.axis, table.layout, self.ranks.exchange.rank, table.path)
 
+    @functools.cached_property
+    def _uniform(self) -> dict[int, Atom]:
+        """Tables that are one number everywhere, and that number."""
+        return {k: atom for k, atom in uniform_outputs(self.block).items() if self.tables[k] is not None}
+
+    @functools.cached_property
+    def _turns(self) -> list[Sequence[Sequence[int]]]:
+        """Tables that are made whole: in each turn those of each rank of a machine."""
+        groups = [group for group in independent_outputs(self.block) if all(self.tables[k] for k in group)]
+        groups = [[k for k in group if k not in self._uniform] for group in groups]
+        return list(_shared_out(groups, self.block.outputs, self.ranks.exchange.near.size))
+
+    def _largest_whole(self) -> dict[str, tuple[tuple[int, ...], Dtype]]:
+        """Returns path -> shape and dtype of what this rank makes whole in the turn that takes most memory."""
+        outputs, rank = self.block.outputs, self.ranks.exchange.near.rank
+        most = max((turn[rank] for turn in self._turns), key=lambda own: _nbytes(own, outputs), default=())
+        types = {known(self.tables[k]).path: outputs[k].type for k in most}
+        return {path: (type_.shape, type_.dtype) for path, type_ in types.items()}
+
     def _in_turns(self, flat: Sequence[Leaf]) -> list[Leaf]:
         """Makes tables whole, each on one rank of a machine, and all else on every rank."""
         outputs, made = self.block.outputs, dict[int, Leaf]()
-        uniform = {k: atom for k, atom in uniform_outputs(self.block).items() if self.tables[k] is not None}
-        groups = [group for group in independent_outputs(self.block) if all(self.tables[k] for k in group)]
-        groups = [[k for k in group if k not in uniform] for group in groups]
-        rest = sorted(set(range(len(outputs))).difference(*groups))
-        near = self.ranks.exchange.near
-        for turn in _turns(groups, outputs, near.size):  # first, as initializers may need more memory than tables
+        uniform, turns, near = self._uniform, self._turns, self.ranks.exchange.near
+        rest = sorted(set(range(len(outputs))).difference(*(group for turn in turns for group in turn)))
+        for turn in turns:  # first, as initializers may need more memory than tables
             own = iter(self._run([outputs[k] for k in turn[near.rank]], flat))
             for leaves in itertools.zip_longest(*turn):  # one of each rank
                 made |= self._dealt(leaves, next(own, None))
@@ -367,20 +385,26 @@ class HostMaker(Maker):
         return [as_lines(np.moveaxis(np.take(whole, each, table.axis), table.axis, 0)) for each in numbers]
 
 
+def _nbytes(leaves: Iterable[int], outputs: Sequence[Atom]) -> int:
+    return sum(outputs[k].type.nbytes for k in leaves)
+
+
 def _merged(groups: Sequence[Sequence[int]], outputs: Sequence[Atom]) -> Iterator[Sequence[int]]:
     """Joins neighbouring groups of leaves whose bytes together are few."""
     merged: list[int] = []
     for group in groups:
-        if merged and sum(outputs[k].type.nbytes for k in (*merged, *group)) > _BYTES_AT_A_TIME:
+        if merged and _nbytes((*merged, *group), outputs) > _BYTES_AT_A_TIME:
             yield merged
             merged = []
         merged += group
     yield merged
 
 
-def _turns(groups: Sequence[Sequence[int]], outputs: Sequence[Atom], size: int) -> Iterator[Sequence[Sequence[int]]]:
+def _shared_out(
+    groups: Sequence[Sequence[int]], outputs: Sequence[Atom], size: int
+) -> Iterator[Sequence[Sequence[int]]]:
     """Divides groups of leaves among `size` ranks by bytes, and yields a group of each rank, or none, in turns."""
-    nbytes = {n: sum(outputs[k].type.nbytes for k in group) for n, group in enumerate(groups) if group}
+    nbytes = {n: _nbytes(group, outputs) for n, group in enumerate(groups) if group}
     ranks: list[list[int]] = [[] for _ in range(size)]
     for n in sorted(nbytes, key=lambda n: -nbytes[n]):
         min(ranks, key=lambda own: sum(nbytes[n] for n in own)).append(n)

@@ -53,6 +53,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_examples_that_are_handed_back",
             "check_init",
             "check_init_of_several_tables",
+            "check_init_without_memory_for_a_whole_table",
             "check_nonfinite",
             "check_growth",
             "check_once_per_row",

@@ -17,10 +17,12 @@ import numpy as np
 import optax
 from flax.training.train_state import TrainState
 
+from autopar import jax_compat
 from autopar.backends import deferred as rows
 from autopar.backends.across import local
 from autopar.backends.host import shape_buckets, storage, update_log
 from autopar.ir import deferred
+from autopar.mpi import machines
 from autopar.mpi.machines import exchange
 from autopar.passes import once_per_row
 from autopar.planning.verify import compare_runs
@@ -284,6 +286,27 @@ def check_init_of_several_tables() -> None:
     state["tables"]["given"].storage.rows[...] = 7
     assert (np.asarray(given) == 1).all()
     assert ours.near.size == len(ours.near_ranks) and ours.near_ranks[ours.near.rank] == RANK
+
+
+def check_init_without_memory_for_a_whole_table() -> None:
+    """It's refused on every rank where all shards would fit, but not beside them the table as one rank makes it."""
+
+    def update(table: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, grads = jax.value_and_grad(lambda t: (t[ids] ** 2).sum())(table)
+        return table - 0.1 * grads, loss
+
+    def make(key: jax.Array) -> jax.Array:
+        return jax.random.normal(key, (1000, 8))
+
+    step, ids = autopar.parallelize(update, strategy=HOSTS), np.arange(24, dtype=np.int32)
+    for room, fits in ((40_000, RANKS == 1 or not jax_compat.rounds_by_shape()), (80_000, True)):  # the table: 32,000 B
+        with mock.patch.object(machines, "memory_levels", lambda room=room: {"all": machines.RESERVE + room}):
+            try:
+                autopar.init(make, jax.random.key(0), step=step, batch=ids)
+            except autopar.HostMemoryError as error:
+                assert not fits and "table (made whole by one rank of a machine) 0.00 GB" in str(error), error
+            else:
+                assert fits, room
 
 
 def check_batches_that_devices_do_not_divide() -> None:

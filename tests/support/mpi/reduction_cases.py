@@ -150,7 +150,7 @@ def room_for_the_tables_of_all(exchange: Exchange) -> None:
             machines.require_memory(exchange, {"params/emb": (share, np.float32), "opt/emb": ((4,), np.int8)})
         except HostMemoryError as error:
             ranks = f"for rank{'s' * (size > 1)} {', '.join(map(str, range(size)))} "
-            assert "params/emb: with 1 more (it alone 1.20 GB) takes 1.20 GB" in str(error), error
+            assert "params/emb: with 1 more (it alone 1.20 GB, opt/emb 0.00 GB) takes 1.20 GB" in str(error), error
             assert "1.00 GB are available on " in str(error) and ranks in str(error), error
         else:
             raise AssertionError("there was room")
