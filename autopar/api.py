@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
+from autopar.ir.optimizations import Optimize, optimize_text
 from autopar.ir.options import Options
 from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.ir.pipeline import Pipeline
@@ -40,6 +41,7 @@ class _Given(TypedDict, total=False):
     strategy: Strategy | None
     sparse: Sparse | None
     choose: Choose | None
+    optimize: Optimize | None
     plan: Plan | str | Path | None
     donate: bool
     donate_argnums: int | Sequence[int] | None
@@ -73,6 +75,7 @@ def parallelize(
     strategy: Strategy | None = None,
     sparse: Sparse | None = None,
     choose: Choose | None = None,
+    optimize: Optimize | None = None,
     plan: Plan | str | Path | None = None,
     donate: bool = True,
     donate_argnums: int | Sequence[int] | None = None,
@@ -120,6 +123,9 @@ def parallelize(
       choose: What "auto" compares methods by on several devices: "times" (the default), predicted for this machine, or
         "formulas": bytes by the Parallax paper's table 3 alone, of a table's bytes b, N devices and the share alpha of
         rows that one of them touches. Nothing is measured then but alpha.
+      optimize: "all" (the default), "none", or names of the optimisations that are on (docs/optimisations.md); the
+        others take their naive form: "border" (what follows a lookup runs at the rows' owners), "once" (what depends
+        on a row alone is computed once for each distinct row).
       plan: Run the step as this plan says, in place of `strategy` and `sparse`: one that `autopar.plan` made,
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.
@@ -162,8 +168,10 @@ def parallelize(
         return lambda fun: parallelize(fun, **arguments)
     if not callable(step):
         raise ArgumentsError(f"parallelize takes a function, not a {type(step).__name__}")
-    plan, strategy, sparse, choose, pipeline = _decided(plan, strategy, sparse, choose, pipeline)
-    check_choices(strategy, sparse, donate, results, choose)
+    given = {"strategy": strategy, "sparse": sparse, "choose": choose, "optimize": optimize, "pipeline": pipeline}
+    decided = _decided(plan, given)
+    strategy, sparse, pipeline = decided.strategy, decided.sparse, decided.pipeline
+    check_choices(strategy, sparse, donate, results, decided.choose)
     if mesh is not None and not isinstance(mesh, jax.sharding.Mesh):
         raise ArgumentsError(f"mesh is a {type(mesh).__name__}; make one with jax.make_mesh")
     if data_axis is not None and (mesh is None or data_axis not in mesh.axis_names):
@@ -188,10 +196,11 @@ def parallelize(
         options=Options(
             strategy=strategy,
             sparse=sparse,
-            choose=choose,
+            choose=decided.choose,
+            optimize=decided.optimize,
             batch_axis=batch_axis,
             results=results,
-            plan=plan,
+            plan=decided.plan,
             microbatches=microbatches,
         ),
         machine=NOWHERE,
@@ -211,7 +220,7 @@ def parallelize(
         pipeline=pipeline,
         sync=sync,
         replan=replan,
-        machine_of=_measured if plan is None else _known,
+        machine_of=_measured if decided.plan is None else _known,
         parallelize=lambda **changes: parallelize(step, **{**arguments, **changes}),
         way_for=way_for,
     )
@@ -233,27 +242,32 @@ def _measured(devices: Devices) -> Machine:
     return Machine(rates, functools.partial(rates, steps=True), functools.partial(memory_of, devices), stages)
 
 
-def _decided(
-    plan: Plan | str | Path | None,
-    strategy: Strategy | None,
-    sparse: Sparse | None,
-    choose: Choose | None,
-    pipeline: Pipeline | None,
-) -> tuple[Plan | None, Strategy, Sparse, Choose, Pipeline | None]:
+class _Decided(NamedTuple):
+    """An earlier plan to follow, and what it or the user decides."""
+
+    plan: Plan | None
+    strategy: Strategy
+    sparse: Sparse
+    choose: Choose
+    optimize: str
+    pipeline: Pipeline | None
+
+
+def _decided(plan: Plan | str | Path | None, given: Mapping[str, Any]) -> _Decided:
     """Returns the given plan and the options that follow from it, or else the user's options and defaults."""
     if plan is None:
-        strategy = "auto" if strategy is None else strategy
-        return None, strategy, "exact" if sparse is None else sparse, "times" if choose is None else choose, pipeline
-    arguments = {"strategy": strategy, "sparse": sparse, "choose": choose, "pipeline": pipeline}
-    named = [f"{name}=" for name, value in arguments.items() if value is not None]
+        defaults = {"strategy": "auto", "sparse": "exact", "choose": "times", "optimize": "all", "pipeline": None}
+        chosen = {name: default if given[name] is None else given[name] for name, default in defaults.items()}
+        return _Decided(plan=None, **{**chosen, "optimize": optimize_text(chosen["optimize"])})
+    named = [f"{name}=" for name, value in given.items() if value is not None]
     if named:
         raise ArgumentsError(f"{' and '.join(named)} given together with plan=, which decides that; give one of them")
     if not isinstance(plan, (Plan, str, Path)):
         raise ArgumentsError(f"plan is a {type(plan).__name__}; give what autopar.plan returns, or the file it is in")
     plan = plan if isinstance(plan, Plan) else Plan.load(plan)
-    if plan.pipeline is not None:
-        return None, plan.strategy, plan.sparse, "times", plan.pipeline.pipeline
-    return plan, plan.strategy, plan.sparse, "times", None
+    staged = None if plan.pipeline is None else plan.pipeline.pipeline
+    followed = plan if staged is None else None
+    return _Decided(followed, plan.strategy, plan.sparse, "times", plan.optimize, staged)
 
 
 def planned_by(devices: Devices, step: Callable[..., Pytree], method: str) -> ParallelStep:

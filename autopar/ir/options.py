@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.figures import HEADROOM
+from autopar.ir.optimizations import is_on
 from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -19,6 +20,8 @@ class Options:
     sparse: Sparse = "exact"
     #: What "auto" compares methods by.
     choose: Choose = "times"
+    #: The optimisations that are on, as `optimize_text` has them.
+    optimize: str = "all"
     devices: int = 1
     batch_axis: BatchAxis = 0
     #: The devices are accelerators, which have a memory of their own.
@@ -47,6 +50,10 @@ class Options:
     tensor: int = 1
     #: An earlier plan to follow.
     plan: Plan | None = None
+
+    def optimizes(self, name: str) -> bool:
+        """Says whether an optimisation is on."""
+        return is_on(self.optimize, name)
 
     def are_results_whole(self, program: Program) -> bool:
         """Returns whether every process has all results by example; by default, if the function has no state."""

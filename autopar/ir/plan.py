@@ -20,6 +20,7 @@ import numpy as np
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
+from autopar.ir.optimizations import is_optimize_text
 from autopar.ir.pipeline import Calls, Pipeline
 from autopar.ir.schedule import Schedule, StageDevices
 from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
@@ -127,6 +128,7 @@ class Plan:
       tables: All tables that are looked up by rows, lifted or not.
       dense: The other leaves of the state.
       state_bytes: Bytes of the state on each device.
+      optimize: The optimisations that are on: "all", "none" or names.
       microbatches: M, the parts of a batch that run one after the other before the update.
       sync: How clients average their replicas, if each trains its own; the rest is then a client's plan.
       served: How workers train a state that servers keep; the rest is then a worker's plan.
@@ -159,6 +161,7 @@ class Plan:
     reduction_reason: str = field(default="", compare=False, metadata=_DERIVED)
     stages: tuple[str, ...] = field(default=(), compare=False, metadata=_DERIVED)
     source: str = field(default="", compare=False, metadata=_DERIVED)
+    optimize: str = "all"
 
     @property
     def name(self) -> str:
@@ -223,7 +226,7 @@ class Plan:
     def digest(self) -> str:
         """A digest of the decisions, equal on every process."""
         limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
-        ways = (_stages_of(self), _tensor_of(self), self.sync, self.served)
+        ways = (_stages_of(self), _tensor_of(self), self.sync, self.served, self.optimize)
         about = (self.devices, self.microbatches, self.strategy, limits, *ways)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
 
@@ -295,6 +298,8 @@ def _impossible(plan: Plan) -> str:
     """Names the first value that no valid plan has; "" if there is none."""
     if plan.devices < 1:
         return f"devices is {plan.devices}"
+    if not is_optimize_text(plan.optimize):
+        return f"optimize is {plan.optimize!r}"
     for table in plan.tables:
         values = {
             "method": table.method in METHODS[1:],
@@ -315,6 +320,7 @@ def _step_facts(plan: Plan) -> Mapping[str, str]:
         "devices": str(plan.devices),
         "cluster": "the devices here" if plan.cluster is None else str(plan.cluster),
         "sparse": plan.sparse,
+        "optimize": plan.optimize,
         "microbatches": str(plan.microbatches),
         "pipeline": _stages_of(plan) or "none",
         "divided products": _tensor_of(plan) or "none",

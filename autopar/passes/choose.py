@@ -112,7 +112,8 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     undivided = min((size for size in sizes.values() if size % options.devices), default=0)
     uneven = {k: axis for k, axis in examples.items() if undivided and sizes[k] % undivided == 0}
     facts = (program.name, options.devices, None, options.sparse)
-    plan = Plan(*facts, tuple(tables), dense, state_bytes=0, microbatches=options.microbatches)
+    given = {"microbatches": options.microbatches, "optimize": options.optimize}
+    plan = Plan(*facts, tuple(tables), dense, state_bytes=0, **given)
     placements = tuple(None if k in uneven else axis for k, axis in enumerate(placements))
     bound = ProgramPlan(plan, tuple(tight), placements, layouts, fallback, shards, uneven=uneven, undivided=undivided)
     if bound.on_hosts:

@@ -39,6 +39,7 @@ from autopar.planning.notes import (
 from autopar.planning.owner_notes import owner_notes
 from autopar.planning.plan import elsewhere, plan_of
 from autopar.planning.predictions import predict
+from autopar.planning.switch_notes import switch_notes
 from autopar.planning.text import LIST, PATH, Column, Columns, Paragraph, fold_paths, print_as, ranged, without_numbers
 from autopar.run.object_step import AnyStep, require_step, unwrapped
 from autopar.run.planned_step import PlannedStep
@@ -123,6 +124,7 @@ def _explain(
             *memory_notes(planned, cluster),
             *tensor_notes(plan),
             *formula_notes(planned),
+            *switch_notes(planned, leaves),
             *there,
             *planned.notes,
         ),

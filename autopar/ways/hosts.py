@@ -92,12 +92,10 @@ class OnHosts(Way):
         made.append(("reduce_tables", rewriting(reduce_tables)))
         if bound.plan.microbatches > 1:
             made.append(("split_update", rewriting(in_microbatches)))
-        made += [
-            ("localize", localize_rank),
-            ("pool_bags", pool_bags),
-            ("once_per_row", rewriting(once_per_row)),
-            ("split_segments", self._split_segments),
-        ]
+        made += [("localize", localize_rank), ("pool_bags", pool_bags)]
+        if self.options.optimizes("once"):
+            made.append(("once_per_row", rewriting(once_per_row)))
+        made.append(("split_segments", self._split_segments))
         return tuple((name, partial(_checked, run)) for name, run in made)
 
     def _split_segments(self, program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:

@@ -181,6 +181,8 @@ class Way:
 
     def bordered(self, program: Program, bound: ProgramPlan) -> tuple[Program, Sequence[Moved | Kept]]:
         """Returns an analysed program with operations moved to the owners of its tables' rows, and what moved."""
+        if not self.options.optimizes("border"):
+            return program, ()
         on_cpus = not self.options.accelerators
         return place_border(program, bound, self.analyzed_again, on_cpus=on_cpus)
 

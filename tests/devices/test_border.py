@@ -14,17 +14,14 @@ import optax
 import pytest
 
 import autopar
+from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.passes import place_border
-from autopar.ways.way import Way
 from tests.support.borders import KEPT, MOVED, WIDTH, Look, ids_of, start, step_of
 
-#: Leaves every operation where the step has it.
-UNMOVED = mock.patch.object(Way, "bordered", lambda self, program, bound: (program, ()))
 
-
-def _planned(look: Look, method: str = "ps", tx: Any = None) -> tuple[Any, Any]:
-    tx = optax.sgd(0.1) if tx is None else tx
-    return autopar.parallelize(step_of(look, tx), strategy={"params/emb": method}, donate=False), start(tx)
+def _planned(look: Look, method: str = "ps", tx: Any = None, **options: Any) -> tuple[Any, Any]:
+    tx, options = optax.sgd(0.1) if tx is None else tx, {"strategy": {"params/emb": method}, **options}
+    return autopar.parallelize(step_of(look, tx), donate=False, **options), start(tx)
 
 
 def _trained(step: Any, state: Any) -> tuple[Any, list[float]]:
@@ -49,8 +46,7 @@ def test_rows_are_as_small_as_what_is_read_of_them(name: str) -> None:
 def test_results_are_those_of_the_step_that_moves_nothing(name: str) -> None:
     """To the bit."""
     mine = _trained(*_planned(MOVED[name][0]))
-    with UNMOVED:
-        theirs = _trained(*_planned(MOVED[name][0]))
+    theirs = _trained(*_planned(MOVED[name][0], optimize=["once"]))
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
     plain = _trained(jax.jit(step_of(MOVED[name][0])), start())
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), mine, plain)
@@ -73,8 +69,7 @@ def test_it_goes_with_any_method_and_optimizer(method: str, optimizer: str) -> N
     sizes = autopar.plan(step, state, ids_of(0)).table("params/emb").sizes
     assert sizes is not None and sizes.sent_gradient == 32
     mine = _trained(step, state)
-    with UNMOVED:
-        theirs = _trained(*_planned(look, method, tx))
+    theirs = _trained(*_planned(look, method, tx, optimize="none"))
     jax.tree.map(np.testing.assert_array_equal, mine, theirs)
 
 
@@ -106,6 +101,36 @@ def test_a_plan_in_a_file_is_followed(tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     again = autopar.parallelize(step_of(look), plan=autopar.Plan.load(tmp_path / "plan.json"))
     assert autopar.plan(again, state, ids_of(0)).table("params/emb").sizes == plan.table("params/emb").sizes
+
+
+def test_what_is_switched_off_is_told_and_goes_with_plans(tmp_path: Path) -> None:
+    look = MOVED["slice, cast"][0]
+    step, state = _planned(look)
+    off, _ = _planned(look, optimize=["once"])
+    plan, naive = (autopar.plan(each, state, ids_of(0)) for each in (step, off))
+    sizes = naive.table("params/emb").sizes
+    assert sizes is not None and (sizes.row_bytes, sizes.sent_gradient) == (128, 128)
+    assert "the step: optimize all -> once" in str(plan.diff(naive))
+    naive.save(tmp_path / "plan.json")
+    again = autopar.parallelize(step_of(look), plan=tmp_path / "plan.json")
+    followed = autopar.plan(again, state, ids_of(0))
+    assert followed.optimize == "once" and followed.table("params/emb").sizes == sizes
+    text = " ".join(str(autopar.explain(off, state, ids_of(0))).split())
+    assert "optimize= leaves out 'border': with it of params/emb slice (" in text
+    assert "who send 16 B a row in place of 128 B" in text
+    none = autopar.parallelize(step_of(look), optimize="none", mesh=jax.make_mesh((1,), ("data",)), donate=False)
+    text = " ".join(str(autopar.explain(none, start(), ids_of(0))).split())
+    assert all(f"leaves out {name!r}: nothing is at stake here" in text for name in OPTIMIZATIONS)
+
+
+def test_names_that_there_are_not() -> None:
+    there = "'border', 'once'"
+    for wrong, told in {"hot": "'hot' isn't there yet", "warm": "there is no 'warm'"}.items():
+        with pytest.raises(autopar.ArgumentsError, match=f"optimize=: {told}; there are .*{there}"):
+            autopar.parallelize(abs, optimize=["once", wrong])
+    with pytest.raises(autopar.ArgumentsError, match="optimize='border': give 'all', 'none', or a list of names"):
+        autopar.parallelize(abs, optimize="border")
+    assert autopar.parallelize(abs, optimize=list(OPTIMIZATIONS)).planner.options.optimize == "all"
 
 
 def test_one_device_moves_nothing() -> None:

@@ -1,0 +1,51 @@
+"""Names the optimisations that `optimize=` switches: those of the Parallax paper's section 5.3, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+from autopar.errors import ArgumentsError
+
+#: "border": what a step computes behind a lookup runs at the rows' owners where less is sent then (the paper's OPSW);
+#: "once": what depends on a row alone is computed once for each distinct row.
+OPTIMIZATIONS = ("border", "once")
+#: Those that there will be.
+_LATER = ("hot",)
+#: What a user gives.
+Optimize = Literal["all", "none"] | Collection[str]
+
+
+def optimize_text(optimize: Optimize) -> str:
+    """Returns the optimisations that are on as text: "all", "none", or names in the order of `OPTIMIZATIONS`.
+
+    Raises:
+      ArgumentsError: there is no such optimisation.
+    """
+    if isinstance(optimize, str) and optimize in ("all", "none"):
+        return optimize
+    known = ", ".join(map(repr, OPTIMIZATIONS))
+    if isinstance(optimize, str) or not isinstance(optimize, Collection):
+        raise ArgumentsError(f"optimize={optimize!r}: give 'all', 'none', or a list of names among {known}")
+    for name in optimize:
+        if name in _LATER:
+            raise ArgumentsError(f"optimize=: {name!r} isn't there yet; there are {known}")
+        if name not in OPTIMIZATIONS:
+            raise ArgumentsError(f"optimize=: there is no {name!r}; there are {known}")
+    return named(optimize)
+
+
+def named(names: Collection[str]) -> str:
+    """Returns names of optimisations as text; "all" for all of them."""
+    on = [name for name in OPTIMIZATIONS if name in names]
+    return "all" if len(on) == len(OPTIMIZATIONS) else ", ".join(on) or "none"
+
+
+def is_on(text: str, name: str) -> bool:
+    """Says whether an optimisation is on; `text`: of `optimize_text`."""
+    return text == "all" or name in text.split(", ")
+
+
+def is_optimize_text(text: str) -> bool:
+    """Says whether `optimize_text` returns such a text."""
+    return text in ("all", "none") or set(text.split(", ")) <= set(OPTIMIZATIONS)
