@@ -7,69 +7,27 @@ from autopar.api import parallelize as parallelize
 from autopar.batches.iterator import uninterrupted as uninterrupted
 from autopar.batches.shard import shard as shard
 from autopar.calibration import calibrate as calibrate
-from autopar.errors import (
-    AlphaDriftWarning as AlphaDriftWarning,
-)
-from autopar.errors import (
-    ArgumentsError as ArgumentsError,
-)
-from autopar.errors import (
-    AutoparError as AutoparError,
-)
-from autopar.errors import (
-    CapacityWarning as CapacityWarning,
-)
-from autopar.errors import (
-    CheckpointError as CheckpointError,
-)
-from autopar.errors import (
-    DamagedCheckpointError as DamagedCheckpointError,
-)
-from autopar.errors import (
-    DonatedStateError as DonatedStateError,
-)
-from autopar.errors import (
-    HostMemoryError as HostMemoryError,
-)
-from autopar.errors import (
-    LaunchError as LaunchError,
-)
-from autopar.errors import (
-    LoneClientWarning as LoneClientWarning,
-)
-from autopar.errors import (
-    MissingCheckpointError as MissingCheckpointError,
-)
-from autopar.errors import (
-    PlanError as PlanError,
-)
-from autopar.errors import (
-    RecompileWarning as RecompileWarning,
-)
-from autopar.errors import (
-    SlowPlanWarning as SlowPlanWarning,
-)
-from autopar.errors import (
-    StabilityWarning as StabilityWarning,
-)
-from autopar.errors import (
-    StateError as StateError,
-)
-from autopar.errors import (
-    StateWarning as StateWarning,
-)
-from autopar.errors import (
-    StepError as StepError,
-)
-from autopar.errors import (
-    StrategyError as StrategyError,
-)
-from autopar.errors import (
-    TimelineError as TimelineError,
-)
-from autopar.errors import (
-    VerificationError as VerificationError,
-)
+from autopar.errors import AlphaDriftWarning as AlphaDriftWarning
+from autopar.errors import ArgumentsError as ArgumentsError
+from autopar.errors import AutoparError as AutoparError
+from autopar.errors import CapacityWarning as CapacityWarning
+from autopar.errors import CheckpointError as CheckpointError
+from autopar.errors import DamagedCheckpointError as DamagedCheckpointError
+from autopar.errors import DonatedStateError as DonatedStateError
+from autopar.errors import HostMemoryError as HostMemoryError
+from autopar.errors import LaunchError as LaunchError
+from autopar.errors import LoneClientWarning as LoneClientWarning
+from autopar.errors import MissingCheckpointError as MissingCheckpointError
+from autopar.errors import PlanError as PlanError
+from autopar.errors import RecompileWarning as RecompileWarning
+from autopar.errors import SlowPlanWarning as SlowPlanWarning
+from autopar.errors import StabilityWarning as StabilityWarning
+from autopar.errors import StateError as StateError
+from autopar.errors import StateWarning as StateWarning
+from autopar.errors import StepError as StepError
+from autopar.errors import StrategyError as StrategyError
+from autopar.errors import TimelineError as TimelineError
+from autopar.errors import VerificationError as VerificationError
 from autopar.ir.pipeline import Pipeline as Pipeline
 from autopar.ir.plan import Plan as Plan
 from autopar.launch.start import watchdog as watchdog

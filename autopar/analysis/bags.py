@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.analysis.constant_axes import constant_along, constant_axes
+from autopar.analysis.primitives import constant_along, constant_axes
 from autopar.analysis.values import Numbering, atom_key
 from autopar.ir.program import Atom, Block, Equation
 from autopar.ir.slicing import needed_equations

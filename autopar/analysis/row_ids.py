@@ -86,11 +86,7 @@ def ids_equation(params: Params, index: Atom | None) -> Equation:
 
 
 def collect_ids(
-    block: Block,
-    space: RowSpace,
-    batch: Mapping[Var, int] | None = None,
-    devices: int = 1,
-    undivided: int = 0,
+    block: Block, space: RowSpace, batch: Mapping[Var, int] | None = None, devices: int = 1, undivided: int = 0
 ) -> RowIds:
     """Returns the ids of all accesses of a family, each distinct set once.
 

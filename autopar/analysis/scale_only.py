@@ -621,10 +621,7 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
     "convert_element_type": _converted,
     "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
     # Their slope is at most one.
-    **dict.fromkeys(
-        IDENTITIES | {"neg", "abs", "tanh", "sin", "atan"},
-        lambda walk, e, values: values[0].reach,
-    ),
+    **dict.fromkeys(IDENTITIES | {"neg", "abs", "tanh", "sin", "atan"}, lambda walk, e, values: values[0].reach),
 }
 
 

@@ -245,12 +245,7 @@ class Deferred:
     # --- rows that are replayed ---
 
     def _replayed(
-        self,
-        rows: Sequence[Array],
-        begin: Array,
-        now: Array | int,
-        records: Sequence[Array],
-        suffixes: Suffixes | None,
+        self, rows: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array], suffixes: Suffixes | None
     ) -> list[Array]:
         """Replays the untouched update on rows [B, ...], each from its own step on, until it has caught up or faded."""
         p = self.replay

@@ -39,11 +39,7 @@ class ServedPrograms:
     """
 
     def __init__(
-        self,
-        program: Program,
-        analysed: Program,
-        devices: Devices | None = None,
-        keep: Keep | None = None,
+        self, program: Program, analysed: Program, devices: Devices | None = None, keep: Keep | None = None
     ) -> None:
         self._devices, self._keep = devices, keep
         self._states = frozenset(analysed.new_states)
@@ -79,9 +75,7 @@ class ServedPrograms:
         clocks = [leaves[k] for k in part.clocks]
         pushed = part.update.inputs[len(kept) + len(clocks) :]
         return ExportedPrograms(
-            jax_compat.exported(pull, [*kept, *ids]),
-            jax_compat.exported(update, [*kept, *clocks, *pushed]),
-            len(kept),
+            jax_compat.exported(pull, [*kept, *ids]), jax_compat.exported(update, [*kept, *clocks, *pushed]), len(kept)
         )
 
     def ids(self, leaves: Sequence[Array]) -> list[Sequence[Array]]:

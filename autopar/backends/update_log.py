@@ -161,11 +161,7 @@ class DeviceLogPrograms(LogPrograms):
     """Brings rows on devices up to date."""
 
     def __init__(
-        self,
-        flushes: Sequence[Equation],
-        layouts: Sequence[RowLayout | None],
-        ids: Sequence[int],
-        devices: Devices,
+        self, flushes: Sequence[Equation], layouts: Sequence[RowLayout | None], ids: Sequence[int], devices: Devices
     ) -> None:
         """Takes the planned step's flushes, one for each table, and how many ids a step looks up in each."""
         deferred = deferred_of(flushes[0])

@@ -109,12 +109,7 @@ class ClientRun:
 
 
 def simulate_averages(
-    load: ClientLoad,
-    *,
-    means_s: Sequence[float],
-    due: Callable[[int], Sequence[int]],
-    every: int = 1,
-    delay: int = 0,
+    load: ClientLoad, *, means_s: Sequence[float], due: Callable[[int], Sequence[int]], every: int = 1, delay: int = 0
 ) -> ClientRun:
     """Simulates clients whose weights are averaged now and then.
 

@@ -254,11 +254,7 @@ class DenseLoad:
 
 
 def step_parts(
-    rates: Rates,
-    dense: DenseLoad,
-    tables: Sequence[tuple[str, Sizes]],
-    devices: int,
-    hosts: HostRates = NO_HOST_TIME,
+    rates: Rates, dense: DenseLoad, tables: Sequence[tuple[str, Sizes]], devices: int, hosts: HostRates = NO_HOST_TIME
 ) -> Mapping[str, tuple[Term, ...]]:
     """Maps parts of a step to their terms, in order. `tables`: method (or `HOSTED`) and sizes of each family."""
     fixed = max((rates.fixed.get(method, 0.0) for method, _ in tables), default=0.0)

@@ -12,15 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.exchange import (
-    HOSTED,
-    DenseLoad,
-    Term,
-    cheapest_together,
-    count_exchanges,
-    step_parts,
-    with_bounds,
-)
+from autopar.cost.exchange import HOSTED, DenseLoad, Term, cheapest_together, count_exchanges, step_parts, with_bounds
 from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.figures import HEADROOM, Sizes

@@ -27,9 +27,8 @@ from autopar.ir.program import Atom, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
 from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, choice_for, split_method, with_hosts, without_hosts
-from autopar.passes.choosing.alike import FEWEST, alike_tables
+from autopar.passes.choosing.alike import FEWEST, alike_tables, without_small
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
-from autopar.passes.choosing.hosted import without_small
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:

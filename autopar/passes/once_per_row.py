@@ -32,8 +32,17 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.batch import SUMMED, result_axis
-from autopar.analysis.constant_axes import constant_along, constant_axes, fits
-from autopar.analysis.primitives import CUMULATIVE, PLACED_ELEMENTWISE, PRIMITIVES, SHAPED, Linear, those_that
+from autopar.analysis.primitives import (
+    CUMULATIVE,
+    PLACED_ELEMENTWISE,
+    PRIMITIVES,
+    SHAPED,
+    Linear,
+    constant_along,
+    constant_axes,
+    fits,
+    those_that,
+)
 from autopar.analysis.work import flops, products
 from autopar.ir.local import OncePerRow
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var

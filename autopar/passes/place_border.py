@@ -8,7 +8,7 @@
 
 Lifting turns what is computed from a table before its lookup into work of the rows' owners, and what follows a sum of
 gradients as well. Which functions of a row are sent is the cheapest cut of what the step computes from it
-(`analysis.cut`). Of gradients those parts are sent that aren't zero, and that aren't copies of others: no other choice
+(`cheapest_cut`). Of gradients those parts are sent that aren't zero, and that aren't copies of others: no other choice
 takes fewer bytes. A gradient's cast doesn't move, nor does what adds up overlapping parts: the sums would round
 otherwise. This is Parallax's placement of operations between servers and workers (Kim et al., section 5.3.2).
 """
@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -28,7 +28,6 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.bags import is_plain_access
-from autopar.analysis.cut import cheapest_cut
 from autopar.analysis.primitives import MOVES, PLACED_ELEMENTWISE, PRIMITIVES
 from autopar.analysis.values import atom_key, params_key
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Program, Var
@@ -588,3 +587,37 @@ def _on_columns(columns: np.ndarray, step: tuple[str, Any]) -> np.ndarray:
     for d, size in zip(of_row, columns.shape, strict=True):
         sizes[d] = size
     return np.broadcast_to(columns.reshape(sizes), row)
+
+
+# --- the cheapest cut of a graph of values ---
+
+
+def cheapest_cut(
+    costs: Sequence[int], reads: Sequence[tuple[int, int]], given: Collection[int], needed: Collection[int]
+) -> frozenset[int]:
+    """Returns the values that the first side computes, of the cheapest cuts that with the fewest.
+
+    A value is computed where all that it reads is: the second side computes from what it is sent, and sends nothing
+    back.
+
+    Args:
+      costs: For each value the cost of sending it.
+      reads: Pairs of values: the second is computed from the first.
+      given: Values that the first side has.
+      needed: Values that the second side needs.
+    """
+    from scipy.sparse import csr_array  # which takes a tenth of a second to import, and JAX needs it, too
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+    count, endless = len(costs), sum(costs) + 1
+    source, sink = 2 * count, 2 * count + 1  # k: where a value is computed; count + k: where it is after sending
+    edges = {(k, count + k): cost for k, cost in enumerate(costs)}
+    edges |= {(source, k): endless for k in given} | {(count + k, sink): endless for k in needed}
+    for k, reader in reads:
+        edges |= {(count + k, reader): endless, (reader, k): endless}
+    ends, capacities = np.array([*edges]).T, np.array([*edges.values()], np.int32)
+    graph = csr_array((capacities, (ends[0], ends[1])), shape=(sink + 1, sink + 1))
+    rest = csr_array(graph - maximum_flow(graph, source, sink).flow)
+    rest.eliminate_zeros()
+    reached = breadth_first_order(rest, source, return_predecessors=False)
+    return frozenset(int(k) for k in reached if k < count)

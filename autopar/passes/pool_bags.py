@@ -95,9 +95,7 @@ class _Pooling:
         finder = BagFinder(self.block)
         pushes = self._pushes(delivered[0], finder.made) if delivered else []
         pairs = find_bags(
-            finder,
-            [(e.inputs[2], e.outputs[0]) for e in lookups],
-            [(e.inputs[2], e.inputs[3]) for e in pushes],
+            finder, [(e.inputs[2], e.outputs[0]) for e in lookups], [(e.inputs[2], e.inputs[3]) for e in pushes]
         )
         if pairs is None:
             raise _Apart("bags aren't found in a rank's own program")

@@ -26,8 +26,7 @@ from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, 
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import clone, copied, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
 from autopar.passes.localize import Localizer
-from autopar.passes.localizing.local_forms import Shared
-from autopar.passes.localizing.local_rows import push_partial
+from autopar.passes.localizing.local_forms import Shared, push_partial
 
 #: Operations whose result depends on the microbatch's number.
 _BY_NUMBER = ("ap.microbatch_shard", "ap.microbatch_once")

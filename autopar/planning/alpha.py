@@ -90,12 +90,7 @@ class Alphas:
 
 
 def measure_alpha(
-    step: AnyStep,
-    batches: Iterable[Pytree],
-    *,
-    state: Pytree = None,
-    workers: int = 1,
-    per_machine: int = 1,
+    step: AnyStep, batches: Iterable[Pytree], *, state: Pytree = None, workers: int = 1, per_machine: int = 1
 ) -> Alphas:
     """Measures the rows of each table that one worker touches, that a machine's workers touch together, and that n do.
 

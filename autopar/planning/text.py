@@ -117,12 +117,7 @@ class Columns:
             yield Columns([columns[0], *columns[fit:]], self.styles)
 
     def _table(self, columns: Sequence[Column], widths: Sequence[int]) -> Table:
-        table = Table(
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, _GAP - 1, 0, 0),
-        )
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, _GAP - 1, 0, 0))
         for column, size in zip(columns, widths, strict=False):
             table.add_column(column.title, justify=column.justify, width=size, overflow="fold")
         for k in range(len(columns[0].cells)):

@@ -31,11 +31,7 @@ def add_stages(made: Parts, pipeline: PipelinePlan, staleness: Staleness | None)
     what = f"with {pipeline.microbatches} microbatches, simulated: the devices wait {simulated.bubble:.0%} of the time."
     if pipeline.updates:
         what = "without a flush, simulated, from an empty pipeline to an empty one. Numbers are minibatches."
-    made.draw(
-        "schedule",
-        f"{pipeline.schedule} {what}",
-        schedule_figure(pipeline),
-    )
+    made.draw("schedule", f"{pipeline.schedule} {what}", schedule_figure(pipeline))
     made.draw(
         "devices",
         "What each device does while the microbatches are in the pipeline: it computes (blue) or waits (grey).",

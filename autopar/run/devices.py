@@ -1,6 +1,6 @@
 """`DevicesRunner`: calls a planned step on several devices.
 
-A step with measured capacities and its fallback (`backends.fallback`) are twice the program to compile, and the
+A step with measured capacities and its fallback (`backends.spread`) are twice the program to compile, and the
 fallback rarely runs. `LateFallback` therefore calls the step alone at first, reads its flag, and calls the program with
 both where a batch exceeded a capacity. That program is compiled in the background after some steps; from then on it is
 called, and nobody waits for a flag.

@@ -35,11 +35,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        servers: Sequence[Spec],
-        clients: Clients,
-        farewell: Any = None,
-        processes: Sequence[int] | None = None,
+        self, servers: Sequence[Spec], clients: Clients, farewell: Any = None, processes: Sequence[int] | None = None
     ) -> None:
         self._service, self._clients, self.servers = service(), clients, range(len(servers))
         here, group = self._service.rank, everyone()

@@ -37,10 +37,7 @@ class StagePart:
 
     @staticmethod
     def of_parts(
-        stages: Sequence[Sequence[StageDevice]],
-        ends: Sequence[int],
-        axis: int | None,
-        devices: Sequence[StageDevice],
+        stages: Sequence[Sequence[StageDevice]], ends: Sequence[int], axis: int | None, devices: Sequence[StageDevice]
     ) -> tuple[StagePart, ...]:
         """Returns the parts of a leaf.
 

@@ -20,12 +20,10 @@ from autopar.ir.stacked import StackedProgram
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
-from autopar.passes.read_stacks import read_stacks
-from autopar.passes.stack_tables import stack_tables
+from autopar.passes.stack_tables import read_stacks, stack_tables
 from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
-from autopar.run.one_device import OneDeviceRunner
-from autopar.run.planned_step import PlannedStep, Runner
+from autopar.run.planned_step import OneDeviceRunner, PlannedStep, Runner
 from autopar.run.planner import Planner
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome

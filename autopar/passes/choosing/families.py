@@ -231,12 +231,7 @@ def _pays(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> b
 
 
 def _why_dense(
-    program: Program,
-    space: RowSpace,
-    ids: RowIds,
-    choices: Choices,
-    terms: Mapping[str, Sequence[Term]],
-    method: str,
+    program: Program, space: RowSpace, ids: RowIds, choices: Choices, terms: Mapping[str, Sequence[Term]], method: str
 ) -> str:
     """Returns why "auto" updates a family whole although it needn't; "" if it doesn't.
 

@@ -335,9 +335,7 @@ class StepUpdateLog:
         stamps = scope.emit("ap.commit", (self.stamps, rows, route, *guard, *self.rows), self.stamps.type, commit)
         written = tuple(Var(v.type) for v in records)
         body, _ = clone(update.body)
-        scope.append(
-            Equation("ap.record", (self.now, *records, *update.values, *guard), written, params, (body,)),
-        )
+        scope.append(Equation("ap.record", (self.now, *records, *update.values, *guard), written, params, (body,)))
         flushed = tuple(Var(self.committed[k].type) for k in self.caught)
         ends = tuple(Var(v.type) for v in (self.stamps, self.now, segment, *segments))
         operands = (*self.committed.values(), *read.values(), stamps, after, segment, *written, *segments)

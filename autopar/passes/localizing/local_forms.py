@@ -6,14 +6,16 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
-from autopar.ir.local import Gathered, NotLocal, Partial, Reduction, Spread, State
-from autopar.ir.operations import PREFIX
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var
-from autopar.ir.program_plan import ProgramPlan
+from autopar.ir.deferred import Replay
+from autopar.ir.local import PARTIAL, Gathered, NotLocal, Partial, Reduction, Spread, State
+from autopar.ir.operations import PREFIX, split
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, RouteType, Var, family_of
+from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.writer import ZeroWriter
 
 
@@ -312,3 +314,362 @@ class Forms(ZeroWriter, abc.ABC):
         if wanted.owner:
             self.shared.owned.add(out)
         return out
+
+
+# --- operations in row space ---
+
+
+def _family(walk: Forms, equation: Equation) -> FamilyPlan:
+    family = family_of(equation)
+    bound = None if family is None else walk.shared.bound.family(family)
+    assert bound is not None, "its rows belong to a family of the plan"
+    return bound
+
+
+def _owned(family: FamilyPlan, axis: int) -> State:
+    return Spread(axis, owner=True) if family.layout is not None else None
+
+
+def _rows(walk: Forms, equation: Equation) -> State:
+    return _owned(_family(walk, equation), equation.params["axis"])
+
+
+def _requested(walk: Forms, equation: Equation) -> State:
+    is_spread = walk.shared.examples and _family(walk, equation).bounds.requested is not None
+    of_rank = walk.shared.devices != walk.shared.owners
+    return Spread(equation.params["axis"], rank=of_rank) if is_spread else None
+
+
+def _sums(walk: Forms, equation: Equation) -> State:
+    state = _requested(walk, equation)
+    return dataclasses.replace(state, sums=state.rank) if isinstance(state, Spread) else state
+
+
+def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
+    if axis is None or not walk.shared.examples:
+        return None
+    return walk.shared.of_examples(axis, atom.shape[axis])
+
+
+def _fetched(walk: Forms, equation: Equation) -> State:
+    """Returns the state of the rows that a lookup reads.
+
+    Rows of which each example has a copy (`vmap` of a branch that takes the table) are spread over the examples; they
+    are gathered.
+    """
+    return _requested(walk, equation) if _family(walk, equation).layout is not None else None
+
+
+def _index(equation: Equation) -> Atom:
+    return split(equation.op, equation.params, equation.inputs)["index"][0]
+
+
+def _updates(equation: Equation) -> Atom:
+    return equation.outputs[0] if equation.op == "ap.lookup" else equation.inputs[-1]
+
+
+#: Name for `_each` -> a device's part of an operand or result.
+_STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
+    "whole": lambda walk, equation: None,
+    "rows": _rows,
+    "requested": _requested,
+    "fetched": _fetched,
+    "index": lambda walk, equation: _examples(walk, equation.params.get("batch"), _index(equation)),
+    "updates": lambda walk, equation: _examples(walk, equation.params["spread"], _updates(equation)),
+    "owner": lambda walk, equation: Spread(equation.params["axis"], owner=True),
+}
+
+
+def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
+    """Returns a rewrite of an operation whose operands and results have these states.
+
+    Args:
+      operands: Their names in `_STATES`, or "read" for any state. The last one's holds for all further ones.
+      result: The results' name.
+    """
+    *names, last = operands.split()
+
+    def rewrite(walk: Forms, equation: Equation) -> None:
+        inputs = []
+        for atom, name in zip(equation.inputs, itertools.chain(names, itertools.repeat(last)), strict=False):
+            wanted = None if name == "read" else _STATES[name](walk, equation)
+            inputs.append(walk.read(atom) if name == "read" else walk.as_state(atom, wanted, equation))
+        _write(walk, equation, inputs, itertools.repeat(_STATES[result](walk, equation)))
+
+    return rewrite
+
+
+def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iterable[State]) -> None:
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+
+
+def _push(walk: Forms, equation: Equation) -> None:
+    is_replicated = _rows(walk, equation) is None and equation.params["op"] == "scatter-add"
+    if is_replicated:
+        push_partial(walk, equation)
+    elif walk.nested and walk.shared.bound.on_hosts and not walk.shared.between and walk.shared.owners > 1:
+        reason = "gradients of rows that every rank looks up are added to their owners' rows in a loop or branch"
+        raise NotLocal(reason, equation.source)
+    elif _is_delivered(walk, equation):
+        _deliver_partial(walk, equation)
+    else:
+        _each("rows read whole", "rows")(walk, equation)
+
+
+def _is_delivered(walk: Forms, equation: Equation) -> bool:
+    is_pulled = _family(walk, equation).table.pulled and equation.params["op"] == "scatter-add"
+    return is_pulled and walk.shared.examples and isinstance(walk.state(equation.inputs[3]), Partial)
+
+
+def _deliver_partial(walk: Forms, push: Equation) -> None:
+    """Writes a rank's partial sums at the rows that it requested, and their delivery."""
+    base, route, index, updates = push.inputs
+    requested, axis = _family(walk, push).bounds.requested, push.params["axis"]
+    assert requested is not None, "rows on hosts are requested"
+    type_, state = push.outputs[0].type.resized(axis, requested), _sums(walk, push)
+    start = walk.zeros(type_.resized(axis, requested // walk.shared.owners))
+    sums = Var(type_)
+    aggregate = dataclasses.replace(push, op="ap.aggregate", outputs=(sums,))
+    _write(walk, aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
+    on = () if walk.is_zero(walk.read(base)) else (base,)
+    _each("requested read rows", "rows")(walk, Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
+
+
+def push_partial(walk: Forms, equation: Equation) -> None:
+    """Pushes into rows that every device has: each adds up its own examples' gradients (`allreduce_rows`)."""
+    base, route, index, updates = equation.inputs
+    p = equation.params
+    batched = p["batch"] is not None and walk.shared.examples
+    if not batched and not isinstance(walk.state(updates), Partial):
+        _each("whole", "whole")(walk, equation)
+        return
+    index = walk.as_state(index, _examples(walk, p["batch"], index), equation)
+    values = _summed(walk, equation) if batched else walk.read(updates)
+    _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
+
+
+def _summed(walk: Forms, equation: Equation) -> Atom:
+    """Returns a device's part of updates by its examples, with zeros for padding."""
+    updates = _updates(equation)
+    state = _STATES["updates"](walk, equation)
+    part = walk.as_state(updates, state, equation)
+    if not isinstance(state, Spread) or not state.examples:
+        return part
+    params = {"axis": state.axis, "size": updates.shape[state.axis], "fill": 0}
+    return walk.emit("ap.only_examples", (part,), part.type, params)
+
+
+def _aggregate(walk: Forms, equation: Equation) -> None:
+    base, route, index, _ = equation.inputs
+    state = _sums(walk, equation)
+    inputs = [walk.as_state(base, state, equation), walk.read(route)]
+    inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _summed(walk, equation)]
+    _write(walk, equation, inputs, [state])
+
+
+def _row_ids(walk: Forms, equation: Equation) -> None:
+    """Writes the ids of a device's own examples; padding has the id of no row."""
+    (index,), params, (out,) = equation.inputs, equation.params, equation.outputs
+    state = _STATES["index"](walk, equation)
+    part = walk.as_state(index, state, equation)
+    if not isinstance(state, Spread) or not state.examples:
+        _write(walk, equation, [part], [None if state is None else Spread(0)])
+        return
+    ids = walk.define(out, Spread(0))
+    each = out.shape[0] // (index.shape[state.axis] + params.get("more", 0))  # ids of an element along the axis
+    padded = Var(ids.type)
+    walk.append(
+        dataclasses.replace(
+            equation,
+            inputs=(part,),
+            outputs=(padded,),
+            params={name: value for name, value in params.items() if name != "more"},
+        )
+    )
+    fill = {"axis": 0, "size": index.shape[state.axis] * each, "fill": params["extent"]}
+    walk.append(Equation("ap.only_examples", (padded,), (ids,), fill))
+
+
+def _row_iota(walk: Forms, equation: Equation) -> None:
+    out = walk.define(equation.outputs[0], _rows(walk, equation))
+    params = {**equation.params, "shape": out.shape}
+    walk.append(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
+
+
+def _reduce_rows(walk: Forms, equation: Equation) -> None:
+    """Reduces an owner's rows, then over all owners."""
+    rows, route, *more = equation.inputs
+    state = _rows(walk, equation)
+    inputs = [walk.as_state(rows, state, equation), walk.read(route)]
+    beside: list[Atom] = []
+    if more:
+        beside, inner = _untouched_form(walk, equation, (), more)
+        (result,) = equation.bodies[0].outputs
+        equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
+    if state is None:
+        _write(walk, equation, [*inputs, *beside], [None])
+        return
+    part = Var(equation.outputs[0].type)
+    if beside and _family(walk, equation).on_hosts:  # no program has the untouched rows
+        needed, *read = beside
+        routed = Var(part.type)
+        alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
+        walk.append(dataclasses.replace(alone, inputs=(*inputs, needed)))
+        others = (routed, inputs[1], needed, *read)
+        walk.append(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
+    else:
+        operands = (*inputs, *beside)
+        walk.append(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
+    walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation, owners=True), None
+
+
+def _reduce_table(walk: Forms, equation: Equation) -> None:
+    """Reduces an owner's rows of a whole table, whose body is about these already, then over all owners."""
+    p = equation.params
+    by_owner = [axis for axis, _ in p["stored"]]
+    for axis, _ in p["touched"]:
+        by_owner += [axis, None]
+    inputs = []
+    for k, atom in enumerate(equation.inputs):
+        axis = by_owner[k] if k < len(by_owner) else None
+        if isinstance(atom.type, RouteType):
+            inputs.append(walk.read(atom))
+        else:
+            inputs.append(walk.as_state(atom, None if axis is None else Spread(axis, owner=True), equation))
+    part = Var(equation.outputs[0].type)
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
+    walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation, owners=True), None
+
+
+def _changes(walk: Forms, equation: Equation) -> None:
+    """Checks on each owner whether its untouched rows change."""
+    p = equation.params
+    family = _family(walk, equation)
+    parts = split(equation.op, p, equation.inputs)
+    axes = (*p["axes"], *p["axes"], *(axis for _, axis in p["constants"]))
+    states = [_owned(family, axis) for axis in axes]
+    rows = (*parts["old"], *parts["new"], *parts["constant"])
+    inputs = [walk.as_state(a, s, equation) for a, s in zip(rows, states, strict=True)]
+    inputs += [walk.whole(a, equation) for a in parts["frontier"]]
+    for atom in (*parts["finite"], *parts["nonzero"]):  # a sum may be 0 although no device's part is, and conversely
+        inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
+    _write(walk, equation, [*inputs, *map(walk.read, (*parts["guard"], *parts["first"]))], [None])
+
+
+def _sweep(walk: Forms, equation: Equation) -> None:
+    axes = equation.params["axes"]
+    states = [_owned(_family(walk, equation), axis) for axis in axes]
+    inputs, inner = _untouched_form(walk, equation, axes, equation.inputs)
+    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
+    body = inner(states, equation.bodies[0].outputs)
+    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
+
+
+def _untouched_form(
+    walk: Forms, equation: Equation, axes: Sequence[int], operands: Sequence[Atom]
+) -> tuple[list[Atom], Callable[[Sequence[State], Sequence[Atom]], Block]]:
+    """Returns operands of an untouched form (a flag, rows, values of the step), and a function that makes its body.
+
+    The function takes the states of the body's results.
+    """
+    needed, *read = operands
+    family = _family(walk, equation)
+    states = [_owned(family, axis) for axis in (*axes, *equation.params["read_axes"])]
+    states += [None] * (len(read) - len(states))
+    inputs = [walk.read(needed), *(walk.as_state(a, s, equation) for a, s in zip(read, states, strict=True))]
+    (body,) = equation.bodies
+    inner, names = walk.body(body, (needed, *read), [None, *states])
+
+    def block(states: Sequence[State], outputs: Sequence[Atom]) -> Block:
+        results = tuple(inner.as_state(a, s, equation) for a, s in zip(outputs, states, strict=True))
+        return Block(tuple(names), tuple(inner.equations), results)
+
+    return inputs, block
+
+
+def _of_log(walk: Forms, equation: Equation) -> None:
+    """Writes each owner's work on its rows and their stamps; every device has the records."""
+    replay: Replay = equation.params["replay"]
+    numbers = equation.params.get("families") or (equation.params["family"],)
+    families = [f for f in map(walk.shared.bound.family, numbers) if f is not None]
+    stamps, entries = [_owned(f, 0) for f in families], itertools.repeat(None)
+    wanted = itertools.chain((_owned(f, axis) for f in families for axis in replay.axes), stamps, entries)
+    inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, wanted, strict=False)]
+    changed = (_owned(f, axis) for f in families for axis in replay.axes[: replay.changed])
+    _write(walk, equation, inputs, itertools.chain(changed, stamps, entries))
+
+
+def _select(walk: Forms, equation: Equation) -> None:
+    which, new, old = equation.inputs
+    state = walk.state(old)
+    inputs = [walk.whole(which), walk.as_state(new, state, equation), walk.as_state(old, state, equation)]
+    _write(walk, equation, inputs, [state])
+
+
+def _replicate(walk: Forms, equation: Equation) -> None:
+    """Gathers the shards of a dense parameter for use."""
+    (atom,) = equation.inputs
+    state = walk.state(atom)
+    if not isinstance(state, Spread):
+        walk.env[equation.outputs[0]] = walk.whole(atom), None
+        return
+    out = walk.define(equation.outputs[0], None)
+    walk.append(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
+
+
+def _spread(walk: Forms, equation: Equation) -> None:
+    (atom,) = equation.inputs
+    state = Spread(equation.params["axis"], owner=True)
+    walk.env[equation.outputs[0]] = walk.as_state(atom, state, equation), state
+
+
+def _whole_table(walk: Forms, equation: Equation) -> None:
+    if not walk.shared.examples or walk.shared.bound.on_hosts:
+        raise NotLocal("all rows of a table are read at once", equation.source)
+    layout, axis = equation.params["layout"], equation.params["axis"]
+    rows = walk.as_state(equation.inputs[0], Spread(axis, owner=True), equation)
+    _write(walk, equation, [rows], [Spread(axis, examples=layout.extent if layout.extent % layout.devices else 0)])
+
+
+def _plus(walk: Forms, equation: Equation) -> None:
+    wanted = joined(map(walk.state, equation.inputs))
+    _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
+
+
+LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {
+    "ap.row_ids": _row_ids,
+    "ap.row_range": _each("read", "whole"),
+    "ap.row_iota": _row_iota,
+    "ap.route": _each("read", "whole"),
+    "ap.pull": _each("rows read", "rows"),
+    "ap.fetch": _each("rows read", "requested"),
+    "ap.padding": _each("rows read", "rows"),
+    "ap.lookup": _each("fetched read index", "updates"),
+    "ap.lookup_ids": _each("fetched read whole", "whole"),
+    "ap.push_ids": _each("rows read whole", "rows"),
+    "ap.push": _push,
+    "ap.aggregate": _aggregate,
+    "ap.deliver": _each("requested read rows", "rows"),
+    "ap.reduce_rows": _reduce_rows,
+    "ap.reduce_table": _reduce_table,
+    "ap.densify": _each("rows read", "rows"),
+    "ap.commit": _each("rows rows read", "rows"),
+    "ap.changes": _changes,
+    "ap.sweep": _sweep,
+    "ap.fill": _each("rows rows read", "rows"),
+    "ap.catch_up": _of_log,
+    "ap.record": _each("whole", "whole"),
+    "ap.flush": _of_log,
+    "ap.next": _each("whole", "whole"),
+    "ap.load": _each("read", "whole"),
+    "ap.exceeded": _each("whole", "whole"),
+    "ap.plus": _plus,
+    "ap.any": _each("whole", "whole"),
+    "ap.select": _select,
+    "ap.replicate": _replicate,
+    "ap.spread": _spread,
+    # An array with a table's rows that is none, such as a mask: each owner takes its rows of it.
+    "ap.store": _each("whole", "owner"),
+    "ap.whole": _whole_table,
+}

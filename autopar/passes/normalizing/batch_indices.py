@@ -143,11 +143,7 @@ def _without(equation: Equation, pairs: dict[int, int]) -> list[Equation]:
         "operand_batching_dims": tuple(sorted(batched)),
         names.paired: tuple(batched[d] for d in sorted(batched)),
     }
-    params = {
-        **equation.params,
-        "dimension_numbers": numbers._replace(**changed),
-        "indices_are_sorted": False,
-    }
+    params = {**equation.params, "dimension_numbers": numbers._replace(**changed), "indices_are_sorted": False}
 
     def access(operand: Leaf, indices: Leaf, *updates: Leaf) -> Leaf:
         return jax_compat.bind(equation.primitive, (operand, _columns(indices, kept), *updates), params)[0]

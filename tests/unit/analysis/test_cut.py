@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from autopar.analysis.cut import cheapest_cut
+from autopar.passes.place_border import cheapest_cut
 
 
 def _cost(own: set[int], costs: list[int], reads: list[tuple[int, int]], needed: set[int]) -> int:

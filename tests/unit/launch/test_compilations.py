@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.launch.compilations import HEADER, Compilations
+from autopar.launch.start import HEADER, Compilations
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 #: A process that has a program's lock, and works on it.
@@ -118,7 +118,7 @@ def test_a_process_with_too_many_files_compiles_by_itself(
     def refused(*_: object) -> int:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr("autopar.launch.compilations.os.open", refused)
+    monkeypatch.setattr("autopar.launch.start.os.open", refused)
     assert program.of(programs) == b"k" * 3000 and program.compiled == 1
 
 

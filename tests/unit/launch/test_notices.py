@@ -24,7 +24,7 @@ import autopar
 from autopar.launch import notices
 from autopar.launch.notices import noticing, tell
 from autopar.measure.figures import measuring
-from autopar.run.one_device import OneDeviceRunner
+from autopar.run.planned_step import OneDeviceRunner
 
 FOREVER = 3600.0
 

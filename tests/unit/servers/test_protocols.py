@@ -11,10 +11,10 @@ import pytest
 from autopar.cost.client_times import ClientLoad, Served, ServerLoad, simulate_served
 from autopar.errors import TimelineError
 from autopar.ir.topology import Ring
+from autopar.planning.replay_clients import Client, Recorded, run_clients
 from autopar.protocols import Receive, Send, Want
 from autopar.servers.center import Center, Neighbor
 from autopar.servers.exchanges import message
-from autopar.servers.job import Client, Recorded, run_clients
 from autopar.servers.messages import Message
 from autopar.servers.timeline import Timeline
 from tests.unit.cost.test_clients import machines

@@ -17,7 +17,7 @@ from autopar.backends.served import ServedPrograms
 from autopar.compile import Compiled
 from autopar.ir import balance
 from autopar.planning.notes import server_notes
-from autopar.servers.job import Choice, Job
+from autopar.planning.replay_clients import Choice, Job
 from autopar.servers.messages import Message
 from tests.support.served import compiled
 
