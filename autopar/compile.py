@@ -117,11 +117,8 @@ def analyze_program(program: Program, way: HasPasses) -> Analysed:
 
 
 def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements = UNMEASURED) -> Compiled:
-    """Chooses a plan, and compiles the programs that follow it.
-
-    Raises:
-      NotDeferrable: rows of some leaves can't wait; analyze again without deferring them (`Options.undeferred`).
-    """
+    """Chooses a plan, and compiles the programs that follow it. Raises NotDeferrable if rows of some leaves can't wait;
+    analyze again without deferring them (`Options.undeferred`)."""
     with paused_collection():
         bound, decided = decide(analysed, way, measured)
         analysed, bound, decided = _with_border(analysed, bound, decided, way, measured)

@@ -185,9 +185,7 @@ def exported(function: Callable[..., Pytree], like: Sequence[Leaf]) -> _export.E
 
     It can be pickled; `Exported.serialize` would need another package.
 
-    Args:
-      function: It isn't differentiated.
-      like: Anything with the shapes and dtypes of its arguments.
+    `function`: it isn't differentiated. `like`: anything with the shapes and dtypes of its arguments.
     """
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     made = _export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(*types)
@@ -322,11 +320,7 @@ def set_mesh_here() -> Any:
 
 def jit_arguments(fun: Callable[..., Pytree], kind: str) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Returns the positions and names that a function's `jax.jit` was given; none if `jax.jit` hasn't wrapped it.
-
-    Args:
-      fun: The function.
-      kind: "static" or "donate".
-    """
+    `fun`: the function. `kind`: "static" or "donate"."""
     info = getattr(fun, "_jit_info", None) if isinstance(fun, jax.stages.Wrapped) else None
     return tuple(getattr(info, f"{kind}_argnums", ())), tuple(getattr(info, f"{kind}_argnames", ()))
 
@@ -385,11 +379,8 @@ def strong(value: Leaf) -> Leaf:
 
 
 def register_array_like(kind: type, array_of: Callable[[Any], Any]) -> None:
-    """Has JAX's functions take objects of a class, which have `shape` and `dtype`, in place of arrays.
-
-    Args:
-      array_of: Makes an array of one, when a program is to run on it.
-    """
+    """Has JAX's functions take objects of a class, which have `shape` and `dtype`, in place of arrays. `array_of`:
+    makes an array of one, when a program is to run on it."""
     _core.pytype_aval_mappings[kind] = lambda x: _core.ShapedArray(x.shape, x.dtype, bool(getattr(x, "is_weak", False)))
     _dtypes.register_canonicalize_value_handler(kind, array_of)
     _pxla.shard_arg_handlers[kind] = lambda xs, *rest: _pxla.shard_args(*rest, [array_of(x) for x in xs])

@@ -22,18 +22,13 @@ LEFT, CAME = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Sends a message to servers. They answer all but a push.
+    """Sends a message to servers. They answer all but a push."""
 
-    Attributes:
-      kind: "pull" asks for weights, "push" brings a gradient; "exchange" brings the weights that a step begins with,
-        "step" those that it made.
-      number: Counts the client's messages of this kind at a server, from 0.
-      server: The server; None: all.
-    """
-
+    #: "pull" asks for weights, "push" brings a gradient; "exchange" brings the weights that a step begins with, "step"
+    #: those that it made.
     kind: Literal["pull", "push", "exchange", "step"]
-    number: int
-    server: int | None = None
+    number: int  #: Counts the client's messages of this kind at a server, from 0.
+    server: int | None = None  #: The server; None: all.
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,26 +51,19 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Bags:
-    """Rows that are added up by bags, or to which bags' cotangents go.
+    """Rows that are added up by bags, or to which bags' cotangents go."""
 
-    Attributes:
-      index: The lookup's or push's index vectors, [*ids, 1].
-      moves: The slices and reshapes that make the ids of the bags of those of the lookup, with their sizes.
-      ids: The axes that the ids of the bags have; a value of them has these, and then a row's.
-      selects, weights: What happens to each row, in this order.
-      axes: Those of `ids` that are added up; of cotangents, along which these are constant.
-      value: The sums, [*bags, *row], or the cotangents.
-      order: Cotangents without `axes`: which of their axes each of the bags' and the row's is. None: they have the axes
-        of all ids.
-    """
-
-    index: Atom
+    index: Atom  #: The lookup's or push's index vectors, [*ids, 1].
+    #: The slices and reshapes that make the ids of the bags of those of the lookup, with their sizes.
     moves: tuple[tuple[Any, ...], ...]
-    ids: tuple[int, ...]
+    ids: tuple[int, ...]  #: The axes that the ids of the bags have; a value of them has these, and then a row's.
+    #: What happens to each row, in this order.
     selects: tuple[Factor, ...]
     weights: tuple[Factor, ...]
-    axes: frozenset[int]
-    value: Atom
+    axes: frozenset[int]  #: Those of `ids` that are added up; of cotangents, along which these are constant.
+    value: Atom  #: The sums, [*bags, *row], or the cotangents.
+    #: Cotangents without `axes`: which of their axes each of the bags' and the row's is. None: they have the axes of
+    #: all ids.
     order: tuple[int, ...] | None = None
 
     @property
@@ -118,10 +111,8 @@ def find_bags(
 ) -> list[BagPair] | None:
     """Returns the bags by which rows are looked up; None if their gradients don't correspond to lookups.
 
-    Args:
-      finder: Knows the block.
-      lookups: (index, result) of lookups of whole rows; a result has the axes of the ids ahead of those of a row.
-      pushes: (index, updates) of additions to whole rows.
+    `finder`: knows the block. `lookups`: (index, result) of lookups of whole rows; a result has the axes of the ids
+    ahead of those of a row. `pushes`: (index, updates) of additions to whole rows.
     """
     for index, value in (*lookups, *pushes):
         columns = math.prod(value.shape[len(index.shape) - 1 :])

@@ -142,11 +142,7 @@ _OTHERS: Mapping[str, Primitive] = {
 
 
 def described_once(entries: Iterable[tuple[str, Primitive]]) -> Mapping[str, Primitive]:
-    """Returns the table of (name, primitive).
-
-    Raises:
-      ValueError: a name comes twice.
-    """
+    """Returns the table of (name, primitive). Raises ValueError if a name comes twice."""
     table: dict[str, Primitive] = {}
     for op, primitive in entries:
         if op in table:

@@ -90,11 +90,9 @@ def collect_ids(
 ) -> RowIds:
     """Returns the ids of all accesses of a family, each distinct set once.
 
-    Args:
-      batch: The batch axes of variables.
-      devices: N, the number of devices over which examples are spread.
-      undivided: B, if N doesn't divide the examples: each device has the ids of ceil(B / N) of them, padded by those of
-        no row (`more` in all).
+    `batch`: the batch axes of variables. `devices`: N, the number of devices over which examples are spread.
+    `undivided`: B, if N doesn't divide the examples: each device has the ids of ceil(B / N) of them, padded by those of
+    no row (`more` in all).
     """
     axes = dict(batch or {})
     spread: dict[Equation, int | None] = {}
@@ -210,12 +208,8 @@ _SPREADS = SHAPED | {"copy"}
 
 
 def known_ids(access: Access, producers: Mapping[Atom, Equation]) -> Iterator[KnownIds]:
-    """Yields ids that include those of an access, the narrower ones first.
-
-    Args:
-      access: A gather or scatter.
-      producers: The equations that make the values of its block.
-    """
+    """Yields ids that include those of an access, the narrower ones first. `access`: a gather or scatter. `producers`:
+    the equations that make the values of its block."""
     equation = access.equation
     if not (equation.op == "gather" or equation.op.startswith("scatter")):
         return

@@ -58,12 +58,8 @@ LOST: Mapping[str, tuple[str, str]] = {
 
 
 def why_unfollowed(lost: Equation, access: Equation) -> Refusal:
-    """Returns why a leaf's lookup isn't followed.
-
-    Args:
-      lost: The equation where its rows are lost.
-      access: The equation that reads parts of the result; `lost` itself if that is no lookup.
-    """
+    """Returns why a leaf's lookup isn't followed. `lost`: the equation where its rows are lost. `access`: the equation
+    that reads parts of the result; `lost` itself if that is no lookup."""
     if lost.op in LOST:
         reason, remedy = LOST[lost.op]
     elif lost is access:

@@ -45,11 +45,7 @@ def atom_key(atom: Atom) -> Hashable:
 
 
 def params_key(equation: Equation) -> Hashable:
-    """Returns a key that is equal for equal parameters.
-
-    Raises:
-      TypeError: one can't be hashed.
-    """
+    """Returns a key that is equal for equal parameters. Raises TypeError if one can't be hashed."""
     scatter = equation.op.startswith("scatter") and equation.op != "scatter"
     items = [(k, v) for k, v in equation.params.items() if not (scatter and k in _IMPLIED)]
     key = tuple(sorted(items, key=lambda item: item[0]))
@@ -62,11 +58,8 @@ def _bodies_key(equation: Equation) -> Hashable:
 
 
 def block_key(block: Block) -> Hashable:
-    """Returns a key that is equal for blocks that compute the same function.
-
-    Raises:
-      TypeError: a parameter can't be hashed.
-    """
+    """Returns a key that is equal for blocks that compute the same function. Raises TypeError if a parameter can't be
+    hashed."""
     numbers: dict[Var, int] = {}
 
     def key(atom: Atom) -> Any:

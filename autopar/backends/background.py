@@ -97,11 +97,9 @@ def beside(what: str, compile_all: Callable[[], _T], otherwise: _T | None = None
 
     The caller keeps the returned object; once nobody does, the programs aren't compiled.
 
-    Args:
-      what: Names the programs, for a message.
-      compile_all: Lowers and compiles them. It runs nothing on several devices, where a step's collectives could meet
-        it in another order.
-      otherwise: The result if it failed, or was dropped.
+    `what`: names the programs, for a message. `compile_all`: lowers and compiles them. It runs nothing on several
+    devices, where a step's collectives could meet it in another order. `otherwise`: the result if it failed, or was
+    dropped.
     """
     compilation = Compilation(what, compile_all, otherwise)
     _compiler().add(compilation)

@@ -42,11 +42,8 @@ class Clients:
 
     @staticmethod
     def of(all_: Devices, count: int | None) -> Clients:
-        """Divides devices among clients, each of which has the same number of adjacent processes.
-
-        Raises:
-          ArgumentsError: clients don't divide the processes, or the data axis isn't divided by them.
-        """
+        """Divides devices among clients, each of which has the same number of adjacent processes. Raises ArgumentsError
+        if clients don't divide the processes, or the data axis isn't divided by them."""
         members = all_.processes.members
         count = len(members) if count is None else count
         if len(members) % count:
@@ -216,15 +213,8 @@ def _dispatched(run: Callable[..., Sequence[Array]], arrays: Sequence[Array]) ->
 
 
 def checked_servers(name: str, wanted: int | None, processes: int) -> int:
-    """Returns the number of servers; those are dedicated processes if the job has some, else of `processes`.
-
-    Args:
-      name: The option, for the message.
-      wanted: Their number; None: all.
-
-    Raises:
-      ArgumentsError: there are fewer.
-    """
+    """Returns the number of servers; those are dedicated processes if the job has some, else of `processes`. `name`:
+    the option, for the message. `wanted`: their number; None: all. Raises ArgumentsError if there are fewer."""
     dedicated = job().servers
     most = dedicated or processes
     if wanted is not None and not 1 <= wanted <= most:

@@ -32,9 +32,8 @@ _MEET = frozenset({*_MOVE, "psum", "pmax", "pmin", "ppermute", "reduce_scatter",
 def combined(fun: Fun, *, by_messages: bool = False) -> Fun:
     """Returns a function like `fun`, the program of one device in `shard_map`, with as few collectives as possible.
 
-    Args:
-      fun: A function of arrays, and trees of such.
-      by_messages: Small sums share a message, too, and travel with what is gathered as `backends.messages` says.
+    `fun`: a function of arrays, and trees of such. `by_messages`: small sums share a message, too, and travel with what
+    is gathered as `backends.messages` says.
     """
 
     def run(*operands: Pytree) -> Pytree:

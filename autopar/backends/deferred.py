@@ -358,9 +358,8 @@ class DeferredTables:
     ) -> tuple[Array, ...]:
         """Replaces rows by `caught_up` ones, some at a time; returns changed leaves and stamps.
 
-        Args:
-          chosen: For each table row indices, int32[], and how many of them, from the first on, are replaced.
-          elements: Elements of a leaf that are taken at a time, over all tables.
+        `chosen`: for each table row indices, int32[], and how many of them, from the first on, are replaced.
+        `elements`: elements of a leaf that are taken at a time, over all tables.
         """
         n, m = self.replay.changed, len(self.replay.leaves)
         counts = [numbers.shape[0] for numbers, _ in chosen]

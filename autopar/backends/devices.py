@@ -101,9 +101,8 @@ class Devices:
 
         Operands are padded with zeros to a multiple of the devices, so results may be longer, too.
 
-        Args:
-          fun, axes, returned: As `local` takes them.
-          tensors: For operands and for several results, the axis that is spread over the tensor axis.
+        `fun`, `axes`, `returned`: as `local` takes them. `tensors`: for operands and for several results, the axis that
+        is spread over the tensor axis.
         """
         parts = self.mesh.shape[self.axis]
         specs = tuple(self.spec(along) for along in axes)

@@ -43,10 +43,8 @@ def emit(
 ) -> Callable[..., list[Array]]:
     """Compiles a block into a function from its inputs to its outputs.
 
-    Args:
-      backends: Backends by family; by default `SingleDevice`, or `ReplicatedRows` in `shard_map`.
-      devices: The devices over which values are spread, if any are.
-      microbatch: The microbatch that this is the program of.
+    `backends`: backends by family; by default `SingleDevice`, or `ReplicatedRows` in `shard_map`. `devices`: the
+    devices over which values are spread, if any are. `microbatch`: the microbatch that this is the program of.
     """
     emitter = _Emitter(backends, devices, microbatch)
 

@@ -95,10 +95,8 @@ class RowBackend(abc.ABC):
     ) -> Array:
         """Reduces over all rows, from the routed ones, and from `others` if need be.
 
-        Args:
-          params: `op`, `axes`, `axis`, `extent`.
-          part: Reduces an owner's own rows alone, in the program of one device.
-          alone: A flag that leaves out the others, where that may be so.
+        `params`: `op`, `axes`, `axis`, `extent`. `part`: reduces an owner's own rows alone, in the program of one
+        device. `alone`: a flag that leaves out the others, where that may be so.
         """
 
     def padding(self, params: Params, rows: Array, route: Route) -> Array:

@@ -131,10 +131,9 @@ class Suffixes:
     def and_then(self, now: Array, rates: Sequence[Array], holds: Array, numbers: Sequence[Array]) -> list[Array]:
         """Returns the flat arrays with one step more.
 
-        Args:
-          now: The number of the step; entries from it on are meaningless before.
-          rates, holds: The step's factors of scale-only rows, and whether they may be used.
-          numbers: Findings of `analysis.scale_only`: factors of fading leaves, and each pair's reaches.
+        `now`: the number of the step; entries from it on are meaningless before. `rates`, `holds`: the step's factors
+        of scale-only rows, and whether they may be used. `numbers`: findings of `analysis.scale_only`: factors of
+        fading leaves, and each pair's reaches.
         """
         scale_only, fading = self.scale_only, self.fading
         new = jax.lax.iota(jnp.int32, self.holds.size) >= now
@@ -173,9 +172,8 @@ class Suffixes:
     def faded(self, changed: Sequence[Array], usual: Mapping[int, Array], k: Array) -> Array:
         """Returns bool[B], the rows ([B, ...] of changed leaves) that the steps from `k` on only scale.
 
-        Args:
-          changed: Rows after the steps before `k`.
-          usual: `ends` of these rows some steps earlier, whose rounding is a measure of what is negligible.
+        `changed`: rows after the steps before `k`. `usual`: `ends` of these rows some steps earlier, whose rounding is
+        a measure of what is negligible.
         """
         scale_only, fading = self.scale_only, self.fading
         usable = self.holds[k]

@@ -90,11 +90,7 @@ class ServedPrograms:
         self, pulled: Sequence[Sequence[Array]], leaves: Sequence[Array]
     ) -> tuple[list[Sequence[Array]], dict[int, Array], dict[int, Array]]:
         """Returns values pushed to each server, the worker's results by output number, and new clocks by input number.
-
-        Args:
-          pulled: Values by server.
-          leaves: The step's flat arguments; state that servers keep isn't read.
-        """
+        `pulled`: values by server. `leaves`: the step's flat arguments; state that servers keep isn't read."""
         given = [self._placed(x, None) for values in pulled for x in values]
         own = [
             self._placed_input(k, leaves[k], axis)

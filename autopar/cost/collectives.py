@@ -31,10 +31,8 @@ _ADDED_PASSES = 3
 def traffic(collective: str, count: int, size: float) -> tuple[float, int]:
     """Returns bytes that each participant sends over its link, and the number of messages one after the other.
 
-    Args:
-      collective: "all_reduce", "all_gather" or "all_to_all".
-      count: Participants.
-      size: Bytes of the sum; that each one gives to all; that each one gives to each other one.
+    `collective`: "all_reduce", "all_gather" or "all_to_all". `count`: participants. `size`: bytes of the sum; that each
+    one gives to all; that each one gives to each other one.
     """
     others = count - 1
     if collective == "all_reduce":
@@ -135,9 +133,8 @@ class Fit:
 def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
     """Fits the best link through (bytes, seconds); its bandwidth is infinite if larger sizes don't take longer.
 
-    Args:
-      points: At least two different sizes, with positive times.
-      messages: Messages one after the other in each of them.
+    `points`: at least two different sizes, with positive times. `messages`: messages one after the other in each of
+    them.
     """
     if len({size for size, _ in points}) < 2 or any(seconds <= 0 for _, seconds in points):
         raise ValueError(f"a link is fitted to positive times of two different sizes at least, not to {list(points)}")
@@ -157,13 +154,8 @@ def fit_link(points: Sequence[tuple[float, float]], messages: float = 1) -> Fit:
 
 
 def fit_collective(collective: str, count: int, points: Sequence[tuple[float, float]], sharing: int = 1) -> Link:
-    """Fits a collective's link by its `traffic`; `source` has the error.
-
-    Args:
-      count: Participants, at least 2.
-      points: (size as in `traffic`, measured seconds).
-      sharing: Number of such collectives that share a link.
-    """
+    """Fits a collective's link by its `traffic`; `source` has the error. `count`: participants, at least 2. `points`:
+    (size as in `traffic`, measured seconds). `sharing`: number of such collectives that share a link."""
     sent = [(sharing * traffic(collective, count, size)[0], seconds) for size, seconds in points]
     fit = fit_link(sent, traffic(collective, count, 1)[1])
     sizes = [size for size, _ in points]

@@ -108,11 +108,8 @@ def step_seconds(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHE
 
 
 def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS) -> Mapping[str, tuple[Term, ...]]:
-    """Maps methods to a family's terms in a step, in order; of what takes one time for several its share.
-
-    Args:
-      others: Method -> number of other exchanges by it, of which each message is part of the same one.
-    """
+    """Maps methods to a family's terms in a step, in order; of what takes one time for several its share. `others`:
+    method -> number of other exchanges by it, of which each message is part of the same one."""
     s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
@@ -194,12 +191,8 @@ def count_exchanges(families: Iterable[tuple[str, Sizes]]) -> Counter[str]:
 
 
 def cheapest_together(rates: Rates, families: Sequence[Sizes], named: Counter[str]) -> list[str]:
-    """Returns a method for each family, so that none by itself would be faster by another one.
-
-    Args:
-      families: The sizes of each.
-      named: Number of exchanges by method of other families, which go so at any rate.
-    """
+    """Returns a method for each family, so that none by itself would be faster by another one. `families`: the sizes of
+    each. `named`: number of exchanges by method of other families, which go so at any rate."""
 
     def cheapest(sizes: Sizes, others: Counter[str]) -> str:
         seconds = step_seconds(rates, sizes, others)

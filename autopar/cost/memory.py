@@ -44,10 +44,8 @@ def choose_sharded(families: Sequence[Shardable], excess: int) -> frozenset[int]
 def least_devices(whole: int, spread: Sequence[int], budget: int) -> int | None:
     """Returns the least number of devices with which a state fits; None if no number is enough.
 
-    Args:
-      whole: Bytes that every device has, whatever their number.
-      spread: Bytes of each leaf that is divided among them.
-      budget: Bytes that the state may take on each.
+    `whole`: bytes that every device has, whatever their number. `spread`: bytes of each leaf that is divided among
+    them. `budget`: bytes that the state may take on each.
     """
 
     def fits(devices: int) -> bool:

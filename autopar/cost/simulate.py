@@ -91,11 +91,9 @@ def simulate_step(
 ) -> StepTime:
     """Simulates a step on all devices of a cluster.
 
-    Args:
-      methods: Of each table, or of all; "auto": the fastest that fits the memory, and the hosts for tables there. If
-        tables move to hosts, dense gradients go by MPI.
-      overlap: Fraction of the dense gradients' exchange that may go on during the backward pass, 0 to 1.
-      variation: Standard deviation of a device's own work over its mean (stragglers).
+    `methods`: of each table, or of all; "auto": the fastest that fits the memory, and the hosts for tables there. If
+    tables move to hosts, dense gradients go by MPI. `overlap`: fraction of the dense gradients' exchange that may go on
+    during the backward pass, 0 to 1. `variation`: standard deviation of a device's own work over its mean (stragglers).
     """
     n, rates, hosts = cluster.count, planned_rates(cluster), planned_host_rates(cluster)
     chosen: dict[str, str] = {}

@@ -30,9 +30,7 @@ def balanced_pieces(
 
     Its own large things are cut first, then those of other parts, whose pieces could fill the gaps.
 
-    Args:
-      size: Returns a thing's bytes.
-      cut: Cuts a thing into pieces, which aren't cut again; none if it can't be cut.
+    `size`: returns a thing's bytes. `cut`: cuts a thing into pieces, which aren't cut again; none if it can't be cut.
     """
     made, may_cut = list(things), [True] * len(things)
     while True:

@@ -62,10 +62,8 @@ def distinct(extent: int, endless: float) -> float:
 def wire_bytes(collective: str, count: int, size: float) -> float:
     """Returns the bytes that each of `count` devices sends in a collective (rings: Patarasuk and Yuan, 2009).
 
-    Args:
-      collective: XLA's name: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute".
-      count: Devices that take part.
-      size: Bytes of the result on each device.
+    `collective`: XLA's name: "all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute". `count`:
+    devices that take part. `size`: bytes of the result on each device.
     """
     if collective == "collective-permute":
         return size

@@ -28,11 +28,8 @@ class Spread:
         return replace(self, axis=axis)
 
     def size(self, whole: int, devices: int) -> int:
-        """Returns how many of `whole` elements along the axis a device has.
-
-        Raises:
-          NotLocal: the devices (or the examples) don't divide them.
-        """
+        """Returns how many of `whole` elements along the axis a device has. Raises NotLocal if the devices (or the
+        examples) don't divide them."""
         parts = self.examples or devices
         if whole % parts:
             raise NotLocal(f"{parts} {'examples' if self.examples else 'devices'} don't divide {whole}")

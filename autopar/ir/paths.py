@@ -66,10 +66,7 @@ def check_batch_axis(batch_axis: object) -> None:
 
 def example_axes(batch_axis: BatchAxis, leaves: Sequence[tuple[str, tuple[int, ...]]]) -> list[int | None]:
     """Returns the axis of each leaf (path, shape) that runs over the examples; 0 of leaves that no pattern matches.
-
-    Raises:
-      ArgumentsError: a pattern matches no leaf, or a leaf that is named (or every leaf) lacks the axis.
-    """
+    Raises ArgumentsError if a pattern matches no leaf, or a leaf that is named (or every leaf) lacks the axis."""
     if isinstance(batch_axis, int):
         axes = [_axis(batch_axis, shape) for _, shape in leaves]
         if all(a is None for a in axes) and any(shape for _, shape in leaves):

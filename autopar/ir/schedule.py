@@ -71,11 +71,8 @@ class Schedule:
         return ()
 
     def issue_order(self) -> Iterator[Task]:
-        """Yields all tasks in an order in which each follows what it needs.
-
-        Raises:
-          ValueError: there is none: devices wait for each other forever.
-        """
+        """Yields all tasks in an order in which each follows what it needs. Raises ValueError if there is none: devices
+        wait for each other forever."""
         done: set[Task] = set()
         waiting = [list(reversed(order)) for order in self.orders]
         while any(waiting):
@@ -153,9 +150,8 @@ def _by_stages(
 ) -> Schedule:
     """Schedules stages that have devices of their own.
 
-    Args:
-      ahead: Stage -> how many forwards it runs before its first backward.
-      delay: Stage -> how many microbatches late it computes gradients of weights; None: with those of its inputs.
+    `ahead`: stage -> how many forwards it runs before its first backward. `delay`: stage -> how many microbatches late
+    it computes gradients of weights; None: with those of its inputs.
     """
     orders: dict[int, tuple[Task, ...]] = {}
     for stage, replicas in enumerate(stage_devices):

@@ -20,9 +20,8 @@ def eliminate_dead(
 ) -> tuple[Block, list[bool]]:
     """Returns the block with its live outputs only, and which inputs it still reads (all inputs are kept).
 
-    Args:
-      live: Which outputs are wanted; all by default.
-      effects: Effects are live by themselves; not so in a second copy of a block.
+    `live`: which outputs are wanted; all by default. `effects`: effects are live by themselves; not so in a second copy
+    of a block.
     """
     live = [True] * len(block.outputs) if live is None else live
     outputs = tuple(a for a, keep in zip(block.outputs, live, strict=True) if keep)

@@ -40,11 +40,8 @@ Choose = Choice["times", "formulas"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
-    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are.
-
-    Raises:
-      StrategyError: there is no such method, or not there.
-    """
+    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are. Raises StrategyError if there
+    is no such method, or not there."""
     method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
     if not isinstance(method, str) or method not in STRATEGIES:
         raise StrategyError(f"strategy: {_no_method(method)}")
@@ -108,11 +105,7 @@ def without_hosts(strategy: Strategy) -> Strategy:
 def check_choices(
     strategy: object, sparse: object, donate: object, results: object = None, choose: object = "times"
 ) -> None:
-    """Checks the user's options.
-
-    Raises:
-      ArgumentsError: an option has no such value.
-    """
+    """Checks the user's options. Raises ArgumentsError if an option has no such value."""
     if sparse not in ("exact", "lazy", "off"):
         raise ArgumentsError(f"sparse={sparse!r}: there are 'exact', 'lazy' and 'off'")
     if choose not in ("times", "formulas"):

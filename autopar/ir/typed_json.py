@@ -43,11 +43,8 @@ def to_json(value: Json) -> Json:
 
 
 def from_json(kind: object, value: Json, where: str) -> Json:
-    """Returns JSON's `value` as a value of type `kind`; messages call it `where`.
-
-    Raises:
-      MalformedError: it is no value of that type.
-    """
+    """Returns JSON's `value` as a value of type `kind`; messages call it `where`. Raises MalformedError if it is no
+    value of that type."""
     if kind is Json:
         return value
     if isinstance(kind, type) and dataclasses.is_dataclass(kind):
@@ -122,11 +119,7 @@ def plan_text(made: Pytree) -> str:
 
 
 def write_plan(path: str | Path, made: Pytree) -> None:
-    """Writes a dataclass to a file atomically.
-
-    Raises:
-      PlanError: the file can't be written.
-    """
+    """Writes a dataclass to a file atomically. Raises PlanError if the file can't be written."""
     path = Path(path)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -137,11 +130,8 @@ def write_plan(path: str | Path, made: Pytree) -> None:
 
 
 def read_plan(path: str | os.PathLike[str], kind: type[T]) -> T:
-    """Returns the dataclass in a file.
-
-    Raises:
-      PlanError: the file can't be read, or holds no undamaged plan of this version.
-    """
+    """Returns the dataclass in a file. Raises PlanError if the file can't be read, or holds no undamaged plan of this
+    version."""
     if not isinstance(path, (str, os.PathLike)):
         raise PlanError(f"{path!r} is no path of a plan: give a string or a pathlib.Path")
     try:

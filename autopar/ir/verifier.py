@@ -12,10 +12,8 @@ from autopar.ir.rowspace import Const, Row, RowFacts
 def verify_program(program: Program, verified: Block | None = None, after: str = PASSES[-1]) -> None:
     """Raises AssertionError, naming the equation, unless the program is well formed.
 
-    Args:
-      program: The program.
-      verified: A block that has been verified before: passes that only add facts leave it unchanged.
-      after: The pass that made the program; operations of later passes may not occur.
+    `program`: the program. `verified`: a block that has been verified before: passes that only add facts leave it
+    unchanged. `after`: the pass that made the program; operations of later passes may not occur.
     """
     block = program.block
     assert len(block.inputs) == len(program.inputs), "every input has a path and a role"
@@ -48,13 +46,8 @@ def verify_block(
     written: frozenset[str] = frozenset(PASSES),
     rows: RowFacts | None = None,
 ) -> None:
-    """Checks a block and those nested in it; collects their variables in `defined`.
-
-    Args:
-      where: Where the block is in the program.
-      written: Passes whose operations may occur.
-      rows: Facts that its operations rest on.
-    """
+    """Checks a block and those nested in it; collects their variables in `defined`. `where`: where the block is in the
+    program. `written`: passes whose operations may occur. `rows`: facts that its operations rest on."""
     visible: set[Var] = set()
     for var in block.inputs:
         _define(var, visible, defined, where)

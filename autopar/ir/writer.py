@@ -84,10 +84,9 @@ def expand(
 ) -> list[Equation]:
     """Returns the equations of `fun(*atoms)`, with the line and context of `like`.
 
-    Args:
-      fun: Returns one array, which an equation computes.
-      output: The variable of the result; by default a new one, the last equation's output.
-      again: `fun` is a lasting object that holds nothing large, so that its trace is cached by shapes.
+    `fun`: returns one array, which an equation computes. `output`: the variable of the result; by default a new one,
+    the last equation's output. `again`: `fun` is a lasting object that holds nothing large, so that its trace is cached
+    by shapes.
     """
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a.type, "weak_type", False)) for a in atoms]
     trace = _traced if again else _traced.__wrapped__

@@ -65,22 +65,14 @@ COLLECTIVES = DEVICE_COLLECTIVES + RANK_COLLECTIVES
 
 @dataclass(frozen=True)
 class Host:
-    """A machine.
-
-    Attributes:
-      address: Its address, for mpirun.
-      processes: Number of ranks on it.
-      devices: CPU devices of each rank.
-      accelerators: Numbers of each rank's accelerators; () if the file gives none.
-      where: Its file and line, or table, for messages.
-    """
+    """A machine."""
 
     name: str
-    address: str
-    processes: int
-    devices: int
-    accelerators: tuple[tuple[int, ...], ...]
-    where: str
+    address: str  #: Its address, for mpirun.
+    processes: int  #: Number of ranks on it.
+    devices: int  #: CPU devices of each rank.
+    accelerators: tuple[tuple[int, ...], ...]  #: Numbers of each rank's accelerators; () if the file gives none.
+    where: str  #: Its file and line, or table, for messages.
 
 
 @dataclass(frozen=True)
@@ -180,11 +172,8 @@ class _File:
 def read_cluster(path: str | Path, *, named: bool = True) -> HostFile:
     """Returns the machines in a file: TOML if its name says so, else Parallax's format.
 
-    Args:
-      named: Whether the file has to name them; their number is enough for planning.
-
-    Raises:
-      LaunchError: the file is missing or wrong; the message says where.
+    `named`: whether the file has to name them; their number is enough for planning. Raises LaunchError if the file is
+    missing or wrong; the message says where.
     """
     if not isinstance(path, (str, Path)):
         raise LaunchError(f"{path!r} is no path of a cluster file: give a string or a pathlib.Path")

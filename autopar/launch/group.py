@@ -90,15 +90,8 @@ class Group(abc.ABC):
         """This process's index in the group."""
 
     def gather(self, value: bytes, about: str) -> list[bytes]:
-        """Returns each process's value, in order. Collective.
-
-        Args:
-          value: This process's value.
-          about: The purpose; every process must give the same.
-
-        Raises:
-          AutoparError: another process exchanges something else.
-        """
+        """Returns each process's value, in order. Collective. `value`: this process's value. `about`: the purpose;
+        every process must give the same. Raises AutoparError if another process exchanges something else."""
         if not self.several:
             return [value]
         for call in _before_waiting:

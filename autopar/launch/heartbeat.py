@@ -304,29 +304,19 @@ FAULT_REMEDY = "autopar.watchdog(seconds), or launch --watchdog, gives ranks mor
 
 @dataclass(frozen=True)
 class Seen:
-    """The last news of a rank.
-
-    Attributes:
-      name: The rank's name in messages.
-      age_s: Seconds since its last mark.
-      silent_s: Seconds since its last sign of life.
-      allowance_s: Seconds that it may hang; None: for ever.
-      left: Whether it waits for the others at its exit.
-      code: Its exit code, if known.
-      needs: The ranks that it waits for.
-    """
+    """The last news of a rank."""
 
     rank: int
-    name: str
+    name: str  #: The rank's name in messages.
     step: int
     what: str
     kind: MarkKind
-    age_s: float
-    silent_s: float
-    allowance_s: float | None
-    left: bool = False
-    code: int | None = None
-    needs: range = ANYBODY
+    age_s: float  #: Seconds since its last mark.
+    silent_s: float  #: Seconds since its last sign of life.
+    allowance_s: float | None  #: Seconds that it may hang; None: for ever.
+    left: bool = False  #: Whether it waits for the others at its exit.
+    code: int | None = None  #: Its exit code, if known.
+    needs: range = ANYBODY  #: The ranks that it waits for.
 
     def exceeds(self, seconds: float) -> bool:
         return self.allowance_s is not None and seconds > self.allowance_s

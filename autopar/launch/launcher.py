@@ -394,10 +394,8 @@ def remove_topologies(
     """Removes files with the machine's topology, which hydra leaves where its job fails. Nothing says whose they are:
     all stay while another job of hydra's runs.
 
-    Args:
-      since_s: When the job began, by `time.time()`.
-      folder, processes: Where hydra writes them, and where the kernel lists processes.
-      proxy_s: Seconds that hydra's process may outlive mpirun.
+    `since_s`: when the job began, by `time.time()`. `folder`, `processes`: where hydra writes them, and where the
+    kernel lists processes. `proxy_s`: seconds that hydra's process may outlive mpirun.
     """
     end_s = time.monotonic() + proxy_s
     while is_there := any(_text(process / "comm") == "hydra_pmi_proxy" for process in processes.glob("[0-9]*")):

@@ -440,10 +440,8 @@ class Compilations:
     ) -> T:
         """Returns a program, compiled here or by another process.
 
-        Args:
-          key: 32 bytes, the same for the same program.
-          compile_here, save, load: Compile it, make bytes of it, and the program of these.
-          compiles: Compile it here in any case, for the others as well.
+        `key`: 32 bytes, the same for the same program. `compile_here`, `save`, `load`: compile it, make bytes of it,
+        and the program of these. `compiles`: compile it here in any case, for the others as well.
         """
         found = None if compiles else self._find(key)
         if found is None:

@@ -148,13 +148,8 @@ class Cluster(ClusterSpec):
 def measure_cluster(mesh: Mesh | None, budget: Budget, *, again: bool) -> Cluster:
     """Describes the cluster here, with kept links, or links that are measured now and kept. Collective.
 
-    Args:
-      mesh: The devices; all if left out.
-      budget: Time for measuring the links.
-      again: Kept links are measured again.
-
-    Raises:
-      ArgumentsError: the machines have different numbers of devices.
+    `mesh`: the devices; all if left out. `budget`: time for measuring the links. `again`: Kept links are measured
+    again. Raises ArgumentsError if the machines have different numbers of devices.
     """
     devices, _ = _devices_here(mesh)
     cluster = Cluster.detect(mesh)
@@ -204,11 +199,7 @@ def require_cluster(cluster: Any) -> ClusterSpec:
 
 def arrange_machines(machines: Sequence[str]) -> list[list[int]]:
     """Groups device numbers by machine, in the order of the machines' first devices. `machines`: the machine of each
-    device.
-
-    Raises:
-      ArgumentsError: the machines have different numbers of devices.
-    """
+    device. Raises ArgumentsError if the machines have different numbers of devices."""
     groups: dict[str, list[int]] = {}
     for k, machine in enumerate(machines):
         groups.setdefault(machine, []).append(k)

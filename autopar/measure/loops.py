@@ -93,10 +93,8 @@ def loop_seconds(
 ) -> float:
     """Measures the seconds of one `step` on all devices at once.
 
-    Args:
-      step: Takes the carry and the constants, and returns a carry of the same shape.
-      start, *constant: The first carry and the constants, spread.
-      runs: Number of timed runs; fewer for long steps.
+    `step`: takes the carry and the constants, and returns a carry of the same shape. `start`, `*constant`: the first
+    carry and the constants, spread. `runs`: number of timed runs; fewer for long steps.
     """
 
     def looped(turns: Array, x: Array, *constant: Array) -> Array:
@@ -158,12 +156,8 @@ class Budget:
         self._begin, self._weight = clock(), 0.0
 
     def run(self, weight: float, measure: Callable[[], T], among: Group | None = None) -> T | None:
-        """Returns the result of `measure()`, or None if there is no time for it. Collective.
-
-        Args:
-          weight: Its expected duration, in measurements of small arrays.
-          among: The processes that measure; all if left out.
-        """
+        """Returns the result of `measure()`, or None if there is no time for it. Collective. `weight`: its expected
+        duration, in measurements of small arrays. `among`: the processes that measure; all if left out."""
         elapsed = self._clock() - self._begin
         expected = _MARGIN * weight * elapsed / self._weight if self._weight else 0.0
         if not (among or self._processes).first(elapsed + expected < self._seconds, "time to measure"):

@@ -54,10 +54,8 @@ def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
 def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
     """Scales the rates so that they predict the measured time of a microbatch's gradient program.
 
-    Args:
-      rates: As measured of large products and passes over memory.
-      block: The program, which is timed on the first of `devices` that this process has.
-      microbatches: M.
+    `rates`: as measured of large products and passes over memory. `block`: the program, which is timed on the first of
+    `devices` that this process has. `microbatches`: M.
     """
     run = jax.jit(lambda number, *inputs: emit(block, {}, None, Microbatch(number, microbatches))(*inputs))
     device = _own(devices)[0]

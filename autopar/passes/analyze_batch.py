@@ -75,11 +75,8 @@ def analyze_batch(
 
 
 def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
-    """Returns the leaves of a program's batch that have examples, and their axis.
-
-    Raises:
-      ArgumentsError: `batch_axis` doesn't fit the batch.
-    """
+    """Returns the leaves of a program's batch that have examples, and their axis. Raises ArgumentsError if `batch_axis`
+    doesn't fit the batch."""
     inputs = [(v, input_.path) for v, input_ in program.named_inputs if input_.role == "batch"]
     axes = example_axes(batch_axis, [(path, v.shape) for v, path in inputs])
     named = {v: axis for (v, _), axis in zip(inputs, axes, strict=True) if axis is not None}
@@ -91,11 +88,8 @@ def batch_of(program: Program, batch_axis: BatchAxis = 0) -> dict[Var, int]:
 
 
 def parameters_of(program: Program, batch_axis: BatchAxis = 0) -> frozenset[int]:
-    """Returns the inputs of an evaluation that are no examples; none of a program with states.
-
-    Raises:
-      ArgumentsError: `batch_axis` doesn't fit the batch.
-    """
+    """Returns the inputs of an evaluation that are no examples; none of a program with states. Raises ArgumentsError if
+    `batch_axis` doesn't fit the batch."""
     if program.new_states:
         return frozenset()
     named = batch_of(program, batch_axis)
@@ -138,9 +132,7 @@ def _parameters(program: Program, arguments: Mapping[Var, str], named: Mapping[V
 
     If there are none, the only one whose leaves differ in size, if one after it has leaves of a single size.
 
-    Args:
-      arguments: Input -> its argument.
-      named: Leaf that may have examples -> their axis.
+    `arguments`: input -> its argument. `named`: leaf that may have examples -> their axis.
     """
     tables = {arguments[v] for v, x in program.named_inputs if x.role == "table"}
     tables |= _used_as_parameters(program.block, arguments, named)

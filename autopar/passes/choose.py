@@ -528,11 +528,8 @@ _REMEDY = "Plan the step as it is now: autopar.plan(step, state, batch).save(...
 
 
 def check_facts(program: Program, earlier: Plan, devices: int, tensor: int) -> None:
-    """Checks that the plan is of an analysed program's tables, on this number of devices and tensor devices.
-
-    Raises:
-      PlanError: it isn't; all differences are named.
-    """
+    """Checks that the plan is of an analysed program's tables, on this number of devices and tensor devices. Raises
+    PlanError if it isn't; all differences are named."""
     if earlier.devices != devices:
         hosted = any(table.where == "hosts" for table in earlier.tables)
         what, remedy = ("ranks", "Start so many: mpirun -n") if hosted else ("devices", "Give a mesh of")
@@ -573,11 +570,8 @@ def _differences(program: Program, space: RowSpace, table: int, plan: TablePlan)
 
 
 def check_followed(program: Program, earlier: Plan, made: ProgramPlan) -> None:
-    """Checks that the new decisions equal those of the earlier plan.
-
-    Raises:
-      PlanError: a table can't follow the plan, or its rows wait now and didn't then.
-    """
+    """Checks that the new decisions equal those of the earlier plan. Raises PlanError if a table can't follow the plan,
+    or its rows wait now and didn't then."""
     tables = {t.path: t for t in made.plan.tables}
     wrong = []
     divided, now = ({} if p.tensor is None else p.tensor.axes for p in (earlier, made.plan))

@@ -49,12 +49,8 @@ _BLOCK_ROWS = 512
 
 
 def lift_rows(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the program with every family that the plan lifts in row space.
-
-    Raises:
-      NotDeferrable: rows of some leaves can't wait.
-      NotLocal: all rows of a table on hosts are needed where no program has them.
-    """
+    """Returns the program with every family that the plan lifts in row space. Raises NotDeferrable if rows of some
+    leaves can't wait. Raises NotLocal if all rows of a table on hosts are needed where no program has them."""
     if not bound.families:
         return program, "nothing is lifted"
     lift = _Lift.of(program, bound)
@@ -547,11 +543,9 @@ class Exact:
     def _form(self, scope: Scope, value: RowValue) -> tuple[UntouchedForm | None, Var | None]:
         """Returns a value's untouched form, and a flag that untouched rows differ from its constant.
 
-        None if they never do, or if the padding row tells the value of all of them.
-
-        Raises:
-          NotLocal: the rows are on hosts, where only a reduction outside of loops and branches can read them.
-          NotDeferrable: deferred rows would have to be read.
+        None if they never do, or if the padding row tells the value of all of them. Raises NotLocal if the rows are on
+        hosts, where only a reduction outside of loops and branches can read them. Raises NotDeferrable if deferred rows
+        would have to be read.
         """
         family, planned = value.family, scope.lifting.families[value.family]
         if scope.lifting.only_touched_move(family):
@@ -618,12 +612,8 @@ _POLES = {"div": 1, "rsqrt": 0, "log": 0, "pow": 0, "rem": 1}
 
 
 def needed_numbers(scope: Scope, equations: Sequence[Equation], family: int) -> tuple[list[Atom], list[Atom]]:
-    """Returns values that must be finite, and values that must not be zero, or untouched rows change.
-
-    Args:
-      scope: The outermost block, in which they are all known.
-      equations: The equations on untouched rows.
-    """
+    """Returns values that must be finite, and values that must not be zero, or untouched rows change. `scope`: the
+    outermost block, in which they are all known. `equations`: the equations on untouched rows."""
     finite: dict[Atom, None] = {}
     nonzero: dict[Atom, None] = {}
     for equation in equations:

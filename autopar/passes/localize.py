@@ -422,10 +422,8 @@ class Localizer(Forms):
     ) -> tuple[Localizer, list[Var], list[State]]:
         """Returns a loop's body rewritten, its new inputs, and a device's part of its results, carries first.
 
-        Args:
-          equation: The loop.
-          start: A device's part of constants and carries before the first turn.
-          xs: A device's part of a turn's slices of sequences.
+        `equation`: the loop. `start`: a device's part of constants and carries before the first turn. `xs`: a device's
+        part of a turn's slices of sequences.
         """
         body, border = equation.bodies[-1], equation.border
         consts, carry = border.consts, border.carries
@@ -650,12 +648,8 @@ class Localizer(Forms):
         self.converted[part, None] = whole
 
     def divide_again(self, equation: Equation, spread: Mapping[int, int]) -> None:
-        """Gives each device its part of examples that were gathered or reordered.
-
-        Args:
-          equation: The equation that all devices run on all examples.
-          spread: Operand -> the axis of the examples.
-        """
+        """Gives each device its part of examples that were gathered or reordered. `equation`: the equation that all
+        devices run on all examples. `spread`: operand -> the axis of the examples."""
         states = [self.state(equation.inputs[k]) for k in spread]
         if not self.regroups or any(isinstance(s, Spread) and s.owner for s in states):
             return

@@ -195,13 +195,8 @@ def axes_before(equation: Equation, id_axes: IdAxes) -> IdAxes | None:
 def params_by_entries(
     equation: Equation, operand_axes: Mapping[int, IdAxes], id_axes: IdAxes, entries: int
 ) -> Mapping[str, Leaf]:
-    """Returns the parameters of an equation by entries.
-
-    Args:
-      operand_axes: Operand by entries -> the ids' axes.
-      id_axes: The ids' axes in the result.
-      entries: Their number.
-    """
+    """Returns the parameters of an equation by entries. `operand_axes`: operand by entries -> the ids' axes. `id_axes`:
+    the ids' axes in the result. `entries`: their number."""
     params = dict(equation.params)
     if equation.op == "dot_general":
         params["dimension_numbers"] = tuple(

@@ -76,11 +76,7 @@ class _Pooling:
     made: dict[Hashable, Atom] = field(default_factory=dict)  #: Key -> a value of ids that is computed once.
 
     def run(self) -> Block:
-        """Returns the rewritten block.
-
-        Raises:
-          _Apart: it can't be.
-        """
+        """Returns the rewritten block. Raises _Apart if it can't be."""
         own = [e for e in self.block.equations if family_of(e) == self.family]
         lookups, fetches, delivered = ([e for e in own if e.op == f"ap.{op}"] for op in ("lookup", "fetch", "deliver"))
         self.ids = all_ids(self.block)
@@ -232,11 +228,8 @@ class _Pooling:
 
 
 def _by_index(accesses: Iterable[Equation]) -> Mapping[Atom, Equation]:
-    """Maps index vectors to one of the accesses by them.
-
-    Raises:
-      _Apart: ids out of range mean different things to them.
-    """
+    """Maps index vectors to one of the accesses by them. Raises _Apart if ids out of range mean different things to
+    them."""
     found: dict[Atom, Equation] = {}
     for access in accesses:
         p, other = access.params, found.setdefault(access.inputs[2], access).params

@@ -36,12 +36,8 @@ _ENOUGH_ROWS = 64
 def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
     """Inserts lookups and pushes of all rows of the dense leaves that a strategy puts on hosts.
 
-    Args:
-      program: A classified program.
-      strategy: The user's. A pattern means dense leaves if it puts no table there.
-
-    Raises:
-      StrategyError: a named leaf can't be there.
+    `program`: a classified program. `strategy`: the user's. A pattern means dense leaves if it puts no table there.
+    Raises StrategyError if a named leaf can't be there.
     """
     inputs = program.block.inputs
     tables = {k for k, _ in program.tables}

@@ -242,11 +242,8 @@ _TAKES_STORED = frozenset({"ap.pull", "ap.catch_up", "ap.flush", "ap.reduce_rows
 
 
 def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    """Returns the program with its reads of whole tables on hosts as `reduce_table` equations.
-
-    Raises:
-      NotLocal: all rows of a table are needed in another way.
-    """
+    """Returns the program with its reads of whole tables on hosts as `reduce_table` equations. Raises NotLocal if all
+    rows of a table are needed in another way."""
     layouts = {f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None}
     if not layouts:
         return program, "no table is on hosts"
@@ -282,11 +279,8 @@ class _Walk(Tables):
         self.sources[var] = RowSource((var,), var, is_old=True)
 
     def outputs(self) -> tuple[Atom, ...]:
-        """Returns the block's outputs, which may be stored tables but no other values of all rows.
-
-        Raises:
-          NotLocal: an output is such a value.
-        """
+        """Returns the block's outputs, which may be stored tables but no other values of all rows. Raises NotLocal if
+        an output is such a value."""
         block = self.program.block
         atoms, refused = [], list[NotLocal]()
         for atom, output in zip(block.outputs, self.program.outputs, strict=True):

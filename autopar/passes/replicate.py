@@ -108,13 +108,8 @@ def replicate(
 def check_replicas(earlier: Plan | None, name: str, old: object, new: object) -> None:
     """Checks that an earlier plan, by which a step is to be run, has the same replicas or servers.
 
-    Args:
-      earlier: The plan, if there is one.
-      name: The step's name.
-      old, new: That plan's replicas, and the ones of `sync=`.
-
-    Raises:
-      PlanError: they differ.
+    `earlier`: the plan, if there is one. `name`: the step's name. `old`, `new`: that plan's replicas, and the ones of
+    `sync=`. Raises PlanError if they differ.
     """
     if earlier is not None and str(old) != str(new):
         raise PlanError(

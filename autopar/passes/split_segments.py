@@ -215,11 +215,7 @@ def _buckets(
     mine: Sequence[Equation], exchanged: Sequence[Equation], least: int
 ) -> Sequence[tuple[Collection[Equation], tuple[Equation, ...]]]:
     """Returns parts of a device program, each with sums of `least` bytes or more that run beside the following part.
-
-    Args:
-      mine: The equations of the program.
-      exchanged: The exchanges that follow it.
-    """
+    `mine`: the equations of the program. `exchanged`: the exchanges that follow it."""
     ready: dict[Atom, int] = {}
     for k, equation in enumerate(mine):
         own = k if equation_work(equation)[0] else 0

@@ -39,13 +39,9 @@ from autopar.sync import Async
 def split_servers(program: Program, servers: int, gradient: Collection[Equation] | None = None) -> ServedStep:
     """Returns the programs of a worker and of each server.
 
-    Args:
-      program: A program that `split_update` has cut, into one microbatch; or any other one.
-      servers: The number of servers.
-      gradient: The equations of its gradient program; None: that of `split_update`.
-
-    Raises:
-      StrategyError: a result needs leaves that only servers have, or the update has an effect.
+    `program`: a program that `split_update` has cut, into one microbatch; or any other one. `servers`: the number of
+    servers. `gradient`: the equations of its gradient program; None: that of `split_update`. Raises StrategyError if a
+    result needs leaves that only servers have, or the update has an effect.
     """
     cut = [e for e in program.block.equations if e.op == "ap.microbatches"] if gradient is None else gradient
     return _Cutter(program, servers, set(cut)).run()
@@ -147,10 +143,7 @@ class _Cutter:
 
     def _sent(self, wanted: Iterable[Var]) -> tuple[list[Var], list[Equation]]:
         """Returns the values that travel in place of the wanted ones, and the equations that compute these from them.
-
-        Raises:
-          StrategyError: one of them can't travel.
-        """
+        Raises StrategyError if one of them can't travel."""
         sent = dict.fromkeys(wanted)
         moved: list[Equation] = []
         for equation in reversed(self._stateless):
@@ -260,13 +253,8 @@ class _Cutter:
         return all(a in clocks for a in free_values(needed_equations(of_update, new), new))
 
     def _part(self, leaves: Sequence[KeptIndex], cut: _Cut, counted: Sequence[int]) -> ServerPart:
-        """Makes a server's programs.
-
-        Args:
-          leaves: Numbers of what it keeps.
-          cut: The joint work of all servers.
-          counted: Clocks that it counts, whether it reads them or not.
-        """
+        """Makes a server's programs. `leaves`: numbers of what it keeps. `cut`: the joint work of all servers.
+        `counted`: clocks that it counts, whether it reads them or not."""
         clocks = list(counted)
         while True:  # a clock may need another one
             new = [self._new[k] for k in (*leaves, *clocks)]
@@ -309,11 +297,7 @@ class _Cutter:
             )
 
     def _check_results(self, worker: Sequence[Equation], outputs: Sequence[Atom], given: Collection[Var]) -> None:
-        """Checks that a worker has everything that its results need.
-
-        Raises:
-          StrategyError: it hasn't.
-        """
+        """Checks that a worker has everything that its results need. Raises StrategyError if it hasn't."""
         lost = next((v for v in free_values(worker, outputs) if v not in given), None)
         if lost is None:
             return
@@ -510,11 +494,7 @@ def _cut(
     equations: Sequence[Equation],
     elsewhere: Collection[Var],
 ) -> CutLeaves:
-    """Cuts leaves along an axis.
-
-    Raises:
-      NotLocal: an equation looks beyond a piece.
-    """
+    """Cuts leaves along an axis. Raises NotLocal if an equation looks beyond a piece."""
     placing = Placing(cut, dict.fromkeys(states, axis), elsewhere)
     placing.follow(equations)
     if not placing.placed:
@@ -684,11 +664,7 @@ class Placing:
                 self._cut_results(equation, {**along, **found.needed}, [found.axis] * len(equation.outputs))
 
     def require(self, atom: Atom, axis: int) -> Var:
-        """Returns a value that is needed in pieces along an axis.
-
-        Raises:
-          NotLocal: it can't be cut so.
-        """
+        """Returns a value that is needed in pieces along an axis. Raises NotLocal if it can't be cut so."""
         if isinstance(atom, Literal):
             raise NotLocal("a constant of all rows")
         if atom not in self.axes:

@@ -149,11 +149,8 @@ def _same_outputs(equation: Equation, varying: Set[Var], read: Set[Atom]) -> lis
 
 
 def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equation], body: Sequence[Equation]) -> None:
-    """Checks that the work on examples is in the microbatches.
-
-    Raises:
-      NotLocal: nothing is, or products of weights with the whole batch aren't.
-    """
+    """Checks that the work on examples is in the microbatches. Raises NotLocal if nothing is, or products of weights
+    with the whole batch aren't."""
     plain = [e for e in before if not e.op.startswith(PREFIX)]
     of_batch = dependent(plain, walk.whole_values)
     of_weights = dependent(before, _weights(program))
@@ -245,11 +242,8 @@ def _by_number(equation: Equation) -> bool:
 
 
 def _divide(local: Block) -> tuple[list[Equation], list[Equation], list[Equation]]:
-    """Divides equations into those before the microbatches, those of each microbatch, and the update.
-
-    Raises:
-      NotLocal: a microbatch depends on a sum over all.
-    """
+    """Divides equations into those before the microbatches, those of each microbatch, and the update. Raises NotLocal
+    if a microbatch depends on a sum over all."""
     for equation in local.equations:
         if any(e.op in (_REDUCE, "ap.microbatch_replicate") for body in equation.bodies for e in body.walk()):
             raise NotLocal("a sum over all examples in a loop or branch", equation.source)

@@ -40,11 +40,8 @@ from autopar.passes.choosing.capacity import host_bounds, joined
 def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
     """Returns the program with tables stacked that are alike; None if there are none.
 
-    Args:
-      program: An analysed program.
-      plan: Its plan. Each table's rows are rounded up to a multiple of the devices (of hosts: ranks), so that a shard
-        of the stack has shards of the tables.
-      analyze: Analyses a program without facts.
+    `program`: an analysed program. `plan`: its plan. Each table's rows are rounded up to a multiple of the devices (of
+    hosts: ranks), so that a shard of the stack has shards of the tables. `analyze`: analyses a program without facts.
     """
     stacks, _ = _stacks(program, plan)
     plan = _noting_stacks(program, plan, stacks)
@@ -69,12 +66,8 @@ def _noting_stacks(program: Program, plan: ProgramPlan, stacks: Sequence[_Stack]
 
 
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:
-    """Maps reasons to tables that have exchanges of their own; none if there are too few to stack any.
-
-    Args:
-      program, plan: As of `stack_tables`.
-      has_stacks: It found some.
-    """
+    """Maps reasons to tables that have exchanges of their own; none if there are too few to stack any. `program`,
+    `plan`: as of `stack_tables`. `has_stacks`: it found some."""
     if len(_kinds(plan)) < FEWEST:
         return {}
     stacks, apart = _stacks(program, plan)
@@ -481,13 +474,8 @@ _ENTERED = frozenset({"scan", "cond", "remat"})
 
 
 def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
-    """Returns an evaluation of stacks in place of one of tables that lie in them; None if there are none.
-
-    Args:
-      program: An analysed evaluation.
-      plan: Its plan.
-      analyze: Analyses a program without facts.
-    """
+    """Returns an evaluation of stacks in place of one of tables that lie in them; None if there are none. `program`: an
+    analysed evaluation. `plan`: its plan. `analyze`: analyses a program without facts."""
     block = program.block
     read = {*block.outputs, *(a for e in block.equations for a in e.inputs)}
     groups: dict[tuple[object, ...], list[int]] = {}
@@ -558,13 +546,8 @@ def _is_looked_up(block: Block, table: Var) -> bool:
 def _in_stacks(
     block: Block, inputs: tuple[Var, ...], tables: Mapping[Atom, tuple[Var, StackIndex]], batch: Mapping[Var, int]
 ) -> Block:
-    """Returns a block that reads stacks in place of tables, those that it can at once.
-
-    Args:
-      inputs: What it is given in place of its inputs.
-      tables: Input -> its stack, and its index there.
-      batch: Value -> its axis of examples.
-    """
+    """Returns a block that reads stacks in place of tables, those that it can at once. `inputs`: what it is given in
+    place of its inputs. `tables`: input -> its stack, and its index there. `batch`: value -> its axis of examples."""
     equations, together = list[Equation](), dict[tuple[Var, int, bool, int | None], list[tuple[int, Equation]]]()
     turns, observed = dict[Atom, int](), 0  #: Value -> number of lookups, one after the other, that it depends on.
     for equation in block.equations:

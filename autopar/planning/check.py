@@ -53,23 +53,14 @@ SEND = "send"
 
 @dataclass(frozen=True, slots=True)
 class CheckRow:
-    """One line of a check: bytes that each device sends in a step.
+    """One line of a check: bytes that each device sends in a step."""
 
-    Attributes:
-      collective: XLA's name of the collective; "send" in a pipeline.
-      what: What it is for.
-      planned: Bytes by the plan; None: it doesn't say.
-      compiled: Bytes by the compiled program.
-      count: Number of arrays in the compiled program.
-      at_most: Whether `planned` is an upper bound: XLA may add up sums before it reduces them.
-    """
-
-    collective: str
-    what: str
-    planned: int | None
-    compiled: int
-    count: int
-    at_most: bool = False
+    collective: str  #: XLA's name of the collective; "send" in a pipeline.
+    what: str  #: What it is for.
+    planned: int | None  #: Bytes by the plan; None: it doesn't say.
+    compiled: int  #: Bytes by the compiled program.
+    count: int  #: Number of arrays in the compiled program.
+    at_most: bool = False  #: Whether `planned` is an upper bound: XLA may add up sums before it reduces them.
 
     @property
     def ok(self) -> bool:

@@ -18,18 +18,14 @@ from autopar.ir.plan import PipelinePlan, Plan, StagePlan, TablePlan
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The prediction of a step or of a part.
-
-    Attributes:
-      parts: The parts in order; a `Term` isn't divided further.
-      timed, source: Whether times are known, and from where.
-      simulated_s: Seconds of parts that run at the same time, on devices of their own; None: parts follow one another.
-    """
+    """The prediction of a step or of a part."""
 
     name: str
-    parts: tuple[Prediction | Term, ...] = ()
+    parts: tuple[Prediction | Term, ...] = ()  #: The parts in order; a `Term` isn't divided further.
+    #: Whether times are known, and from where.
     timed: bool = True
     source: str = ""
+    #: Seconds of parts that run at the same time, on devices of their own; None: parts follow one another.
     simulated_s: float | None = None
 
     @property

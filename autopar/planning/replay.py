@@ -129,10 +129,8 @@ def replay_minibatches(
     """Returns flat results of each minibatch of a step without a flush, drained after the last, whose results alone
     have the state (None before).
 
-    Args:
-      step, watch, tensor: As for `replay`.
-      new_states: Number of a state input -> number of the output with its new value.
-      minibatches: Flat arguments of each call. States are taken from the first one.
+    `step`, `watch`, `tensor`: as for `replay`. `new_states`: number of a state input -> number of the output with its
+    new value. `minibatches`: flat arguments of each call. States are taken from the first one.
     """
     asynchronous = step.asynchronous
     assert asynchronous is not None, "minibatches aren't flushed"
@@ -208,20 +206,14 @@ def compare_replay(planned: PlannedStep, leaves: Sequence[Leaf], steps: int) -> 
 
 @dataclass(frozen=True, slots=True)
 class TaskStaleness:
-    """The staleness of a stage's forwards ("F") or backwards ("B").
-
-    Attributes:
-      ahead: s, updates of the stage from such a task's start to its minibatch's last backward.
-      stale: For each version from the first update on, the RMS difference between its weights and those s updates
-        later.
-      predicted: The same for W + s u, which "spectrain" reads; u is the last update's change.
-    """
+    """The staleness of a stage's forwards ("F") or backwards ("B")."""
 
     stage: int
     kind: str
-    ahead: int
+    ahead: int  #: s, updates of the stage from such a task's start to its minibatch's last backward.
+    #: For each version from the first update on, the RMS difference between its weights and those s updates later.
     stale: tuple[float, ...]
-    predicted: tuple[float, ...]
+    predicted: tuple[float, ...]  #: The same for W + s u, which "spectrain" reads; u is the last update's change.
 
 
 @dataclass(frozen=True, slots=True)

@@ -455,12 +455,8 @@ class Answering(Protocol):
 def run_clients(clients: Sequence[Client], servers: Sequence[Answering], choose: Choice) -> None:
     """Runs all steps of the clients.
 
-    Args:
-      clients, servers: In their order.
-      choose: Chooses the next message. Messages from one client to one server stay in order.
-
-    Raises:
-      TimelineError: no message may come next, or none is left while a client waits.
+    `clients`, `servers`: in their order. `choose`: chooses the next message. Messages from one client to one server
+    stay in order. Raises TimelineError if no message may come next, or none is left while a client waits.
     """
     sent = {(c, n): deque[Message]() for c in range(len(clients)) for n in range(len(servers))}
     waiting, busy = [set[int]() for _ in clients], set(range(len(clients)))
@@ -519,10 +515,8 @@ class Job:
     ) -> list[list[dict[int, Array]]]:
         """Trains, by `run_clients`; returns each worker's results of each step, by number of the output.
 
-        Args:
-          steps: Each worker's number of steps.
-          minibatch: Worker, step -> the step's flat arguments, whose state isn't read.
-          choose: Chooses the next message.
+        `steps`: each worker's number of steps. `minibatch`: worker, step -> the step's flat arguments, whose state
+        isn't read. `choose`: chooses the next message.
         """
         results: list[list[dict[int, Array]]] = [[] for _ in steps]
         workers = [self._worker(w, count, minibatch, results[w]) for w, count in enumerate(steps)]

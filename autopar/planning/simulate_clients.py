@@ -78,18 +78,12 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SyncTime:
-    """The simulated clients on some devices.
+    """The simulated clients on some devices."""
 
-    Attributes:
-      devices: N, the devices of all clients.
-      clients: Each client's time.
-      rates: Each client's minibatches a second, in the steady state.
-      timeline: What servers, or passive clients of a ring, did (see `autopar.timeline`); None without them.
-    """
-
-    devices: int
-    clients: Sequence[ClientTime]
-    rates: Sequence[float]
+    devices: int  #: N, the devices of all clients.
+    clients: Sequence[ClientTime]  #: Each client's time.
+    rates: Sequence[float]  #: Each client's minibatches a second, in the steady state.
+    #: What servers, or passive clients of a ring, did (see `autopar.timeline`); None without them.
     timeline: Timeline | None
 
     @property
@@ -196,9 +190,8 @@ def simulate_clients(
 ) -> SyncSimulation:
     """Simulates the clients of a plan on several numbers of devices; see `planning.simulate`.
 
-    Raises:
-      ArgumentsError: a number of devices is no multiple of a client's; a slow worker doesn't exist; there are more
-        servers than processes; a ring is odd; or a step is predicted to take no time.
+    Raises ArgumentsError if a number of devices is no multiple of a client's; a slow worker doesn't exist; there are
+    more servers than processes; a ring is odd; or a step is predicted to take no time.
     """
     way = plan.clients_plan
     assert way is not None, "clients train"
@@ -269,10 +262,8 @@ def _time(plan: Plan, cluster: ClusterSpec, load: ClientLoad, options: ClientOpt
 def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: str, every: int = 0) -> ClientLoad:
     """Returns a load with few enough steps to follow each of their messages, or raises ArgumentsError.
 
-    Args:
-      messages: Messages of a client in an exchange.
-      servers: The number of servers in words, for the error; "" without any.
-      every: k, steps from an exchange with a centre to the next; 0: there is no centre.
+    `messages`: messages of a client in an exchange. `servers`: the number of servers in words, for the error; ""
+    without any. `every`: k, steps from an exchange with a centre to the next; 0: there is no centre.
     """
     count = load.count * messages
     if count > _MOST_PAIRS:

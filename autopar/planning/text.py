@@ -44,18 +44,13 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes:
-      breaks: A regular expression that matches where cells may be wrapped; "": nowhere.
-      optional: Whether the column is left out of a table that is too wide.
-    """
+    """A column of a table."""
 
     title: str
     cells: Sequence[str]
     justify: Literal["left", "right"] = "left"
-    breaks: str = ""
-    optional: bool = False
+    breaks: str = ""  #: A regular expression that matches where cells may be wrapped; "": nowhere.
+    optional: bool = False  #: Whether the column is left out of a table that is too wide.
 
     @property
     def roomy(self) -> int:

@@ -295,19 +295,12 @@ def _name(found: Stragglers, row: TableRow) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Stragglers:
-    """Simulations of clients of which one is slower.
+    """Simulations of clients of which one is slower."""
 
-    Attributes:
-      clients: n.
-      own: Name of this plan.
-      plans: Name -> plan; this one first.
-      found: Name -> a simulation for each of `FACTORS`.
-    """
-
-    clients: int
-    own: str
-    plans: Mapping[str, Plan]
-    found: Mapping[str, tuple[SyncSimulation, ...]]
+    clients: int  #: n.
+    own: str  #: Name of this plan.
+    plans: Mapping[str, Plan]  #: Name -> plan; this one first.
+    found: Mapping[str, tuple[SyncSimulation, ...]]  #: Name -> a simulation for each of `FACTORS`.
 
     def speedups(self, way: str) -> tuple[float, ...]:
         """Returns minibatches a second of all clients relative to one undisturbed client."""

@@ -223,19 +223,13 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class Curves:
-    """Bytes that each device sends in a step, by method.
-
-    Attributes:
-      x: The share of the rows that a device touches, or the number of devices.
-      sent: Method -> bytes at each x.
-      crossings: Points where another method begins to send least.
-      own, method, own_sent: x, method and bytes of the plan.
-    """
+    """Bytes that each device sends in a step, by method."""
 
     path: str
-    x: tuple[float, ...]
-    sent: Mapping[str, tuple[float, ...]]
-    crossings: tuple[Crossing, ...]
+    x: tuple[float, ...]  #: The share of the rows that a device touches, or the number of devices.
+    sent: Mapping[str, tuple[float, ...]]  #: Method -> bytes at each x.
+    crossings: tuple[Crossing, ...]  #: Points where another method begins to send least.
+    #: x, method and bytes of the plan.
     own: float
     method: str
     own_sent: float

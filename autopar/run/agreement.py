@@ -38,10 +38,8 @@ def check_same_call(
 ) -> None:
     """Compares a call that is about to be planned. `leaves`: flat arguments, None for those that may differ.
 
-    Raises:
-      AutoparError: versions or options differ.
-      ArgumentsError: shapes or plain arrays differ.
-      StepError: programs differ.
+    Raises AutoparError if versions or options differ. Raises ArgumentsError if shapes or plain arrays differ. Raises
+    StepError if programs differ.
     """
     name = program.name
     text = _plain(block_text(program.block, _contents))

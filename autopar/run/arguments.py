@@ -234,9 +234,8 @@ def find_states(
     """Matches arguments with outputs, a pytree of ShapeDtypeStructs. Without `state_argnums` any argument may be state,
     except those of `batch_argnums`.
 
-    Raises:
-      StateError: a named state, or what looks like one, isn't returned as it was given.
-      ArgumentsError: two arguments could be the state.
+    Raises StateError if a named state, or what looks like one, isn't returned as it was given. Raises ArgumentsError if
+    two arguments could be the state.
     """
     leaves, treedef = jax.tree.flatten(outputs)
     nodes = list(subtrees(treedef))

@@ -24,26 +24,19 @@ from autopar.ways.way import Way
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Asked:
-    """A user's request for a step.
+    """A user's request for a step."""
 
-    Attributes:
-      planner: A planner with the options that all ways share, without devices.
-      mesh, data_axis, tensor_axis, pipeline, sync, replan: As for `parallelize`.
-      machine_of: Measures the machine that some devices are in.
-      parallelize: Makes the same step with other options.
-      way_for: Chooses the way (`ways.table`).
-    """
-
-    planner: Planner
+    planner: Planner  #: A planner with the options that all ways share, without devices.
+    #: As for `parallelize`.
     mesh: jax.sharding.Mesh | None
     data_axis: str | None
     tensor_axis: str | None
     pipeline: Pipeline | None
     sync: Sync | None
     replan: Literal["warn", "off"]
-    machine_of: Callable[[Devices], Machine]
-    parallelize: Callable[..., ParallelStep]
-    way_for: Callable[..., type[Way]]
+    machine_of: Callable[[Devices], Machine]  #: Measures the machine that some devices are in.
+    parallelize: Callable[..., ParallelStep]  #: Makes the same step with other options.
+    way_for: Callable[..., type[Way]]  #: Chooses the way (`ways.table`).
 
     @functools.cached_property
     def devices(self) -> Devices:

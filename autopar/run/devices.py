@@ -449,10 +449,8 @@ class ReadRows:
     ) -> Callable[[Mapping[int, Array]], list[dict[int, Array]]]:
         """Compiles the function that computes the row numbers for all tables of an update log: flat, sorted, distinct.
 
-        Args:
-          read: (Table, input that is a leaf of it, its row axis).
-          sizes: Rows of each table that are brought up to date at a time.
-          everywhere: The sharding of the results.
+        `read`: (Table, input that is a leaf of it, its row axis). `sizes`: rows of each table that are brought up to
+        date at a time. `everywhere`: the sharding of the results.
         """
 
         def run(inputs: Mapping[int, Array]) -> list[dict[int, Array]]:

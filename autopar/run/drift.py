@@ -47,21 +47,14 @@ _RUNNING = 8
 
 @dataclass(frozen=True, slots=True)
 class SeenAlpha:
-    """Rows of a table that steps touch.
+    """Rows of a table that steps touch."""
 
-    Attributes:
-      planned: Rows that the plan was made for.
-      rows: Running mean of the latest samples. It begins anew where samples leave the plan or come back to it.
-      extent: V, the rows of the table.
-      samples: Number of samples since the plan was made.
-      streak: How many of the latest samples in a row had at least `DRIFT` times the planned rows; negative: so many
-        times less.
-    """
-
-    planned: int
-    rows: float
-    extent: int
-    samples: int = 0
+    planned: int  #: Rows that the plan was made for.
+    rows: float  #: Running mean of the latest samples. It begins anew where samples leave the plan or come back to it.
+    extent: int  #: V, the rows of the table.
+    samples: int = 0  #: Number of samples since the plan was made.
+    #: How many of the latest samples in a row had at least `DRIFT` times the planned rows; negative: so many times
+    #: less.
     streak: int = 0
 
     @property

@@ -74,11 +74,9 @@ class KeptPlacements:
     def placed(self, k: int, leaf: Leaf, where: Hashable, place: Callable[[Any], Array]) -> Array:
         """Returns an argument, which isn't updated in place, where the step takes it.
 
-        Args:
-          k, leaf: The input's index; an array or a Table.
-          where: Key of the placement, equal for all steps that share it.
-          place: Brings the leaf there. Its result must not share memory with a NumPy view of the leaf, which would keep
-            the leaf alive.
+        `k`, `leaf`: the input's index; an array or a Table. `where`: key of the placement, equal for all steps that
+        share it. `place`: brings the leaf there. Its result must not share memory with a NumPy view of the leaf, which
+        would keep the leaf alive.
         """
         if k in self._returned or not _is_constant(leaf):
             return place(leaf)

@@ -17,16 +17,11 @@ from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptio
 
 @dataclass(eq=False)
 class ObjectStep(PickledByOptions, abc.ABC):
-    """A step of a library's objects, which an integration (`autopar.integrations`) turns into steps of arrays.
+    """A step of a library's objects, which an integration (`autopar.integrations`) turns into steps of arrays."""
 
-    Attributes:
-      fun: The user's step.
-      options: Options of `autopar.parallelize`.
-      steps: Steps of arrays, by what is static in each.
-    """
-
-    fun: Callable[..., Pytree]
-    options: Mapping[str, Any]
+    fun: Callable[..., Pytree]  #: The user's step.
+    options: Mapping[str, Any]  #: Options of `autopar.parallelize`.
+    #: Steps of arrays, by what is static in each.
     steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
     _latest: ParallelStep | None = field(default=None, init=False)
 

@@ -99,9 +99,8 @@ class CallOfOne:
         """Makes the function of global arrays that all N devices compute together; and notes on what differs between
         devices, complete once the function was traced.
 
-        Raises:
-          ArgumentsError: the devices can't divide the examples.
-          StateError: the state can't be found, or differs between devices.
+        Raises ArgumentsError if the devices can't divide the examples. Raises StateError if the state can't be found,
+        or differs between devices.
         """
         args, _ = self.call.shapes
         device, count = self.device, self.device.count

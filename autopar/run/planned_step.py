@@ -38,33 +38,25 @@ from autopar.ways.way import Way
 
 @dataclass(eq=False)
 class PlannedStep:
-    """A step planned for one set of shapes.
-
-    Attributes:
-      way: How the step is run, with the options that it was compiled by.
-      example: Leaves of the first call's batch that ids depend on; None for all others.
-      fun: The function that was traced: the user's step, or one made of it.
-      notes: What `explain` says about that function.
-      clients: The clients that have a replica each.
-      larger: Compiles the step with larger capacities in the background, once batches have come near these.
-    """
+    """A step planned for one set of shapes."""
 
     call: Call
     states: States
     compiled: Compiled
-    way: Way
+    way: Way  #: How the step is run, with the options that it was compiled by.
     jaxpr: AnyJaxpr
     out_tree: PyTreeDef
     trace_s: float = 0.0
-    example: Sequence[Leaf] | None = None
+    example: Sequence[Leaf] | None = None  #: Leaves of the first call's batch that ids depend on; None for all others.
 
     devices: Devices | None = None
     donate: bool = True
     machine: Machine = NOWHERE
     headroom: float = HEADROOM
-    fun: Callable[..., Pytree] | None = None
-    notes: Sequence[str] = ()
-    clients: Clients | None = None
+    fun: Callable[..., Pytree] | None = None  #: The function that was traced: the user's step, or one made of it.
+    notes: Sequence[str] = ()  #: What `explain` says about that function.
+    clients: Clients | None = None  #: The clients that have a replica each.
+    #: Compiles the step with larger capacities in the background, once batches have come near these.
     larger: Compilation[PlannedStep] | None = field(default=None, init=False)
 
     @property
@@ -216,11 +208,8 @@ class Runner(abc.ABC):
         """
 
     def lower(self) -> Any:
-        """Lowers the step at the plan's shapes, as `jax.jit(step).lower` does.
-
-        Raises:
-          StepError: it runs in several programs.
-        """
+        """Lowers the step at the plan's shapes, as `jax.jit(step).lower` does. Raises StepError if it runs in several
+        programs."""
         raise StepError(
             f"a step {self.several_programs} runs in several programs, and so can't be traced into one (lower, jax.jit)"
         )

@@ -52,35 +52,24 @@ ON_DEVICES = 'keep their rows on the devices, strategy="ps"'
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans calls of a step.
+    """Plans calls of a step."""
 
-    Attributes:
-      fun: The user's step.
-      options: The options of the whole step.
-      machine: The machine, whose figures the plan is made by.
-      donate: Whether the state is updated in place.
-      donated: Arguments that the user lets go; None: all of the state.
-      state_argnums, batch_argnums: As for `parallelize`.
-      static: The static arguments.
-      devices: The devices that run the step; None: one.
-      per_device: The devices that the step is written for, if it is written for one of several.
-      clients: Clients that train a replica each; `devices` are those of this one.
-      way_of: Returns the way to run the step with some options.
-      in_stages: Makes the planner of a pipeline, for a state that fits in no other way; None: not allowed.
-    """
-
-    fun: Callable[..., Pytree]
-    options: Options
-    machine: Machine
-    donate: bool
+    fun: Callable[..., Pytree]  #: The user's step.
+    options: Options  #: The options of the whole step.
+    machine: Machine  #: The machine, whose figures the plan is made by.
+    donate: bool  #: Whether the state is updated in place.
+    #: As for `parallelize`.
     state_argnums: tuple[int, ...] | None
     batch_argnums: tuple[int, ...] | None
-    static: NamedArguments
-    donated: NamedArguments | None = None
-    devices: Devices | None = None
+    static: NamedArguments  #: The static arguments.
+    donated: NamedArguments | None = None  #: Arguments that the user lets go; None: all of the state.
+    devices: Devices | None = None  #: The devices that run the step; None: one.
+    #: The devices that the step is written for, if it is written for one of several.
     per_device: PerDevice | None = None
-    clients: Clients | None = None
+    clients: Clients | None = None  #: Clients that train a replica each; `devices` are those of this one.
+    #: Makes the planner of a pipeline, for a state that fits in no other way; None: not allowed.
     in_stages: Callable[[], Planner] | None = None
+    #: Returns the way to run the step with some options.
     way_of: Callable[[Options], Way] = dataclasses.field(kw_only=True)
 
     @property

@@ -162,22 +162,15 @@ class CompiledProgram:
 
 @dataclass(frozen=True, eq=False)
 class StageExecutable:
-    """A stage's program, to be compiled for each device that runs it.
+    """A stage's program, to be compiled for each device that runs it."""
 
-    Attributes:
-      program, count: The program, and M, the number of microbatches.
-      joins: Outputs that are summed over microbatches -> name of the reduction.
-      read: Positions of outputs that others read.
-      donated: Positions of inputs whose buffers the results may take.
-      divided: Values that the devices of a stage divide -> the axis.
-    """
-
+    #: The program, and M, the number of microbatches.
     program: StageProgram
     count: int
-    joins: Mapping[Var, str]
-    read: tuple[int, ...]
-    donated: tuple[int, ...]
-    divided: Mapping[Var, int]
+    joins: Mapping[Var, str]  #: Outputs that are summed over microbatches -> name of the reduction.
+    read: tuple[int, ...]  #: Positions of outputs that others read.
+    donated: tuple[int, ...]  #: Positions of inputs whose buffers the results may take.
+    divided: Mapping[Var, int]  #: Values that the devices of a stage divide -> the axis.
 
     @property
     def _values(self) -> list[Var]:

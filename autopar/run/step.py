@@ -390,19 +390,13 @@ class ParallelStep(PickledByOptions):
 
 @dataclass(slots=True, eq=False)
 class _Ready:
-    """A plan that is ready for calls of one key.
-
-    Attributes:
-      runner: Runs the calls; None: they are traced.
-      has_run: The first run compiles.
-      is_explicit: Arguments are on meshes with Explicit axes.
-    """
+    """A plan that is ready for calls of one key."""
 
     key: Any
     planned: Any
-    runner: Runner | None
-    has_run: bool = False
-    is_explicit: bool = False
+    runner: Runner | None  #: Runs the calls; None: they are traced.
+    has_run: bool = False  #: The first run compiles.
+    is_explicit: bool = False  #: Arguments are on meshes with Explicit axes.
 
 
 #: Before the first call.

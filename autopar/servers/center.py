@@ -121,10 +121,8 @@ class SharedRows:
         """Moves this table's rows to the mean of both; returns their indices, and the moves to subtract from the
         neighbour's.
 
-        Args:
-          neighbor: The active client that asks.
-          indices: Rows that it has changed since their last exchange, ascending, distinct.
-          values: [n, ...]: these rows.
+        `neighbor`: the active client that asks. `indices`: rows that it has changed since their last exchange,
+        ascending, distinct. `values`: [n, ...]: these rows.
         """
         earlier = self._since[neighbor]
         union = np.union1d(indices, earlier.indices)
@@ -148,9 +146,7 @@ class SharedRows:
         """Adds the changes of the client's own step; returns the numbers and values of rows that differ from the
         step's.
 
-        Args:
-          indices: Rows that the step looked up, ascending, distinct.
-          values: [n, ...]: these rows, as it made them.
+        `indices`: rows that the step looked up, ascending, distinct. `values`: [n, ...]: these rows, as it made them.
         """
         begun, now = self._begun, self.rows[indices]
         moved = np.isin(indices, begun.indices, assume_unique=True)

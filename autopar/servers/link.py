@@ -112,10 +112,8 @@ class Link:
     ) -> tuple[list[Kept], Sent]:
         """Returns what each server keeps after all workers' messages, and the `own` of the first worker. Collective.
 
-        Args:
-          own: This worker's value.
-          resumed: A message of each worker to servers afterwards; None: there is none.
-          leaves: As in `Read`.
+        `own`: this worker's value. `resumed`: a message of each worker to servers afterwards; None: there is none.
+        `leaves`: as in `Read`.
         """
         self.finish()
         here, group = self._service.rank, everyone()

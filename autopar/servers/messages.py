@@ -120,17 +120,11 @@ class Spec(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Makes a process a dedicated server (`autopar.mpi.service.Opening`).
+    """Makes a process a dedicated server (`autopar.mpi.service.Opening`)."""
 
-    Attributes:
-      spec: A portable spec.
-      speakers: For each worker the process that speaks for it to this server.
-      wide: Whether the workers have 64-bit types.
-    """
-
-    spec: Spec
-    speakers: Sequence[int]
-    wide: bool
+    spec: Spec  #: A portable spec.
+    speakers: Sequence[int]  #: For each worker the process that speaks for it to this server.
+    wide: bool  #: Whether the workers have 64-bit types.
 
     def handler(self) -> Handler:
         """Makes a handler that computes as it would in the workers' own processes."""

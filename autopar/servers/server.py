@@ -43,12 +43,8 @@ class Server:
         self._waiting: list[Pull] = []
 
     def take(self, message: Pull | Push | Leave | Return | Read) -> list[tuple[int, Reply]]:
-        """Returns answers that are due now, each with its worker.
-
-        Raises:
-          AutoparError: a push isn't the next one of its worker.
-          StateError: an earlier update failed.
-        """
+        """Returns answers that are due now, each with its worker. Raises AutoparError if a push isn't the next one of
+        its worker. Raises StateError if an earlier update failed."""
         worker = message.worker
         if self._failed:
             raise StateError(

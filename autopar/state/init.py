@@ -111,22 +111,14 @@ def init(
 
 @dataclass(frozen=True, eq=False)
 class Maker:
-    """Makes the leaves of a state.
+    """Makes the leaves of a state."""
 
-    Attributes:
-      make: The traced function of flat arrays.
-      shardings: The sharding of each leaf; None on one device.
-      layouts: (layout, row axis) of each leaf that has one.
-      whole: Whether leaves are made whole on one device first, so that their bits are right.
-      block: What makes the state.
-    """
-
-    make: Callable[..., Sequence[Pytree]]
+    make: Callable[..., Sequence[Pytree]]  #: The traced function of flat arrays.
     devices: Devices | None
-    shardings: Sequence[Any] | None
-    layouts: Sequence[tuple[RowLayout, int] | None]
-    whole: bool
-    block: Block
+    shardings: Sequence[Any] | None  #: The sharding of each leaf; None on one device.
+    layouts: Sequence[tuple[RowLayout, int] | None]  #: (layout, row axis) of each leaf that has one.
+    whole: bool  #: Whether leaves are made whole on one device first, so that their bits are right.
+    block: Block  #: What makes the state.
 
     @staticmethod
     def of(
@@ -445,9 +437,8 @@ def planned_step_of(
 ) -> tuple[PlannedStep, list[int | None]]:
     """Plans a step for a state; returns the planned step, and for each leaf of the state the step's input.
 
-    Args:
-      made: The state as shapes, each a distinct object: by identity they are found among the step's arguments.
-      name, no_state: The name of the state's maker, and an error's text if no leaf is state.
+    `made`: the state as shapes, each a distinct object: by identity they are found among the step's arguments. `name`,
+    `no_state`: the name of the state's maker, and an error's text if no leaf is state.
     """
     arguments = _call_of(step, name, made, batch, call)
     try:

@@ -254,10 +254,8 @@ class PendingSave:
     ) -> PendingSave:
         """Begins to save a state. Collective.
 
-        Args:
-          state, position: As for `save`.
-          step: The number of the training's step, if it is known; the same on all processes.
-          copied: Whether to copy what this process will write to its memory, so that steps may go on.
+        `state`, `position`: as for `save`. `step`: the number of the training's step, if it is known; the same on all
+        processes. `copied`: whether to copy what this process will write to its memory, so that steps may go on.
         """
         known: list[SavedLeaf] = []
         state = on_one_process(state)

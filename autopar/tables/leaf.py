@@ -28,17 +28,12 @@ _reads: Counter[tuple[type, tuple[int, ...]]] = Counter()
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of a leaf as files have them.
+    """The parts of a leaf as files have them."""
 
-    Attributes:
-      layout: Which row is in which.
-      axis: Of rows.
-      own: (number, rows, row axis first) of those that this process saves; each is saved by one. Spare rows at the end
-        are left out of files.
-    """
-
-    layout: RowLayout
-    axis: int
+    layout: RowLayout  #: Which row is in which.
+    axis: int  #: Of rows.
+    #: (number, rows, row axis first) of those that this process saves; each is saved by one. Spare rows at the end are
+    #: left out of files.
     own: Callable[[], Iterator[tuple[int, np.ndarray]]]
 
 
@@ -109,11 +104,8 @@ class TableLeaf(abc.ABC):
         """Tells whether this process alone has all of it, and no other has a replica."""
 
     def ordinary(self) -> Leaf:
-        """Returns an ordinary array for a file that this process writes by itself.
-
-        Raises:
-          CheckpointError: others have a part of it.
-        """
+        """Returns an ordinary array for a file that this process writes by itself. Raises CheckpointError if others
+        have a part of it."""
         if not self.is_whole_here:
             raise CheckpointError(
                 f"an {self!r} can't be pickled or made bytes of: this process has only a part of it, or a replica of "
@@ -401,11 +393,7 @@ class NumpyHome(Home):
 
 
 def require_dtype(leaf: Described) -> None:
-    """Checks that JAX has the leaf's dtype.
-
-    Raises:
-      CheckpointError: it hasn't, as without 64 bits.
-    """
+    """Checks that JAX has the leaf's dtype. Raises CheckpointError if it hasn't, as without 64 bits."""
     if jax.dtypes.canonicalize_dtype(leaf.numpy_dtype) != leaf.numpy_dtype:
         raise CheckpointError(
             f"{leaf.path} was saved as {leaf.numpy_dtype}, which JAX doesn't have now: set jax_enable_x64 as it was"
@@ -414,13 +402,9 @@ def require_dtype(leaf: Described) -> None:
 
 @dataclass(frozen=True)
 class Whole:
-    """A source that this process has all of.
+    """A source that this process has all of."""
 
-    Attributes:
-      array: The leaf.
-    """
-
-    array: np.ndarray
+    array: np.ndarray  #: The leaf.
 
     def whole(self) -> np.ndarray:
         return self.array

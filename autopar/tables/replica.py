@@ -28,45 +28,30 @@ _MOST_CALLS = 64
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Some rows of a table.
+    """Some rows of a table."""
 
-    Attributes:
-      axis: Of the rows.
-      indices: Their indices, int32[n], some of them several times.
-      values: [n, ...]: the rows.
-    """
-
-    axis: int
-    indices: np.ndarray
-    values: Array
+    axis: int  #: Of the rows.
+    indices: np.ndarray  #: Their indices, int32[n], some of them several times.
+    values: Array  #: [n, ...]: the rows.
 
 
 @dataclass(frozen=True, eq=False)
 class OnItsWay:
-    """A mean that isn't merged yet.
+    """A mean that isn't merged yet."""
 
-    Attributes:
-      due: The step behind which it is.
-      sent: Input -> the weight as it was when it was sent, or the rows that were sent of it.
-      new: Input -> what it becomes, or these rows do, but for what this client has changed since.
-    """
-
-    due: int
+    due: int  #: The step behind which it is.
+    #: Input -> the weight as it was when it was sent, or the rows that were sent of it.
     sent: Mapping[int, Array | Rows]
+    #: Input -> what it becomes, or these rows do, but for what this client has changed since.
     new: Mapping[int, Array | Rows]
 
 
 @dataclass(frozen=True, eq=False)
 class Touched:
-    """The rows of a table that a client's calls have looked up.
+    """The rows of a table that a client's calls have looked up."""
 
-    Attributes:
-      extent: Rows of the table.
-      calls: For each call the rows by number.
-    """
-
-    extent: int
-    calls: tuple[np.ndarray, ...] = ()
+    extent: int  #: Rows of the table.
+    calls: tuple[np.ndarray, ...] = ()  #: For each call the rows by number.
 
     @staticmethod
     def of_bits(extent: int, bits: np.ndarray) -> Touched:
@@ -91,29 +76,20 @@ class Touched:
 
 @dataclass(frozen=True, eq=False)
 class Replicas:
-    """Holds what is known of a state's replicas, behind one step, besides its leaves.
+    """Holds what is known of a state's replicas, behind one step, besides its leaves."""
 
-    Attributes:
-      clients: Who has them.
-      mode: What steps that go on with them have in common.
-      steps: How many steps each client has done.
-      anchors: With an outer optimizer, input -> the weight as it was made last for all clients.
-      outer: Fragment -> the state of the outer optimizer.
-      on_way: Fragment -> its mean, while it is on its way.
-      touched: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
-      center: By elastic averaging, what this process does for it.
-      ring: By averaging with neighbours at any time, what this process does for it.
-    """
-
-    clients: Clients
-    mode: str
-    steps: int = 0
+    clients: Clients  #: Who has them.
+    mode: str  #: What steps that go on with them have in common.
+    steps: int = 0  #: How many steps each client has done.
+    #: With an outer optimizer, input -> the weight as it was made last for all clients.
     anchors: Mapping[int, Array] = field(default_factory=dict)
+    #: Fragment -> the state of the outer optimizer.
     outer: Mapping[FragmentIndex, Pytree] = field(default_factory=dict)
-    on_way: Mapping[int, OnItsWay] = field(default_factory=dict)
+    on_way: Mapping[int, OnItsWay] = field(default_factory=dict)  #: Fragment -> its mean, while it is on its way.
+    #: Table -> the rows that this client's calls have looked up since its last mean, where only these move.
     touched: Mapping[int, Touched] = field(default_factory=dict)
-    center: CenterSession | None = None
-    ring: RingSession | None = None
+    center: CenterSession | None = None  #: By elastic averaging, what this process does for it.
+    ring: RingSession | None = None  #: By averaging with neighbours at any time, what this process does for it.
 
     @property
     def shared(self) -> dict[str, Json]:
@@ -178,11 +154,8 @@ class Replica(StandingLeaf[Replicas]):
 
 
 def replicas_of(leaves: Sequence[Leaf]) -> Replicas | None:
-    """Returns what the replicas among some leaves share; None if there are none.
-
-    Raises:
-      DonatedStateError: some are of one call, some of another.
-    """
+    """Returns what the replicas among some leaves share; None if there are none. Raises DonatedStateError if some are
+    of one call, some of another."""
     found = {leaf.pending for leaf in leaves if isinstance(leaf, Replica)}
     if len(found) > 1:
         raise DonatedStateError("some replicas of the state are of another step than others: give a state as returned")

@@ -67,11 +67,8 @@ class ServedLeaf(StandingLeaf[Session]):
 
 
 def session_of(leaves: Sequence[Leaf]) -> Session | None:
-    """Returns what this process does for the state that some leaves are of; None if servers keep none of them.
-
-    Raises:
-      DonatedStateError: they are of several states, or were given to a step.
-    """
+    """Returns what this process does for the state that some leaves are of; None if servers keep none of them. Raises
+    DonatedStateError if they are of several states, or were given to a step."""
     served = [leaf for leaf in leaves if isinstance(leaf, ServedLeaf)]
     if any(leaf.is_deleted() for leaf in served):
         raise donated("the state")

@@ -22,16 +22,11 @@ from autopar.tables.leaf import Described, Home, PlacedLeaf, Shards, Source, cop
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A leaf of a pipeline's state, or some of its layers, on one stage.
+    """A leaf of a pipeline's state, or some of its layers, on one stage."""
 
-    Attributes:
-      ranks: Where stages are on several processes, those that hold it; else none.
-      sharding: On the devices of this process that do; None: there are none.
-      start, stop: The layers, which are rows of its first axis.
-    """
-
-    ranks: tuple[int, ...]
-    sharding: Any
+    ranks: tuple[int, ...]  #: Where stages are on several processes, those that hold it; else none.
+    sharding: Any  #: On the devices of this process that do; None: there are none.
+    #: The layers, which are rows of its first axis.
     start: int
     stop: int
 

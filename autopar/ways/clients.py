@@ -22,18 +22,12 @@ from autopar.ways.way import Way
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class WithClients(Way):
-    """Clients, each of which trains on minibatches of its own.
+    """Clients, each of which trains on minibatches of its own."""
 
-    Attributes:
-      sync: How clients exchange weights or gradients.
-      clients: Number of clients.
-      servers: Number of servers; unused where clients need none.
-      server_ranks: Ranks of servers that are processes of their own; (): servers are threads of the clients.
-    """
-
-    sync: Any
-    clients: int = 1
-    servers: int = 1
+    sync: Any  #: How clients exchange weights or gradients.
+    clients: int = 1  #: Number of clients.
+    servers: int = 1  #: Number of servers; unused where clients need none.
+    #: Ranks of servers that are processes of their own; (): servers are threads of the clients.
     server_ranks: tuple[int, ...] = ()
 
     exchanges = "replicas (sync=)"
@@ -102,9 +96,8 @@ class WithClients(Way):
 def said_clients(processes: StoreGroup) -> int | None:
     """Returns the number of clients that the environment asks for (`launch --clients`), or None. Collective.
 
-    Raises:
-      LaunchError: the variable is neither a positive number nor "machines".
-      ArgumentsError: it is "machines", and these have different numbers of processes, or ranks that aren't adjacent.
+    Raises LaunchError if the variable is neither a positive number nor "machines". Raises ArgumentsError if it is
+    "machines", and these have different numbers of processes, or ranks that aren't adjacent.
     """
     text = os.environ.get(CLIENTS_VARIABLE, "")
     if text != "machines":

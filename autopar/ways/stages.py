@@ -52,21 +52,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class InStages(Way):
-    """A pipeline, with a flush after each step or without (asynchronous stages).
+    """A pipeline, with a flush after each step or without (asynchronous stages)."""
 
-    Attributes:
-      pipeline: The pipeline that the user asked for, or the chosen one.
-      candidates: What it was chosen from, as text, with predicted seconds a step.
-      stage_devices: Devices of stages, used or not; (): these devices aren't here.
-      count: Number of devices.
-      group: The processes of the devices.
-    """
-
-    pipeline: Pipeline
-    candidates: tuple[tuple[str, float], ...] = ()
-    stage_devices: Sequence[StageDevice] = ()
-    count: int = 1
-    group: StoreGroup | None = None
+    pipeline: Pipeline  #: The pipeline that the user asked for, or the chosen one.
+    candidates: tuple[tuple[str, float], ...] = ()  #: What it was chosen from, as text, with predicted seconds a step.
+    stage_devices: Sequence[StageDevice] = ()  #: Devices of stages, used or not; (): these devices aren't here.
+    count: int = 1  #: Number of devices.
+    group: StoreGroup | None = None  #: The processes of the devices.
 
     @classmethod
     def check(cls, asked: Asked) -> None:

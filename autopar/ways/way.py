@@ -69,11 +69,7 @@ class Way:
 
     @classmethod
     def check(cls, asked: Asked) -> None:
-        """Checks the way's own options, and that the others go with them.
-
-        Raises:
-          ArgumentsError: they don't.
-        """
+        """Checks the way's own options, and that the others go with them. Raises ArgumentsError if they don't."""
         plan = asked.planner.options.plan
         if plan is not None and plan.clients_plan is not None:
             raise ArgumentsError(

@@ -25,38 +25,24 @@ _BLOCK_BYTES = 1 << 24
 
 @dataclass(eq=False, repr=False)
 class HostRows:
-    """A shard.
+    """A shard."""
 
-    Attributes:
-      rows: [shard, ...], spare rows at the end included.
-      layout: Which row is where; `layout.devices` is the number of ranks.
-      rank: Whose share it is.
-      axis: The row axis of the table.
-      path: Of the leaf, for messages.
-      generation: How often the rows were handed on.
-      log: What some rows still miss, if they are deferred.
-      stack: The storage of several tables' shards of which `rows` is a part, from row `start` on.
-      steps: Of a stack: the steps that stacked its first table, one after the other, up to the first that did so twice.
-    """
-
-    rows: np.ndarray
-    layout: RowLayout
-    rank: int
-    axis: int
-    path: str
-    generation: int = 0
-    log: AnyLog | None = None
+    rows: np.ndarray  #: [shard, ...], spare rows at the end included.
+    layout: RowLayout  #: Which row is where; `layout.devices` is the number of ranks.
+    rank: int  #: Whose share it is.
+    axis: int  #: The row axis of the table.
+    path: str  #: Of the leaf, for messages.
+    generation: int = 0  #: How often the rows were handed on.
+    log: AnyLog | None = None  #: What some rows still miss, if they are deferred.
+    #: The storage of several tables' shards of which `rows` is a part, from row `start` on.
     stack: HostRows | None = None
     start: int = 0
+    #: Of a stack: the steps that stacked its first table, one after the other, up to the first that did so twice.
     steps: tuple[str, ...] = ()
 
     @staticmethod
     def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
-        """Allocates a shard of a table of this shape.
-
-        Raises:
-          HostMemoryError: there isn't enough.
-        """
+        """Allocates a shard of a table of this shape. Raises HostMemoryError if there isn't enough."""
         others = (*shape[:axis], *shape[axis + 1 :])
         return HostRows(allocate_table((layout.shard_rows, *others), dtype, path), layout, rank, axis, path)
 
@@ -168,13 +154,9 @@ def rows_in(layout: RowLayout, rank: int, part: slice) -> np.ndarray:
 def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRows:
     """Returns one storage of several tables' shards, which are parts of it from now on.
 
-    Args:
-      members: Shards with their rows first, in order.
-      layout: Of the stack.
-      step: Who stacks them. If another step has meanwhile stacked some of them otherwise, it is warned of that once.
-
-    Raises:
-      HostMemoryError: there is no room for the largest of them once more, which moving them takes.
+    `members`: shards with their rows first, in order. `layout`: of the stack. `step`: who stacks them. If another step
+    has meanwhile stacked some of them otherwise, it is warned of that once. Raises HostMemoryError if there is no room
+    for the largest of them once more, which moving them takes.
     """
     first = members[0]
     starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()

@@ -20,16 +20,11 @@ from autopar.jax_types import Array, Params
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class RouteView:
-    """A compiled program's view of a route.
+    """A compiled program's view of a route."""
 
-    Attributes:
-      rows: int32[U], the owner's rows in its shard; the shard's size for padding.
-      spare: int32[1], a row of the shard that the step doesn't touch.
-      requested: int32[F], sorted storage indices of the rows that this rank asked for; one past the last for padding.
-    """
-
-    rows: Array
-    spare: Array
+    rows: Array  #: int32[U], the owner's rows in its shard; the shard's size for padding.
+    spare: Array  #: int32[1], a row of the shard that the step doesn't touch.
+    #: int32[F], sorted storage indices of the rows that this rank asked for; one past the last for padding.
     requested: Array
 
 

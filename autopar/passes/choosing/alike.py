@@ -49,9 +49,7 @@ def alike_tables(
     """Returns tables in groups of those that are alike, by their kind and what they have in common; and the families
     that are in none, each with the reason.
 
-    Args:
-      program: An analysed program.
-      kinds: Families -> what must be the same of those in a group besides.
+    `program`: an analysed program. `kinds`: families -> what must be the same of those in a group besides.
     """
     finder = _Finder(program)
     groups: dict[tuple[Hashable, Hashable], list[Member]] = {}
@@ -104,11 +102,7 @@ class _Finder:
                     self._equations.setdefault(family, []).append(equation)
 
     def member(self, family: int) -> Member:
-        """Describes a family.
-
-        Raises:
-          _Unlike: it can't be stacked.
-        """
+        """Describes a family. Raises _Unlike if it can't be stacked."""
         program = self._program
         space = next(s for s in program.facts.spaces if s.family == family)
         accesses = space.accesses
@@ -237,11 +231,8 @@ LEAST_SAVED = 1 << 16
 
 
 def without_small(program: Program, decided: Sequence[Decision], choices: Choices) -> list[Decision]:
-    """Returns the decisions without exchanges that save less than `LEAST_SAVED`.
-
-    Args:
-      decided: Of each family; those of hosts save bytes, however few.
-    """
+    """Returns the decisions without exchanges that save less than `LEAST_SAVED`. `decided`: of each family; those of
+    hosts save bytes, however few."""
     made, spaces = list(decided), program.facts.spaces
     left: list[set[str]] = [set() for _ in spaces]
     savings: dict[str, Callable[[RowSpace, TablePlan, Choices], float]] = {"pools": _by_bags, "joins": _beside}

@@ -52,10 +52,7 @@ def replayed_in_vain(program: Program, tables: Collection[int], options: Options
     A moving average of a table does that: only zero rows are scale-only. On one device that takes longer than the dense
     update, unless a table is large.
 
-    Args:
-      program: A compiled one.
-      tables: Leaves that it looks up.
-      options: Those that it was compiled with.
+    `program`: a compiled one. `tables`: leaves that it looks up. `options`: those that it was compiled with.
     """
     found: dict[int, Refusal] = {}
     if options.devices > 1 or options.hosts or options.plan is not None:

@@ -381,12 +381,8 @@ _STATES: Mapping[str, Callable[[Forms, Equation], State]] = {
 
 
 def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
-    """Returns a rewrite of an operation whose operands and results have these states.
-
-    Args:
-      operands: Their names in `_STATES`, or "read" for any state. The last one's holds for all further ones.
-      result: The results' name.
-    """
+    """Returns a rewrite of an operation whose operands and results have these states. `operands`: their names in
+    `_STATES`, or "read" for any state. The last one's holds for all further ones. `result`: the results' name."""
     *names, last = operands.split()
 
     def rewrite(walk: Forms, equation: Equation) -> None:

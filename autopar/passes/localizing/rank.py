@@ -76,13 +76,8 @@ def not_on_hosts(program: Program, error: NotLocal) -> StrategyError:
 def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> LocalWorker:
     """Returns the program of each device of a worker, all results whole; what they don't divide all compute.
 
-    Args:
-      program: A program that `split_servers` has cut.
-      bound: Its plan.
-      devices: The number of devices that divide the minibatch.
-
-    Raises:
-      NotLocal: an equation can't run on a part of its operands.
+    `program`: a program that `split_servers` has cut. `bound`: its plan. `devices`: the number of devices that divide
+    the minibatch. Raises NotLocal if an equation can't run on a part of its operands.
     """
     worker = known(program.served).worker
     pairs = zip(program.block.inputs, bound.placements, strict=False)

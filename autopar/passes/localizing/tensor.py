@@ -33,12 +33,8 @@ _APART = frozenset(
 def localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     """Returns the program of one device of the tensor axis, and a note.
 
-    Args:
-      program: Localized over the batch's devices.
-      bound: Says along which axes leaves are divided.
-
-    Raises:
-      NotLocal: an equation can't run on a part of its operands.
+    `program`: localized over the batch's devices. `bound`: says along which axes leaves are divided. Raises NotLocal if
+    an equation can't run on a part of its operands.
     """
     if bound.plan.tensor is None or not bound.tensors:
         return program, "no products are divided"
@@ -57,13 +53,8 @@ def localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]
 def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tuple[StagedStep, str]:
     """Writes the programs of a pipeline's stages as those of one device of the tensor axis (`StageProgram.local`).
 
-    Args:
-      staged: The programs, and which values are divided; none may be.
-      bound: The plan.
-      devices: T.
-
-    Raises:
-      NotLocal: an equation can't run on a part of its operands.
+    `staged`: the programs, and which values are divided; none may be. `bound`: the plan. `devices`: T. Raises NotLocal
+    if an equation can't run on a part of its operands.
     """
     shared, programs = _shared(bound, devices), []
     states = {v: Spread(axis) for v, axis in staged.divided.items()}

@@ -89,20 +89,13 @@ class _Batch(Rewriter):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _OwnPart:
-    """Examples' parts of a dimension of an operand.
+    """Examples' parts of a dimension of an operand."""
 
-    Attributes:
-      dim: The dimension.
-      column: The component of index vectors that has it.
-      axis: The axis of the indices that has `each` for each of `count` examples, in order.
-      size: The elements of an example's part.
-    """
-
-    dim: int
-    column: int
-    axis: int
+    dim: int  #: The dimension.
+    column: int  #: The component of index vectors that has it.
+    axis: int  #: The axis of the indices that has `each` for each of `count` examples, in order.
     count: int
-    size: int
+    size: int  #: The elements of an example's part.
     each: int
 
     def holds(self, index: np.ndarray) -> bool:

@@ -60,12 +60,7 @@ class _Walk(LookupRewriter):
 
     def _crossed(self, equation: Equation, apart: Set[int]) -> list[Equation] | int:
         """Moves tables across an equation's border in their own shape, or returns a carry that doesn't end in that
-        shape.
-
-        Args:
-          equation: A scan, remat or cond.
-          apart: Carries that stay unchanged.
-        """
+        shape. `equation`: a scan, remat or cond. `apart`: carries that stay unchanged."""
         is_scan, border = equation.op == "scan", equation.border
         skipped, consts, carry = border.head, border.consts, border.carries
         operands, outputs = list(equation.inputs), list(equation.outputs)
@@ -99,10 +94,8 @@ class _Walk(LookupRewriter):
     def _body(self, equation: Equation, body: Block, views: Mapping[int, Atom], known: int) -> Block:
         """Returns a nested block with tables in their own shape.
 
-        Args:
-          equation: The equation that has it.
-          views: Number of an input -> an operand in the shape of its table.
-          known: Number of leading inputs that aren't slices of sequences.
+        `equation`: the equation that has it. `views`: number of an input -> an operand in the shape of its table.
+        `known`: number of leading inputs that aren't slices of sequences.
         """
         inputs, start = list(body.inputs), list[Equation]()
         operands = equation.inputs[equation.border.head :]
@@ -204,11 +197,7 @@ class _Walk(LookupRewriter):
 
     def _access(self, equation: Equation, view: Atom, updates: Sequence[Atom]) -> list[Equation] | None:
         """Returns the gather or scatter in the table itself; None if it isn't of single indices and whole windows.
-
-        Args:
-          view: Its operand in the shape of the table.
-          updates: Those of a scatter.
-        """
+        `view`: its operand in the shape of the table. `updates`: those of a scatter."""
         operand, indices = equation.inputs[:2]
         factors = common_factors(view.shape, operand.shape)
         picked = Picked.of(equation)
@@ -351,9 +340,7 @@ def _index(
 ) -> tuple[Leaf, list[int]]:
     """Returns index vectors of rows and of factors of other axes, [*ids, *rows, 1 + columns]; and those factors.
 
-    Args:
-      indices: The equation's own in parts, [*ids, axes] each.
-      rows: Factors of adjacent rows that are taken together.
+    `indices`: the equation's own in parts, [*ids, axes] each. `rows`: factors of adjacent rows that are taken together.
     """
     sizes, shape, mode = factors.sizes, equation.inputs[0].shape, str(equation.params["mode"])
     dtype = np.dtype(np.int64 if indices[0].dtype.itemsize == 8 else np.int32)

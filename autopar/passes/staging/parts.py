@@ -78,13 +78,8 @@ def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
 def label_parts(
     parts: Parts, homes: Mapping[Var, int], stages: int, *, splits_backward: bool = False
 ) -> dict[Equation, Label]:
-    """Returns the label of each equation of the gradient program.
-
-    Args:
-      homes: The stage of each weight.
-      stages: S.
-      splits_backward: Gradients of weights are "W", apart from those of inputs.
-    """
+    """Returns the label of each equation of the gradient program. `homes`: the stage of each weight. `stages`: S.
+    `splits_backward`: gradients of weights are "W", apart from those of inputs."""
     body, outer, depths = parts.body, read_by(parts), homes_before(parts, homes)
     weights = {inner: depths[leaf] for inner, leaf in outer.items() if leaf in depths}
     trained = _reached_weights(parts, homes)

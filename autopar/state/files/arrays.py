@@ -263,12 +263,8 @@ def write_dense(version: Location, arrays: Mapping[str, Leaf]) -> tuple[FileReco
 
 
 def read_dense(version: Location, wanted: Mapping[str, tuple[tuple[int, ...], Any, Any]]) -> dict[str, Leaf]:
-    """Reads arrays from files that were checked (`manifest.check_files`).
-
-    Args:
-      wanted: Name -> shape, dtype, and the `jax.sharding.Sharding` for arrays to be read onto this process's devices
-        part by part; None: as NumPy arrays.
-    """
+    """Reads arrays from files that were checked (`manifest.check_files`). `wanted`: name -> shape, dtype, and the
+    `jax.sharding.Sharding` for arrays to be read onto this process's devices part by part; None: as NumPy arrays."""
     if not wanted:
         return {}
     if not isinstance(version, Path):

@@ -54,12 +54,8 @@ class Folder:
     # --- reading ---
 
     def current(self) -> tuple[Location, int]:
-        """Returns the directory of the current version, and its manifest's checksum.
-
-        Raises:
-          MissingCheckpointError: there is none.
-          CheckpointError: it is damaged.
-        """
+        """Returns the directory of the current version, and its manifest's checksum. Raises MissingCheckpointError if
+        there is none. Raises CheckpointError if it is damaged."""
         line = self._line()
         if line is None:
             raise MissingCheckpointError(self._why_missing())

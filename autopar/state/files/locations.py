@@ -67,16 +67,11 @@ def _opened(spec: str) -> Any:
 @dataclass(frozen=True)
 class ObjectPath(os.PathLike[str]):
     """An object in a store, or all objects whose names begin with this one and a slash. Methods are those of
-    `pathlib.Path`, and the store's errors become OSErrors.
+    `pathlib.Path`, and the store's errors become OSErrors."""
 
-    Attributes:
-      scheme: "s3" or "gs".
-      key: The object's name in its bucket, without slashes at its ends.
-    """
-
-    scheme: str
+    scheme: str  #: "s3" or "gs".
     bucket: str
-    key: str
+    key: str  #: The object's name in its bucket, without slashes at its ends.
 
     def __fspath__(self) -> str:
         return f"{self.scheme}://{self.bucket}/{self.key}".rstrip("/")

@@ -116,32 +116,24 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class LeafRecord:
-    """A leaf of the state.
+    """A leaf of the state."""
 
-    Attributes:
-      path, name: Its path in the state (`params/emb`), and the name of its files, or among the arrays of `dense/`.
-      shape, dtype: Those of the leaf; for PRNG keys `dtype` is that of their data.
-      weak: Whether its type is weak.
-      key: The implementation of PRNG keys; None for other leaves.
-      axis, layout: The row axis, and which row is in which file, for a leaf saved by rows.
-      value: A Python number as text.
-      replicas: C, if each client has its own; `layout` is then that of C rows, the clients' replicas.
-      files: Files of rows, shard by shard; in object stores also those of dense leaves.
-    """
-
+    #: Its path in the state (`params/emb`), and the name of its files, or among the arrays of `dense/`.
     path: str
     name: str
     kind: LeafKind
     type: LeafType
+    #: Those of the leaf; for PRNG keys `dtype` is that of their data.
     shape: tuple[int, ...]
     dtype: str
-    weak: bool = False
-    key: str | None = None
+    weak: bool = False  #: Whether its type is weak.
+    key: str | None = None  #: The implementation of PRNG keys; None for other leaves.
+    #: The row axis, and which row is in which file, for a leaf saved by rows.
     axis: int = 0
     layout: RowLayout | None = None
-    value: str = ""
-    replicas: int = 0
-    files: tuple[FileRecord, ...] = ()
+    value: str = ""  #: A Python number as text.
+    replicas: int = 0  #: C, if each client has its own; `layout` is then that of C rows, the clients' replicas.
+    files: tuple[FileRecord, ...] = ()  #: Files of rows, shard by shard; in object stores also those of dense leaves.
 
     @property
     def told(self) -> str:
@@ -156,24 +148,17 @@ class LeafRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint."""
 
-    Attributes:
-      structure, leaves: The state's structure (`describe_tree`), and its leaves in order.
-      position: The user's position in the data.
-      ranks: Number of ranks that wrote it.
-      dense: The files of ordinary arrays.
-      beside: What the replicas of clients share.
-      format, autopar: Version of the format, and of the autopar that wrote it.
-    """
-
+    #: The state's structure (`describe_tree`), and its leaves in order.
     structure: Node
     leaves: tuple[LeafRecord, ...]
-    position: Mapping[str, Any] | None
-    ranks: int
-    dense: tuple[FileRecord, ...]
+    position: Mapping[str, Any] | None  #: The user's position in the data.
+    ranks: int  #: Number of ranks that wrote it.
+    dense: tuple[FileRecord, ...]  #: The files of ordinary arrays.
     autopar: str
-    beside: tuple[LeafRecord, ...] = ()
+    beside: tuple[LeafRecord, ...] = ()  #: What the replicas of clients share.
+    #: Version of the format, and of the autopar that wrote it.
     format: int = FORMAT
 
     @property
