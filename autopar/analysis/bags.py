@@ -121,7 +121,9 @@ def find_bags(
     pairs: list[BagPair] = []
     for index in dict.fromkeys(index for index, _ in lookups):
         results, updates = ([v for i, v in of if i is index] for of in (lookups, pushes))
-        rows, gradients = ([_whole(index, v) for v in of] for of in (results, updates))
+        rows, gradients = (
+            [Bags(index, (), tuple(index.shape[:-1]), (), (), frozenset(), v) for v in of] for of in (results, updates)
+        )
         matched = _matched(finder.sums(rows), finder.cotangents(gradients), has_gradients=bool(pushes))
         if matched is None:
             matched = _matched(rows, gradients, has_gradients=bool(pushes))
@@ -144,11 +146,6 @@ def is_plain_access(equation: Equation) -> bool:
         return equation.params["dimension_numbers"] == jax.lax.ScatterDimensionNumbers(dims, (0,), (0,))
     whole = equation.params["slice_sizes"] == (1, *equation.inputs[0].shape[1:])
     return whole and equation.params["dimension_numbers"] == jax.lax.GatherDimensionNumbers(dims, (0,), (0,))
-
-
-def _whole(index: Atom, value: Atom) -> Bags:
-    """Returns bags of single rows."""
-    return Bags(index, (), tuple(index.shape[:-1]), (), (), frozenset(), value)
 
 
 def _matched(

@@ -602,10 +602,6 @@ def _quotient(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _
     return None
 
 
-def _moved_reach(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
-    return values[0].reach if keeps_order(equation) else None
-
-
 def _converted(walk: FadingWalk, equation: Equation, values: Sequence[Near]) -> _Reach:
     old, new = equation.inputs[0].dtype, equation.outputs[0].dtype
     wide = all(jax_compat.is_float(d) and np.dtype(d).itemsize >= 4 for d in (old, new))
@@ -617,7 +613,9 @@ _REACH: Mapping[str, Callable[[FadingWalk, Equation, Sequence[Near]], _Reach]] =
     **dict.fromkeys(("add", "add_any", "sub", "max"), lambda walk, e, values: _merged(values, operator.add)),
     "mul": _product,
     "div": _quotient,
-    **dict.fromkeys(("broadcast_in_dim", "reshape", "squeeze"), _moved_reach),
+    **dict.fromkeys(
+        ("broadcast_in_dim", "reshape", "squeeze"), lambda walk, e, values: values[0].reach if keeps_order(e) else None
+    ),
     "convert_element_type": _converted,
     "select_n": lambda walk, e, values: _largest(walk, values[1:]) if values[0].steady else None,
     # Their slope is at most one.

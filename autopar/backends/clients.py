@@ -8,6 +8,7 @@ AllReduce (Parallax, section 3.1).
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -133,13 +134,13 @@ class Clients:
 
     def union(self, bits: Sequence[jax.Array]) -> list[jax.Array]:
         """Returns the bits that any client has set. Collective."""
-        return self._joined(bits, _union)
+        return self._joined(bits, functools.partial(functools.reduce, jnp.bitwise_or))
 
     def first(self, arrays: Sequence[Leaf]) -> list[jax.Array]:
         """Returns the first client's arrays, random keys among them. Collective."""
         keys = {n: x for n, x in enumerate(arrays) if jax_compat.is_key(getattr(x, "dtype", None))}
         data = [jax.random.key_data(x) if n in keys else jnp.asarray(x) for n, x in enumerate(arrays)]
-        made = self._joined(data, _first_of)
+        made = self._joined(data, operator.itemgetter(0))
         for n, key in keys.items():
             made[n] = jax.random.wrap_key_data(made[n], impl=jax.random.key_impl(key))
         return made
@@ -234,14 +235,6 @@ def mean_of(parts: Sequence[Array]) -> Array:
     for part in parts[1:]:
         total = total + part.astype(dtype)
     return (total / len(parts)).astype(parts[0].dtype)
-
-
-def _union(parts: Sequence[Array]) -> Array:
-    return functools.reduce(jnp.bitwise_or, parts)
-
-
-def _first_of(parts: Sequence[Array]) -> Array:
-    return parts[0]
 
 
 def _spec(array: jax.Array) -> P:

@@ -75,9 +75,10 @@ class Deferred:
 
     def catch_up(self, rows: Sequence[Array], stamps: Array, entries: Entries) -> tuple[Array, ...]:
         """Returns the changed leaves of rows ([U, ...] of each leaf, changed ones first) after `now` steps."""
-        changed, read = self._parts(self._rows_first(rows))
+        changed, read = self._parts([jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)])
         changed, begin = self._scaled(changed, stamps, entries)
-        return self._rows_back(self._moved(changed, read, begin, entries.now, entries.records))
+        moved = self._moved(changed, read, begin, entries.now, entries.records)
+        return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(moved, self.replay.axes, strict=False))
 
     def _moved(
         self, changed: Sequence[Array], read: Sequence[Array], begin: Array, now: Array | int, records: Sequence[Array]
@@ -99,12 +100,6 @@ class Deferred:
             return tuple(x.at[some].set(v, mode="drop") for x, v in zip(changed, new, strict=True))
 
         return jax.lax.fori_loop(0, -(-waiting // group_rows), group, tuple(changed))
-
-    def _rows_first(self, rows: Sequence[Array]) -> list[Array]:
-        return [jnp.moveaxis(x, axis, 0) for x, axis in zip(rows, self.replay.axes, strict=True)]
-
-    def _rows_back(self, changed: Sequence[Array]) -> tuple[Array, ...]:
-        return tuple(jnp.moveaxis(x, 0, axis) for x, axis in zip(changed, self.replay.axes, strict=False))
 
     def record(
         self, now: Array, records: Sequence[Array], values: Sequence[Array], exceeded: Array | None = None

@@ -80,16 +80,12 @@ def block_text(block: Block, digest: Callable[[object], str | None] = digest_of)
 def format_atom(atom: Atom, names: dict[Var, str]) -> str:
     """Returns a variable's name, or a constant's value (an array's type)."""
     if isinstance(atom, Literal):
-        return _literal(atom)
+        return f"{np.asarray(atom.value).item()}:{atom.type}" if _is_shown(atom) else f"const:{atom.type}"
     return _name(atom, names)
 
 
 def _name(var: Var, names: dict[Var, str]) -> str:
     return names.setdefault(var, f"%{len(names)}")
-
-
-def _literal(atom: Literal) -> str:
-    return f"{np.asarray(atom.value).item()}:{atom.type}" if _is_shown(atom) else f"const:{atom.type}"
 
 
 def _is_shown(atom: Literal) -> bool:

@@ -17,14 +17,6 @@ from autopar import jax_compat
 from autopar.jax_types import Array, Dtype
 
 
-def _once(value: Array, count: Array) -> Array:
-    return value
-
-
-def _times(value: Array, count: Array) -> Array:
-    return jnp.where(value == 0, value, value * count.astype(value.dtype))
-
-
 @dataclass(frozen=True, slots=True)
 class Reducer:
     """A reduction, and how partial results are joined."""
@@ -32,7 +24,7 @@ class Reducer:
     joined: str  #: The function of NumPy and of `jax.numpy` that joins two results. NaN stays NaN.
     reduce: Callable[[Array, tuple[int, ...]], Array]  #: Reduces an array over axes, in its own dtype.
     neutral: Callable[[np.dtype], np.ndarray]  #: Returns the neutral element of a dtype, as an array without axes.
-    repeated: Callable[[Array, Array], Array] = _once  #: Joins a result with itself, `count` times.
+    repeated: Callable[[Array, Array], Array] = lambda value, _: value  #: Joins a result with itself, `count` times.
     #: JAX's collective over axes of a mesh; one other than `psum` may lose a NaN.
     collective: Callable[[Array, str | tuple[str, ...]], Array] | None = None
 
@@ -63,7 +55,7 @@ REDUCERS: Mapping[str, Reducer] = {
         joined="add",
         reduce=lambda x, axes: jnp.sum(x, axes, dtype=x.dtype),
         neutral=lambda kind: np.zeros((), kind),
-        repeated=_times,
+        repeated=lambda value, count: jnp.where(value == 0, value, value * count.astype(value.dtype)),
         collective=jax.lax.psum,
     ),
     "prod": Reducer(

@@ -71,8 +71,5 @@ class StackedProgram:
 
     def input_of(self, number: int) -> int:
         """Returns the input that an input of the program before is, or is a part of."""
-        return next(k for k, of in enumerate(self.inputs) if number == of or _has(of, number))
-
-
-def _has(of: int | StackedTable, number: int) -> bool:
-    return isinstance(of, StackedTable) and number in of.inputs
+        of_each = [of.inputs if isinstance(of, StackedTable) else (of,) for of in self.inputs]
+        return next(k for k, of in enumerate(of_each) if number in of)

@@ -107,7 +107,11 @@ def _equation(eqn: JaxprEqn, operands: Sequence[Atom], outer: tuple[JaxprEqn, ..
     name = primitive.name
     infos = (eqn.source_info, *(e.source_info for e in outer))
     # A cached body of a library's jit (`jnp.take`) remembers the line that called it first: use this call's.
-    library = [k for k, e in enumerate(outer) if is_library(_defined_in(jax_compat.call_body(e)))]
+    library = [
+        k
+        for k, e in enumerate(outer)
+        if (body := jax_compat.call_body(e)) is not None and is_library(_file_of(jax_compat.body_file(body)))
+    ]
     if library:
         infos = infos[library[-1] + 1 :]
     bodies: Sequence[AnyJaxpr] = ()
@@ -174,7 +178,3 @@ def _divided(equation: Equation) -> Sequence[Equation]:
 @functools.lru_cache(maxsize=4096)
 def _file_of(text: str) -> str:
     return text.rpartition(" at ")[2].rpartition(":")[0]
-
-
-def _defined_in(body: AnyJaxpr) -> str:
-    return _file_of(jax_compat.body_file(body)) if body is not None else ""

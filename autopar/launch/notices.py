@@ -151,7 +151,7 @@ def noticing(
     """
     notice = Notice(what, parts, logs=not at_once and all(outer.logs for outer in _open))
     notice.tell(phase)
-    if not (_is_first() if shown is None else shown):
+    if not (world().rank == 0 and jax.process_index() == 0 if shown is None else shown):
         yield notice
         return
     if at_once:
@@ -179,10 +179,6 @@ def tell(phase: str, *, parts: int | None = None, done: int = 0) -> None:
     """Sets the phase of the innermost block, as `Notice.tell` does; does nothing outside of blocks."""
     if _open:
         _open[-1].tell(phase, parts=parts, done=done)
-
-
-def _is_first() -> bool:
-    return world().rank == 0 and jax.process_index() == 0
 
 
 def _is_live() -> bool:

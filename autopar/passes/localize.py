@@ -129,7 +129,7 @@ class Localizer(Forms):
         elif equation.bodies:
             self.nested_equation(equation)
         elif equation.op == "optimization_barrier":
-            self._barrier(equation)
+            self.copy(equation, [self.state(a) for a in equation.inputs])
         else:
             self._plain(equation)
         if any(a in self.reduced for a in equation.inputs):
@@ -183,9 +183,6 @@ class Localizer(Forms):
             self.whole(atom, equation)
         self.copy(equation)
 
-    def _barrier(self, equation: Equation) -> None:
-        self.copy(equation, [self.state(a) for a in equation.inputs])
-
     def _plain(self, equation: Equation) -> None:
         states = [self.state(a) for a in equation.inputs]
         if any(isinstance(s, Partial) for s in states) and not any(isinstance(s, Spread) for s in states):
@@ -211,7 +208,8 @@ class Localizer(Forms):
         rest = [equation.inputs[k] for k in others]
         top = not self.delays_sums
         # Values are reduced before they grow; ranks may differ in the number of rows that a broadcast makes.
-        if top and equation.op in ("broadcast_in_dim", "pad") and _grows(equation):
+        grows = equation.outputs[0].type.size > equation.inputs[0].type.size
+        if top and grows and equation.op in ("broadcast_in_dim", "pad"):
             return False
         # In gradient + decay the gradient alone is reduced.
         if top and any(a.shape and not self.is_zero(self.read(a)) for a in rest):
@@ -660,10 +658,6 @@ class Localizer(Forms):
             state = self.shared.of_examples(axis, out.shape[axis])
             if out.shape[axis] % (state.examples or self.shared.devices) == 0:
                 self.take_part(out, state)
-
-
-def _grows(equation: Equation) -> bool:
-    return equation.outputs[0].type.size > equation.inputs[0].type.size
 
 
 def _only_sums(loop: Equation) -> bool:

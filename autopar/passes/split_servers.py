@@ -186,7 +186,8 @@ class _Cutter:
         """
 
         def cut(group: tuple[int, ...]) -> Sequence[tuple[int, ...]]:
-            new, lookups = [self._new[k] for k in group], {k: self._lookups_of(k, pulls) for k in group}
+            new = [self._new[k] for k in group]
+            lookups = {k: [e for e in pulls if e.inputs[0] is self._kept[k]] for k in group}
             row_axes = {e.params["axis"] for k in group for e in lookups[k]}
             equations = needed_equations(of_update, new)
             leaves = [self._kept[k] for k in group]
@@ -206,9 +207,6 @@ class _Cutter:
 
         shares = balanced_pieces(self._tied(of_update), self._count, size, cut)
         return [sorted(KeptIndex(k) for group in share for k in group) for share in shares]
-
-    def _lookups_of(self, leaf: int, pulls: Sequence[Equation]) -> list[Equation]:
-        return [e for e in pulls if e.inputs[0] is self._kept[leaf]]
 
     def _look_up(self, lookup: Equation, pieces: Sequence[Var], axis: int) -> None:
         (rows,), parts = lookup.outputs, []

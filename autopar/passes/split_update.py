@@ -91,13 +91,16 @@ def _split(program: Program, bound: ProgramPlan, count: int, own_statistics: boo
     joined = [e for e in local.equations if e.op == _REDUCE]
     stacked = {a: s.axis for a, s in zip(outputs, states, strict=True) if isinstance(s, Spread)}
     values = [e.inputs[0] for e in joined] + list(stacked)
-    results = [e.outputs[0] for e in joined] + [Var(_whole(a, axis, count)) for a, axis in stacked.items()]
+    results = [e.outputs[0] for e in joined]
+    results += [Var(a.type.resized(axis, a.shape[axis] * count)) for a, axis in stacked.items()]
     joins = [e.params["op"] for e in joined] + list(stacked.values())
     late = {v for e in after for v in e.outputs}.intersection(values)
     if late:
         raise NotLocal("a result for each example depends on a sum over all", _line(local, late.pop()))
     made = {v for e in body for v in e.outputs} | set(parts)
-    needed = dict.fromkeys(a for e in (*body, _reading(values)) for a in e.inputs if isinstance(a, Var))
+    needed = dict.fromkeys(
+        a for e in (*body, Equation("ap.any", tuple(values), ())) for a in e.inputs if isinstance(a, Var)
+    )
     whole = [v for v in needed if v not in made]
     used = [v for v in parts if v in needed]
     microbatch, _ = clone(Block((*used, *whole), tuple(body), tuple(values)))
@@ -177,14 +180,6 @@ def _axes(program: Program, bound: ProgramPlan) -> list[int | None]:
     axes += [None] * (len(program.block.inputs) - len(axes))
     pairs = zip(axes, program.inputs, strict=True)
     return [axis if input_.role in ("batch", "state") else None for axis, input_ in pairs]
-
-
-def _whole(atom: Atom, axis: int, count: int) -> object:
-    return atom.type.resized(axis, atom.shape[axis] * count)
-
-
-def _reading(values: Sequence[Atom]) -> Equation:
-    return Equation("ap.any", tuple(values), ())
 
 
 def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source | None, ...]]:

@@ -327,7 +327,7 @@ class StackIds:
         if len(key) == 1:
             return self.placed[key[0]], equations
         if key not in self.side_by_side:
-            equations += expand(_side_by_side, of[0][1], [self.placed[each] for each in key])
+            equations += expand(lambda *ids: jax.lax.concatenate(ids, 1), of[0][1], [self.placed[each] for each in key])
             self.side_by_side[key] = equations[-1].outputs[0]
         return self.side_by_side[key], equations
 
@@ -389,10 +389,6 @@ def is_row(ids: Array, high: int, rank: int) -> Array:
 def _anew(value: Array, given: Array) -> Array:
     """Returns a value that an equation makes, even if it is what was given."""
     return jnp.copy(value) if value is given else value
-
-
-def _side_by_side(*ids: Array) -> Array:
-    return jax.lax.concatenate(ids, 1)
 
 
 def _gather(table: Array, ids: Array) -> Array:

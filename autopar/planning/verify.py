@@ -417,10 +417,6 @@ def _cast(pairs: Sequence[Pair], like: Sequence[Atom]) -> tuple[Pair, ...]:
     return tuple((strong(a, t.dtype), strong(b, _wide_dtype(t.dtype))) for (a, b), t in kinds)
 
 
-def _remat(equation: Equation, operands: list[Pair]) -> list[Pair]:
-    return _block(equation.bodies[0], operands)
-
-
 def _cond(equation: Equation, operands: list[Pair]) -> list[Pair]:
     def branch(body: Block) -> Callable[..., tuple[Pair, ...]]:
         return lambda *xs: _cast(_block(body, xs), body.outputs)
@@ -445,7 +441,7 @@ def _while(equation: Equation, operands: list[Pair]) -> list[Pair]:
 
 _CONTROL: Mapping[str, Callable[[Equation, list[Pair]], list[Pair]]] = {
     "scan": _scan,
-    "remat": _remat,
+    "remat": lambda equation, operands: _block(equation.bodies[0], operands),
     "cond": _cond,
     "while": _while,
 }

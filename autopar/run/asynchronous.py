@@ -170,7 +170,8 @@ class AsynchronousFlight:
         self._lister = runner.lister()
         self._leaves = StageLeaves(runner.step, runner.executor, self._lister.given())
         self._first = self._leaves.arguments(leaves)
-        self._constants = [(k, leaf) for k, leaf in enumerate(leaves) if self._is_constant(k)]
+        constants = self._asynchronous.constants
+        self._constants = [(k, leaf) for k, leaf in enumerate(leaves) if self._runner.inputs[k][0] in constants]
         self._minibatches: dict[int, Minibatch] = {}
         self._given: dict[int, Mapping[Var, Leaf]] = {}
         self._values = Values(runner.executor.devices, self._put, runner.step.divided)
@@ -288,9 +289,6 @@ class AsynchronousFlight:
         for value, devices in scalars.items():
             self._executed([(Send(value, devices[0], k), ()) for k in everywhere if k not in devices])
         return dict.fromkeys(scalars, everywhere)
-
-    def _is_constant(self, k: int) -> bool:
-        return self._runner.inputs[k][0] in self._asynchronous.constants
 
     def _put(self, value: Value, device: StageDevice, axis: int | None) -> Array:
         return self._runner.kept.put(value.var, self._argument(value), device, axis)

@@ -134,7 +134,8 @@ class CallOfOne:
             own = [path or "output" for path, axis in zip(paths, along, strict=True) if axis is not None]
             kept = [f"result {path} is each device's own: stacked, [devices, ...]" for path in own]
             notes[:] = [text for text in notes if "stacked" not in text] + kept
-            return returned.unflatten(list(map(_stacked, results, along)))
+            pairs = zip(results, along, strict=True)
+            return returned.unflatten([x if axis is None else jax.numpy.moveaxis(x, axis, 0) for x, axis in pairs])
 
         return whole, notes
 
@@ -270,7 +271,3 @@ def _check_states(name: str, call: Call, states: States, along: Sequence[int | N
                     f"examples and never reduced. Reduce it in the step, jax.lax.pmean(..., {axis!r}), as is done with "
                     "gradients (batch statistics, too)"
                 )
-
-
-def _stacked(result: Leaf, axis: int | None) -> Leaf:
-    return result if axis is None else jax.numpy.moveaxis(result, axis, 0)

@@ -94,7 +94,8 @@ def saved_leaves(state: Pytree) -> list[SavedLeaf]:
             )
         name = f"{number:04d}_{re.sub(r'[^A-Za-z0-9]+', '_', known).strip('_')[-80:]}"
         if isinstance(leaf, Replica):
-            leaves.append(_replica(known, name, leaf))
+            own = _jax_leaf(known, name, jnp.asarray(materialize(settled(leaf))))
+            leaves.append(_of_each(leaf.pending.clients, own))
         else:
             leaves.append(_leaf(known, name, leaf if isinstance(leaf, TablePart) else current(leaf)))
     return leaves
@@ -160,10 +161,6 @@ def _leaf(path: str, name: str, leaf: Leaf) -> SavedLeaf:
         f"{path or 'the state'} is of type {shown}, which can't be saved: a state holds arrays and numbers. Save the "
         "rest by itself, or say what is static where the state's class is registered"
     )
-
-
-def _replica(path: str, name: str, leaf: Replica) -> SavedLeaf:
-    return _of_each(leaf.pending.clients, _jax_leaf(path, name, jnp.asarray(materialize(settled(leaf)))))
 
 
 def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:
