@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import operator
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -113,6 +113,9 @@ def _check_leaves(descriptions: Sequence[list[list[Any]] | None], number: int, p
             )
 
 
+#: Is told of each batch, as it is given out, and of the one after it; None: there is none.
+Announce = Callable[[Pytree, Pytree | None], None]
+
 #: An epoch, the next batch in it, and the source's own position, if it keeps one.
 Position = tuple[int, int, str | None]
 
@@ -145,7 +148,10 @@ class Options:
 class Batches(Iterator[Any]):
     """An iterator over global batches that knows its position. `shard` makes it."""
 
-    def __init__(self, source: Stream | Examples, options: Options, ahead: int) -> None:
+    def __init__(
+        self, source: Stream | Examples, options: Options, ahead: int, announce: Announce | None = None
+    ) -> None:
+        self._announce = announce
         self._source = source
         self._options = options
         self._ahead = ahead
@@ -176,6 +182,8 @@ class Batches(Iterator[Any]):
             failed, self._failed = self._failed, None
             raise StopIteration if failed is None else failed
         self._position, batch = self._waiting.popleft()
+        if self._announce is not None:
+            self._announce(batch, self._waiting[0][1] if self._waiting else None)
         return batch
 
     def state(self) -> dict[str, Json]:

@@ -32,7 +32,7 @@ def shard(
     mesh: Mesh | None = None,
     data_axis: str | None = None,
     batch_axis: BatchAxis = 0,
-    step: Replicated | None = None,
+    step: Step | None = None,
 ) -> Batches:
     """Makes global batches from a source, each divided over the devices along its examples.
 
@@ -55,10 +55,12 @@ def shard(
       ahead: Number of batches that are placed before they are asked for.
       mesh, data_axis: As for `parallelize`.
       batch_axis: As for `parallelize`; the paths are those of a step whose argument is called `batch`.
-      step: The step that `parallelize(..., sync=...)` returned: batches are then minibatches of its clients,
-        `batch_size` examples each, and go to the devices of each client. Every example of an epoch goes to one client.
-        Positions count the minibatches of all clients, so that any number of clients can go on from there. Clients take
-        turns; with servers (`sync.Async`, `Elastic`) a free worker takes the next minibatch (nothing is placed ahead).
+      step: The step that `parallelize` returned and that is given the batches. With tables on the hosts of several
+        ranks it fetches rows of the next batch beside the step before (docs/optimisations.md). With `sync=` batches are
+        minibatches of its clients, `batch_size` examples each, and go to the devices of each client. Every example of
+        an epoch goes to one client. Positions count the minibatches of all clients, so that any number of clients can
+        go on from there. Clients take turns; with servers (`sync.Async`, `Elastic`) a free worker takes the next
+        minibatch (nothing is placed ahead).
 
     Returns:
       An iterator over batches of `jax.Array`s. Its `state()` is the position, to be saved in a checkpoint; `restore`
@@ -94,19 +96,23 @@ def shard(
     check_batch_axis(batch_axis)
     devices = Devices.of(mesh, data_axis)
     clients = None if step is None else _clients_of(step, batch_size, per_process, last, mesh)
+    announce = None
+    if step is not None and clients is None:
+        announce = step.announce
+        announce(None, None)
     devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
     seed = -1 if shuffle is None else shuffle
     options = Options(devices, batch_axis, last, mask, per_process, epochs, seed, group, clients)
-    on_demand = step is not None and not step.takes_turns
+    on_demand = step is not None and clients is not None and not step.takes_turns
     added = [mask] if last == "pad" else []
     if batch_size is None:
-        return Batches(Stream(source, batch_axis, added, epochs), options, ahead)
+        return Batches(Stream(source, batch_axis, added, epochs), options, ahead, announce)
     examples = _examples(source, batch_size, shuffle, options, added, on_demand=on_demand)
-    return BatchesOnDemand(examples, options, ahead) if on_demand else Batches(examples, options, ahead)
+    return BatchesOnDemand(examples, options, ahead) if on_demand else Batches(examples, options, ahead, announce)
 
 
-class Replicated(Protocol):
-    """A step that knows its clients."""
+class Step(Protocol):
+    """A step that knows its clients, and makes use of the next batch."""
 
     @property
     def minibatch_clients(self) -> Clients | None:
@@ -118,13 +124,18 @@ class Replicated(Protocol):
         """See `ParallelStep.takes_turns`."""
         ...
 
+    def announce(self, batch: Pytree, following: Pytree | None) -> None:
+        """Takes the batch that the next call is given, and the one after it."""
+        ...
 
-def _clients_of(step: Replicated, batch_size: int | None, per_process: bool, last: Last, mesh: Mesh | None) -> Clients:
-    clients = getattr(step, "minibatch_clients", None)
+
+def _clients_of(step: Step, batch_size: int | None, per_process: bool, last: Last, mesh: Mesh | None) -> Clients | None:
+    if not hasattr(step, "announce"):
+        name = getattr(step, "__name__", type(step).__name__)
+        raise ArgumentsError(f"shard(step={name}): give the step that autopar.parallelize returned, or leave it out")
+    clients = step.minibatch_clients
     if clients is None:
-        raise ArgumentsError(
-            "shard(step=...) is for steps whose clients train replicas, parallelize(step, sync=...): leave it out"
-        )
+        return None
     if batch_size is None or per_process or mesh is not None or last == "pad":
         raise ArgumentsError(
             "shard(step=...) gives each client minibatches of examples that can be indexed: give batch_size=, the same "

@@ -8,8 +8,9 @@ from typing import Literal
 from autopar.errors import ArgumentsError
 
 #: "border": what a step computes behind a lookup runs at the rows' owners where less is sent then (the paper's OPSW);
-#: "once": what depends on a row alone is computed once for each distinct row.
-OPTIMIZATIONS = ("border", "once")
+#: "once": what depends on a row alone is computed once for each distinct row; "prefetch": rows of the next batch are
+#: fetched beside the step.
+OPTIMIZATIONS = ("border", "once", "prefetch")
 #: Those that there will be.
 _LATER = ("hot",)
 #: What a user gives.

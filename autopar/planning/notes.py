@@ -21,6 +21,7 @@ from autopar.passes.choosing.capacity import bounds_layout, device_ids, owner_lo
 from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
+from autopar.planning.prefetch_notes import prefetch_note
 from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope
@@ -165,7 +166,7 @@ def hosted_text(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:
     once = once_per_row_of(planned, leaves)
     if once is not None:
         text += f".\nWhat depends on a row alone is computed once for each distinct row of a rank: {once}"
-    return f"{text}.{_owners(planned, leaves)}\nStages: {', '.join(plan.stages)}."
+    return f"{text}.{_owners(planned, leaves)}{prefetch_note(planned)}\nStages: {', '.join(plan.stages)}."
 
 
 def _owners(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> str:

@@ -9,6 +9,7 @@ from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.jax_types import Leaf
 from autopar.passes.place_border import Moved
 from autopar.planning.plan import once_per_row_of
+from autopar.planning.prefetch_notes import prefetches
 from autopar.run.planned_step import PlannedStep
 
 #: Returns what an optimisation would do in a step that is planned with it, given flat arguments; [] for nothing.
@@ -35,4 +36,8 @@ def _once(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Sequence[str]:
     return [] if once is None else [f"functions of a row are computed once for each distinct row: {once}"]
 
 
-_STAKES: Mapping[str, _Stake] = {"border": _border, "once": _once}
+_STAKES: Mapping[str, _Stake] = {
+    "border": _border,
+    "once": _once,
+    "prefetch": lambda planned, _: prefetches(planned),
+}

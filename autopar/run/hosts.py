@@ -14,7 +14,7 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends import across
 from autopar.backends.host.ranks import Ranks
-from autopar.backends.host.segmented import OtherShapes, RunningStep, SegmentedProgram
+from autopar.backends.host.segmented import Ahead, OtherShapes, RunningStep, SegmentedProgram
 from autopar.backends.host.shape_buckets import Rows, ShapeBucket, ShapeBuckets
 from autopar.backends.host.storage import HostRows, stacked
 from autopar.backends.host.update_log import HostLogPrograms, common_host_log
@@ -48,7 +48,13 @@ class HostRunner(Runner):
     several_programs = "with tables on hosts"
 
     def __init__(
-        self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: PyTreeDef, donate: bool
+        self,
+        compiled: Compiled,
+        in_buckets: Callable[[int | None], Way],
+        out_tree: PyTreeDef,
+        donate: bool,
+        *,
+        prefetch: bool,
     ) -> None:
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
@@ -70,6 +76,7 @@ class HostRunner(Runner):
             exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
         self._way = in_buckets(bucket_bytes)
+        self._prefetches = prefetch
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
         self._tables = _hosted(self._program, bound)
@@ -105,6 +112,8 @@ class HostRunner(Runner):
         self._needed: Rows = {}
         #: Dense leaves' routes. Every step requests all of their rows, so that the first step's routes serve all.
         self._routes: dict[int, tuple[Requested, np.ndarray]] = {}
+        #: What was done of the next step beside the last one, and the leaves of the batch that it is for.
+        self._ahead: tuple[Ahead, Mapping[int, weakref.ref[Leaf]]] | None = None
         #: Dense leaves of the state that the last step returned.
         self._returned: dict[int, weakref.ref[Leaf]] = {}
 
@@ -147,6 +156,8 @@ class HostRunner(Runner):
         needs = {f: self._needed[f] for f in self._routes}
         step = RunningStep({}, dict(self._routes), needs, lagging=lagging, is_first=self._is_first)
         self._is_first = False  # on all ranks, whatever comes of it
+        step.looks_ahead = self._prefetches and self.upcoming is not None
+        self._use_ahead(step, leaves, tables)
         try:
             results = self._ran(inputs, step)
             results = self._written(results, logs)
@@ -173,16 +184,50 @@ class HostRunner(Runner):
         segmented = self._segmented or self._compiled_for(self._buckets.least)
         while True:
             is_known = self._segmented in (None, segmented)  # the caller announces the first compilation
+            following, given = self._following(segmented)
+            step.following = following
             try:
                 with nullcontext() if is_known else compiling(self._program.name):
                     results = segmented.run(inputs, step)
                 break
             except OtherShapes as other:
                 segmented = self._compiled_for(self._buckets.best(other.needs) or self._buckets.grow(other.needs))
+            finally:
+                self._ahead = (following, given) if following is not None and following.is_there else None
         self._segmented = segmented
         self._needed = step.needs
         self._routes = {f: step.routes[f] for f in self._pulled if f in step.routes}
         return results
+
+    # --- what is done of a step beside the one before it ---
+
+    def _following(self, segmented: SegmentedProgram) -> tuple[Ahead | None, Mapping[int, weakref.ref[Leaf]]]:
+        """Begins with the next step, if its batch is known; returns the leaves of the batch that this is for, too."""
+        numbers, upcoming = segmented.ahead_inputs or (), (self.upcoming if self._prefetches else None) or {}
+        given = {k: at for k in numbers if isinstance(at := self._given[k], int) and at in upcoming}
+        if not numbers or len(given) < len(numbers):
+            return None, {}
+        ahead = segmented.begin([self._placed(k, upcoming[at]) for k, at in given.items()])
+        return ahead, {at: weakref.ref(upcoming[at]) for at in given.values()}
+
+    def _use_ahead(self, step: RunningStep, leaves: Sequence[Leaf], tables: Mapping[int, HostRows]) -> None:
+        """Begins a step with what was done of it beside the last one, as far as all ranks can use it: nothing where one
+        is given another batch, routes alone where rows were written otherwise or have other places."""
+        if self._ahead is None:
+            return
+        (ahead, given), self._ahead = self._ahead, None
+        usable = 0
+        if all(leaf() is leaves[k] for k, leaf in given.items()):
+            current = [tables[k] for k in ahead.segmented.ahead_tables]
+            is_same = ahead.segmented is self._segmented and ahead.fits
+            is_same = is_same and all(ahead.versions.get(table) == table.version for table in current)
+            usable = 2 if ahead.fetched and is_same else 1
+        usable = self._ranks.least(usable)
+        if usable:
+            ahead.fetched = ahead.fetched if usable > 1 else {}
+            step.ahead = ahead
+            step.routes |= ahead.running.routes
+            step.needs |= ahead.running.needs
 
     # --- deferred rows ---
 

@@ -13,6 +13,7 @@ from autopar.ir.plan import Plan
 from autopar.jax_types import Pytree
 from autopar.run.planned_step import PlannedStep
 from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
+from autopar.run.upcoming import Upcoming
 
 
 @dataclass(eq=False)
@@ -23,6 +24,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
     options: Mapping[str, Any]  #: Options of `autopar.parallelize`.
     #: Steps of arrays, by what is static in each.
     steps: dict[Any, ParallelStep] = field(default_factory=dict, init=False)
+    upcoming: Upcoming | None = field(default=None, init=False)  #: Of these.
     _latest: ParallelStep | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +48,23 @@ class ObjectStep(PickledByOptions, abc.ABC):
     def plan(self) -> Plan | None:
         """The plan in use; None before the first call."""
         return self._latest.plan if self._latest else None
+
+    @property
+    def minibatch_clients(self) -> None:
+        """None: all processes take global batches; ArgumentsError under `sync=`."""
+        if self.options.get("sync") is not None:
+            raise ArgumentsError(
+                f"shard(step=...) deals minibatches to clients of a step of arrays, and {self.name} takes objects: "
+                "make it a function of arrays"
+            )
+
+    def announce(self, batch: Pytree, following: Pytree | None) -> None:
+        """Takes from `shard` what `ParallelStep.announce` does, for all steps of arrays."""
+        if self.upcoming is None:
+            self.upcoming = Upcoming()
+            for step in self.steps.values():
+                step.upcoming = self.upcoming
+        self.upcoming.announce(batch, following)
 
     @abc.abstractmethod
     def pure(
@@ -75,6 +94,7 @@ class ObjectStep(PickledByOptions, abc.ABC):
             if self.steps:
                 warn(f"{self.name} is planned and compiled again: {change}", RecompileWarning)
             step = self.steps[fixed] = make()
+            step.upcoming = self.upcoming
         self._latest = step
         return step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -198,6 +198,10 @@ class Runner(abc.ABC):
 
     #: How a step is said to be that runs in several programs.
     several_programs: ClassVar[str] = ""
+
+    #: By number of the input, the leaves of the next call's batch, as far as `autopar.shard` has told them; None on all
+    #: ranks if it tells nothing of this step.
+    upcoming: Mapping[int, Leaf] | None = None
 
     @abc.abstractmethod
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:

@@ -37,6 +37,7 @@ from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
 from autopar.run.planned_step import PlannedStep, Runner
 from autopar.run.planner import Planner
 from autopar.run.slow_plans import warn_of_slow_plan
+from autopar.run.upcoming import Upcoming
 from autopar.tables.kinds import is_table, layout_of, materialize, stack_index_of
 from autopar.tables.leaf import TableLeaf
 
@@ -121,6 +122,7 @@ class ParallelStep(PickledByOptions):
     Attributes:
       latest: The step as it is planned for the latest call.
       watch: Watches the rows that batches touch, if anything does.
+      upcoming: The batches that the next calls are given, where `shard(step=)` says so.
     """
 
     planner: Planner
@@ -129,6 +131,7 @@ class ParallelStep(PickledByOptions):
     _ready: dict[Any, _Ready] = field(default_factory=dict)
     _last: _Ready = field(default_factory=lambda: _NONE)
     latest: PlannedStep | None = None
+    upcoming: Upcoming | None = None
     _calls: int = 0
 
     def __post_init__(self) -> None:
@@ -169,6 +172,12 @@ class ParallelStep(PickledByOptions):
         """Says whether `shard` deals minibatches to clients in turn; otherwise the next free client takes one."""
         return not self.planner.way.is_asynchronous
 
+    def announce(self, batch: Pytree, following: Pytree | None) -> None:
+        """Takes from `shard` the batch that the next call is given, and the one after it; both None: it will do so."""
+        if self.upcoming is None:
+            self.upcoming = Upcoming()
+        self.upcoming.announce(batch, following)
+
     @property
     def static(self) -> NamedArguments:
         """The static arguments."""
@@ -206,6 +215,8 @@ class ParallelStep(PickledByOptions):
                 self._replace(ready.planned, grown)
                 warn(told, CapacityWarning)
                 runner, has_run = grown.runner, False
+        if self.upcoming is not None:
+            runner.upcoming = {} if ready.is_explicit else self.upcoming.after(leaves)
         mark(self._calls, self.name)
         self._calls += 1
         try:

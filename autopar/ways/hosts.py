@@ -116,7 +116,8 @@ class OnHosts(Way):
         def in_buckets(nbytes: int | None) -> Way:
             return dataclasses.replace(self, bucket_bytes=nbytes)
 
-        return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate)
+        prefetch = self.options.optimizes("prefetch")
+        return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate, prefetch=prefetch)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         from autopar.state.init import hosted_inputs

@@ -28,6 +28,7 @@ from autopar.backends.messages import by_gloo
 from autopar.ir.segments import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
+from autopar.mpi.ahead import RequestedPart, divide
 from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread
 from autopar.mpi.buffers import Buffers
 from autopar.mpi.exchange import Exchange, Requested
@@ -85,6 +86,17 @@ class Ranks:
 
     def deliver(self, requested: Requested, sums: np.ndarray, out: np.ndarray) -> np.ndarray:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
+
+    def fetch_part(self, part: RequestedPart, rows: np.ndarray, out: np.ndarray) -> None:
+        self._exchanged("fetching rows", part.fetch, self.exchange, rows, out)
+
+    def divide(self, requested: Requested, written: np.ndarray) -> tuple[RequestedPart, RequestedPart]:
+        return self._exchanged("telling which rows are written", divide, self.exchange, requested, written)
+
+    def least(self, number: int) -> int:
+        """Returns the least of all ranks' numbers. Collective."""
+        (least,) = self._exchanged("agreeing", self.exchange.reduce, [np.array(number, np.int64)], "min")
+        return int(least)
 
     def ask_bags(self, requested: Requested, indices: np.ndarray, shard_rows: int, ids: BagIds) -> RequestedBags:
         return self._exchanged("asking for bags", ask_bags, self.exchange, requested, indices, shard_rows, ids)
@@ -217,6 +229,16 @@ class Ranks:
             return self._exchanged("reducing", reducing.result)
 
         return result
+
+    def in_thread(self, call: Callable[[], T]) -> T:
+        """Calls a function in another thread: on CPUs a thread's programs wait for those that it called before."""
+        wide = jax_compat.uses_x64()
+
+        def called() -> T:
+            with jax_compat.enable_x64(wide):
+                return call()
+
+        return self._thread.submit(called).result()
 
     def agree(self, needs: tuple[int, int], *, first: bool) -> tuple[int, int]:
         """Returns the largest of all ranks' needs if their programs must have one shape, or if it is the `first` step:

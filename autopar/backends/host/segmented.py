@@ -7,16 +7,20 @@ says that the step's rows don't fit, or fit a smaller bucket, before anything ha
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.analysis.prefix import Prefix, prefix_of
 from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
 from autopar.backends.host.ranks import EACH, Placement, Ranks
@@ -32,6 +36,7 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.jax_types import Dtype, Index, Leaf
+from autopar.mpi.ahead import RequestedPart
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
 from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
@@ -77,6 +82,9 @@ class RunningStep:
       lagging: Tables whose rows are brought up to date when they are pulled.
       is_first: Whether it is the first one of all ranks, which then agree on a bucket.
       has_written: Whether a table has changed.
+      ahead: What was done of it beside the step before.
+      looks_ahead: Whether the next step's prefix is run beside it, on all ranks or none.
+      following: The next step, if its batch is known here.
     """
 
     values: dict[Atom, Leaf]
@@ -88,6 +96,31 @@ class RunningStep:
     lagging: frozenset[HostRows] = frozenset()
     is_first: bool = False
     has_written: bool = False
+    ahead: Ahead | None = None
+    looks_ahead: bool = False
+    following: Ahead | None = None
+
+
+@dataclass(eq=False)
+class Ahead:
+    """A step whose prefix (`analysis.prefix`) runs beside the step before it."""
+
+    segmented: SegmentedProgram  #: The program that runs it.
+    running: RunningStep  #: Its routes and needs.
+    values: dict[Atom, Leaf] = field(default_factory=dict)  #: Its ids and routes.
+    is_there: bool = False  #: Whether all ranks have asked for its rows.
+    #: The rows that were fetched, and the part of them that the step before writes and that is still to come.
+    fetched: dict[Equation, tuple[np.ndarray, RequestedPart]] = field(default_factory=dict)
+    #: The tables that they are of, at the versions that this step leaves.
+    versions: MutableMapping[HostRows, int] = field(default_factory=weakref.WeakKeyDictionary)
+
+    @property
+    def fits(self) -> bool:
+        """Says whether its program is compiled for its rows."""
+        return self.segmented.fits(self.running.needs)
+
+
+_Action = Callable[[RunningStep], None]
 
 
 class SegmentedProgram:
@@ -135,9 +168,22 @@ class SegmentedProgram:
         self._awaited = awaited_fetches(items)
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeSegment) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
-        self._actions: list[Callable[[RunningStep], None]] = []
-        for k, item in enumerate(items):
-            self._actions.append(self._action(item, may_donate=k > last_route))
+        actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
+        self._prefix = None if ranks.is_joint or ranks.exchange.size == 1 else prefix_of(program, items, self._layouts)
+        self._ids_ahead, self._owners_ahead = list[_Action](), list[_Action]()
+        #: Inputs of the batch that the prefix reads, and tables that rows are pulled of.
+        self.ahead_inputs: tuple[int, ...] | None = None
+        self.ahead_tables: tuple[int, ...] = ()
+        if self._prefix is not None:
+            prefix, pulled = self._prefix, {e.inputs[0] for e in self._prefix.pulls}
+            self._ids_ahead = [actions[k] for k in prefix.ids]
+            self._owners_ahead = [actions[k] for k in prefix.owners]
+            self.ahead_inputs = tuple(k for k, v in enumerate(self._inputs) if v in prefix.inputs)
+            self.ahead_tables = tuple(k for k, v in enumerate(self._inputs) if v in pulled)
+            for k in prefix.ids:
+                actions[k] = _unless_known(actions[k], items[k])
+            actions.insert(prefix.start + 1, functools.partial(self._run_ahead, prefix))
+        self._actions = actions
 
     def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
         """Runs one step, from flat inputs (arrays, and `HostRows`) to flat outputs.
@@ -146,11 +192,17 @@ class SegmentedProgram:
           OtherShapes: the step needs another shape bucket; nothing has changed yet.
         """
         step.values = dict(zip(self._inputs, inputs, strict=True))
+        if step.ahead is not None and step.ahead.segmented is self:
+            step.values |= step.ahead.values
         for act in self._actions:
             act(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
-    def _action(self, item: ProgramSegment | ExchangeSegment, *, may_donate: bool) -> Callable[[RunningStep], None]:
+    def fits(self, needs: Rows) -> bool:
+        """Says whether a step with these needs is run by this program."""
+        return self._buckets.best(needs) is self._bucket
+
+    def _action(self, item: ProgramSegment | ExchangeSegment, *, may_donate: bool) -> _Action:
         if isinstance(item, ProgramSegment):
             return self._segment(item, may_donate)
         if item.op == "ap.reduce":
@@ -186,7 +238,7 @@ class SegmentedProgram:
 
     # --- compiled programs ---
 
-    def _segment(self, segment: ProgramSegment, may_donate: bool) -> Callable[[RunningStep], None]:
+    def _segment(self, segment: ProgramSegment, may_donate: bool) -> _Action:
         block = segment.block
         names = block.inputs
         owner = segment.side == "owner"
@@ -223,6 +275,53 @@ class SegmentedProgram:
 
         return act
 
+    # --- the next step's prefix, beside this step ---
+
+    def begin(self, batch: Sequence[Leaf]) -> Ahead:
+        """Calls the programs of a next step's ids: on one device programs run in the order of their calls, and what is
+        called beside this step's own would wait for it. `batch`: the leaves of `ahead_inputs`."""
+        assert self.ahead_inputs is not None, "there is a prefix"
+        running = RunningStep({self._inputs[k]: leaf for k, leaf in zip(self.ahead_inputs, batch, strict=True)})
+        for act in self._ids_ahead:
+            act(running)
+        return Ahead(self, running)
+
+    def _run_ahead(self, prefix: Prefix, step: RunningStep) -> None:
+        """Asks for the next step's rows and fetches those that this step doesn't write, if all ranks know the batch."""
+        if not step.looks_ahead:
+            return
+        ahead = step.following
+        if not self._ranks.least(ahead is not None) or ahead is None:
+            return
+        running = ahead.running
+        with contextlib.suppress(OtherShapes):  # rows have other places in another program
+            self._route(prefix.routes, running)
+        ahead.values = {v: x for v, x in running.values.items() if v in prefix.values}
+        tables = {e.inputs[0]: step.values[e.inputs[0]] for e in prefix.pulls}
+        can_fetch = ahead.fits and step.lagging.isdisjoint(tables.values())
+        ahead.is_there = True
+        if not prefix.fetches or not self._ranks.exchange.knows_lists or not self._ranks.least(can_fetch):
+            return
+        running.values |= tables
+        for equation in prefix.pulls:
+            leaf, route = (running.values[a] for a in equation.inputs)
+            running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
+        if self._owners_ahead:
+            self._ranks.in_thread(lambda: [act(running) for act in self._owners_ahead])
+        parts: dict[int, tuple[RequestedPart, RequestedPart]] = {}
+        for equation in prefix.fetches:
+            rows, route = (self._value(running, a) for a in equation.inputs)
+            family = _family(equation.inputs[1])
+            if family not in parts:
+                written = step.routes[family][0].rows[: None if family in prefix.written else 0]
+                parts[family] = self._ranks.divide(route.requested, written)
+            early, late = parts[family]
+            first = _owned(equation, rows, route)
+            out = self._memory(equation, first, route)
+            self._ranks.fetch_part(early, first, out)
+            ahead.fetched[equation] = out, late
+        ahead.versions.update((table, table.version) for table in tables.values())
+
     # --- exchanges ---
 
     def _route(self, equations: Sequence[Equation], step: RunningStep) -> None:
@@ -235,13 +334,14 @@ class SegmentedProgram:
                 requested = self._ranks.ask(indices, layout.shard_rows)
                 step.routes[family] = requested, indices
                 step.needs[family] = self._ranks.agree((len(requested.rows) + 1, indices.size), first=step.is_first)
-        if self._buckets.best(step.needs) is not self._bucket:
+        if not self.fits(step.needs):
             raise OtherShapes(step.needs)
         for equation, family in zip(equations, families, strict=True):
-            requested, indices = step.routes[family]
-            rows, requested_rows = self._bucket.rows[family]
-            route = _route(requested, indices, self._layouts[family], rows, requested_rows)
-            step.values[equation.outputs[0]] = route
+            if equation.outputs[0] not in step.values:
+                requested, indices = step.routes[family]
+                rows, requested_rows = self._bucket.rows[family]
+                route = _route(requested, indices, self._layouts[family], rows, requested_rows)
+                step.values[equation.outputs[0]] = route
 
     def _reduce(self, item: ExchangeSegment, step: RunningStep) -> None:
         if item.gradient_bucket is None:
@@ -273,14 +373,21 @@ class SegmentedProgram:
         return [leaf.pull(route.rows, route.count, route.spare, state)]
 
     def _fetch(self, equation: Equation, step: RunningStep, rows: Leaf, route: HostRoute) -> Sequence[Leaf]:
-        axis, count = equation.params["axis"], len(route.view.requested)
-        first = rows_first(np.asarray(rows), axis)[: route.count]
-        shape = count, *first.shape[1:]
-        is_awaited = equation in self._awaited
-        out = self._buffer(equation, shape, first.dtype) if is_awaited else aligned(shape, first.dtype)
-        fetched = self._ranks.fetch(route.requested, np.ascontiguousarray(first), out)
-        out[len(fetched) :] = 0
-        return [rows_back(out, axis)]
+        first = _owned(equation, rows, route)
+        if step.ahead is not None and equation in step.ahead.fetched:
+            out, late = step.ahead.fetched[equation]
+            self._ranks.fetch_part(late, first, out)
+        else:
+            out = self._memory(equation, first, route)
+            self._ranks.fetch(route.requested, first, out)
+        return [rows_back(out, equation.params["axis"])]
+
+    def _memory(self, fetch: Equation, first: np.ndarray, route: HostRoute) -> np.ndarray:
+        """Returns memory for rows that are fetched, first axis first, with zeros behind them."""
+        shape = len(route.view.requested), *first.shape[1:]
+        out = self._buffer(fetch, shape, first.dtype) if fetch in self._awaited else aligned(shape, first.dtype)
+        out[route.requested.size :] = 0
+        return out
 
     def _deliver(
         self, equation: Equation, step: RunningStep, sums: Leaf, route: HostRoute, *base: Leaf
@@ -365,7 +472,12 @@ class SegmentedProgram:
         self, equation: Equation, step: RunningStep, leaf: HostRows, rows: Leaf, route: HostRoute, *first: Leaf
     ) -> Sequence[Leaf]:
         step.has_written = True
+        # The next step gets the rows that are written here; what else is written to the table ends its prefetched ones.
+        versions = step.following.versions if step.following is not None else {}
+        is_known = versions.get(leaf) == leaf.version
         leaf.commit(route.rows, route.count, np.asarray(rows))
+        if is_known:
+            versions[leaf] = leaf.version
         return [leaf]
 
     def _fill(
@@ -444,6 +556,23 @@ def _bag_ids(
     wanted = indices.searchsorted(layout.storage_index(ids.astype(indices.dtype, copy=False)))
     longest = max(own.shape[1] for _, own, *_ in _of_sets(sets, operands))
     return BagIds(wanted, numbers, count, longest, joined[0] if joined else None, dtype)
+
+
+def _unless_known(act: _Action, segment: ProgramSegment | ExchangeSegment) -> _Action:
+    """Returns an action that does nothing if its results are there."""
+    assert isinstance(segment, ProgramSegment), "programs compute ids"
+    outputs = segment.block.outputs
+
+    def act_once(step: RunningStep) -> None:
+        if not all(v in step.values for v in outputs):
+            act(step)
+
+    return act_once
+
+
+def _owned(fetch: Equation, rows: Leaf, route: HostRoute) -> np.ndarray:
+    """Returns an owner's rows that are asked for, first axis first."""
+    return np.ascontiguousarray(rows_first(np.asarray(rows), fetch.params["axis"])[: route.count])
 
 
 def _family(route: Equation | Atom) -> int:

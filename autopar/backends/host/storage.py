@@ -6,6 +6,7 @@ storage has one current generation: a state that was given to a step is gone, as
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from autopar.mpi.buffers import aligned, allocate_table, require_pages
 #: Bytes of rows that are read at a time.
 _BLOCK_BYTES = 1 << 24
 
+#: Numbers of writes to any storage.
+_WRITES = itertools.count(1)
+
 
 @dataclass(eq=False, repr=False)
 class HostRows:
@@ -37,6 +41,7 @@ class HostRows:
     #: The storage of several tables' shards of which `rows` is a part, from row `start` on.
     stack: HostRows | None = None
     start: int = 0
+    write: int = 0  #: The number of the last write to the rows.
     #: Of a stack: the steps that stacked its first table, one after the other, up to the first that did so twice.
     steps: tuple[str, ...] = ()
 
@@ -68,6 +73,7 @@ class HostRows:
         """Sets all rows from a function of their numbers in the table; spare ones are copies of the last row."""
         for part in self.blocks():
             self.rows[part] = read(rows_in(self.layout, self.rank, part))
+        self._has_written()
 
     def bring_up_to_date(self) -> None:
         """Brings all rows up to date, those of the whole family."""
@@ -131,10 +137,22 @@ class HostRows:
     def commit(self, rows: np.ndarray, count: int, new: np.ndarray) -> None:
         """Replaces rows."""
         self.rows[rows[:count]] = rows_first(new, self.axis)[:count]
+        self._has_written()
 
     def spread_last(self, new: np.ndarray) -> None:
         """Makes all rows what the padding row is."""
         self.rows[...] = rows_first(new, self.axis)[-1]
+        self._has_written()
+
+    @property
+    def version(self) -> int:
+        """A number that is another one after each write to the rows, whoever writes them."""
+        return self.write if self.stack is None else max(self.write, self.stack.write)
+
+    def _has_written(self) -> None:
+        self.write = next(_WRITES)
+        if self.stack is not None:
+            self.stack.write = self.write
 
 
 class _Memory:

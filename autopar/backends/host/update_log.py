@@ -13,7 +13,7 @@ import numpy as np
 
 from autopar.backends.background import Compilation, beside
 from autopar.backends.emit import deferred_of
-from autopar.backends.host.storage import HostRows, rows_back, rows_first
+from autopar.backends.host.storage import HostRows, rows_back
 from autopar.backends.segments import Entries, close
 from autopar.backends.update_log import AnyLog, LogPrograms, UpdateLog
 from autopar.errors import note_lost_rows
@@ -126,7 +126,7 @@ class HostLogPrograms(LogPrograms):
                     *new, ends = map(np.asarray, program(*rows, stamps.rows[padded], *steps))
                 has_begun = True
                 for leaf, x in zip(leaves, new, strict=False):
-                    leaf.rows[some] = rows_first(x, leaf.axis)[: some.size]
+                    leaf.commit(some, some.size, x)
                 stamps.rows[some] = ends[: some.size]
         except BaseException as error:
             if has_begun:  # the update log's steps would be replayed a second time on these rows

@@ -208,5 +208,5 @@ def test_one_client_is_the_step() -> None:
         np.asarray(old["params"]["w"])
     with pytest.raises(autopar.StepError, match=r"step has replicas \(sync=\): it runs in several programs"):
         jax.jit(planned)(make_state(), batch())
-    with pytest.raises(autopar.ArgumentsError, match="whose clients train replicas"):
-        autopar.shard({"x": np.ones(4)}, batch_size=2, step=autopar.parallelize(step))
+    with pytest.raises(autopar.ArgumentsError, match="give the step that autopar.parallelize returned"):
+        autopar.shard({"x": np.ones(4)}, batch_size=2, step=step)

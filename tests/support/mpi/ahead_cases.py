@@ -1,0 +1,264 @@
+"""Rows that are fetched beside the step before: the same bits as without, whatever happens between two steps, and what
+is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from autopar.backends.host import ranks
+from autopar.backends.host.ranks import Ranks
+from autopar.mpi.ahead import divide
+from autopar.mpi.machines import exchange
+
+HOSTS = ("ps", "hosts")
+RANK, RANKS = jax.process_index(), jax.process_count()
+ROWS, WIDTH, EXAMPLES, LENGTH = 300, 8, 12, 5
+
+#: A table for each.
+OPTIMIZERS: Mapping[Any, Any] = {
+    "adagrad": optax.adagrad(0.1),
+    "adamw": optax.adamw(1e-2),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+}
+
+Batch = Mapping[str, np.ndarray]
+
+
+def batches(count: int, seed: int = 0) -> Iterator[Batch]:
+    """Yields batches of the same few arrays, filled anew each time. Their ids are Zipf distributed, so that many rows
+    of one batch are in the next one."""
+    rng = np.random.default_rng(seed)
+    ids, y = np.empty((EXAMPLES, LENGTH), np.int32), np.empty(EXAMPLES, np.float32)
+    for _ in range(count):
+        ids[...] = rng.zipf(1.3, ids.shape) % ROWS
+        y[...] = rng.normal(size=y.shape)
+        yield {"ids": ids, "y": y}
+
+
+def make(*names: str, forward: Callable[[jax.Array], jax.Array] = jnp.tanh, **options: Any) -> tuple[Any, Any]:
+    """Returns a step with tables on hosts, by these optimizers (Adagrad alone by default), and its first state."""
+    names = names or ("adagrad",)
+    update = optax.partition(OPTIMIZERS, {"w": "adagrad", "tables": {name: name for name in names}})
+
+    @autopar.parallelize(strategy={"params/tables/*": HOSTS}, **options)
+    def train_step(state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> jax.Array:
+            # By themselves: owners would add them up.
+            rows = jnp.sum(jnp.stack([forward(table[batch["ids"]]) for table in params["tables"].values()]), 0)
+            return ((jnp.tanh(rows.mean(1) @ params["w"]).sum(-1) - batch["y"]) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        updates, slots = update.update(grads, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, loss
+
+    rng = np.random.default_rng(1)
+    tables = {name: jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32) for name in names}
+    width = jax.eval_shape(forward, tables[names[0]]).shape[-1]
+    params = {"w": jnp.asarray(rng.normal(size=(width, WIDTH)), jnp.float32), "tables": tables}
+    return train_step, {"params": params, "slots": update.init(params)}
+
+
+Between = Callable[[int, Any, Any], tuple[Any, Any]]
+
+
+def train(step: Any, state: Any, given: Iterator[Batch], *, ahead: bool, between: Between | None = None) -> Any:
+    """Returns losses and the last state as NumPy arrays; `between` may change state and batch before each step."""
+    losses = []
+    for k, batch in enumerate(autopar.shard(given, step=step if ahead else None)):
+        if between is not None:
+            state, batch = between(k, state, batch)
+        state, loss = step(state, batch)
+        losses.append(np.asarray(loss))
+    return losses, jax.tree.map(np.asarray, autopar.materialize(state))
+
+
+def assert_same_bits(one: Any, other: Any) -> None:
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.tobytes() == b.tobytes(), (a, b)
+
+
+class Fetches:
+    """Counts a rank's calls: fetches of all rows that it asked for, and of those that the step before has written."""
+
+    def __init__(self) -> None:
+        self.whole = self.late = 0
+
+    def __enter__(self) -> Fetches:
+        def fetch(one: Ranks, *args: Any) -> Any:
+            self.whole += 1
+            return self._fetch(one, *args)
+
+        def fetch_part(one: Ranks, *args: Any) -> None:
+            self.late += 1
+            self._fetch_part(one, *args)
+
+        self._fetch, self._fetch_part = Ranks.fetch, Ranks.fetch_part
+        self._patch = mock.patch.multiple(Ranks, fetch=fetch, fetch_part=fetch_part)
+        self._patch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._patch.stop()
+
+
+def run_both(
+    given: Callable[[], Iterator[Batch]],
+    between: Callable[[], Between] | None = None,
+    *names: str,
+    **options: Any,
+) -> tuple[Any, Fetches]:
+    """Trains with and without rows that are fetched ahead, asserts that the bits are the same, and returns the losses
+    and what was fetched with them."""
+    results = []
+    for ahead in (False, True):
+        step, state = make(*names, **options)
+        with Fetches() as fetches:
+            results.append(train(step, state, given(), ahead=ahead, between=between and between()))
+        assert fetches.late == 0 or ahead
+    assert_same_bits(*results)
+    return results[1][0], fetches
+
+
+def check_the_bits_are_the_same() -> None:
+    """Over 50 steps. Where untouched rows move as well, rows are fetched after the update, and ids sent ahead."""
+    _, fetches = run_both(lambda: batches(50), None, *OPTIMIZERS)
+    assert (fetches.whole, fetches.late) == (1 + 2 * 50, 2 * 49)
+
+
+def check_rows_that_were_written_are_sent_again() -> None:
+    """Otherwise the numbers are others."""
+    step, state = make()
+    right = train(step, state, batches(8), ahead=False)
+
+    def nothing_is_written(exchange_: Any, requested: Any, written: np.ndarray) -> Any:
+        return divide(exchange_, requested, written[:0])
+
+    step, state = make()
+    with mock.patch.object(ranks, "divide", nothing_is_written):
+        wrong = train(step, state, batches(8), ahead=True)
+    assert np.any(np.array(right[0]) != np.array(wrong[0]))
+
+
+def check_bytes() -> None:
+    """Ids are sent once, ahead, with a bit for each on whether it is written; rows once, ahead unless they are."""
+    step, state = make()
+    sent = exchange().sent_bytes
+    before, found = dict(sent), list[tuple[int, int]]()
+    given = [{k: x.copy() for k, x in batch.items()} for batch in batches(6)]
+    for batch in autopar.shard(given, step=step):
+        state, _ = step(state, batch)
+        found.append((sent["ids"] - before["ids"], sent["rows"] - before["rows"]))
+        before = dict(sent)
+    #: By batch and rank the distinct ids; by batch those of all.
+    asked = [[np.unique(ids) for ids in np.split(batch["ids"], RANKS)] for batch in given]
+    written = [np.unique(batch["ids"]) for batch in given]
+    mine = [[ids[ids % RANKS == RANK] for k, ids in enumerate(each) if k != RANK] for each in asked]
+    sizes = list[Any]()
+    for k in range(1, len(given) - 1):
+        wanted = [np.count_nonzero(asked[k + 1][RANK] % RANKS == r) for r in range(RANKS) if r != RANK]
+        flags = sum(-(-ids.size // 8) for ids in mine[k + 1])
+        early = sum(ids.size - np.isin(ids, written[k]).sum() for ids in mine[k + 1])
+        late = sum(np.isin(ids, written[k - 1]).sum() for ids in mine[k])
+        sizes.append((early, late))
+        assert found[k] == (sum(4 * (1 + n) for n in wanted) + flags, 4 * WIDTH * (early + late)), (k, found[k])
+    assert np.all(np.sum(sizes, 0) > 0), "some are early, some late"
+    assert found[-1] == (0, 4 * WIDTH * sum(np.isin(ids, written[-2]).sum() for ids in mine[-1]))
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    parts = [s.data.copy() for s in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def check_other_batches_than_announced() -> None:
+    """One rank gives an equal batch, or all give another one: everything is asked for anew, by all."""
+
+    def between() -> Between:
+        first: list[Any] = []
+
+        def change(k: int, state: Any, batch: Any) -> tuple[Any, Any]:
+            first.append(batch)
+            if k == 3 and RANK == RANKS - 1:
+                batch = jax.tree.map(_copied, batch)
+            return state, first[0] if k == 7 else batch
+
+        return change
+
+    _, fetches = run_both(lambda: batches(10), between)
+    # Of batches that were changed themselves nobody knows what follows: steps 0, 3, 4, 7 and 8 ask.
+    assert (fetches.whole, fetches.late) == (5, 12)
+
+
+def check_what_is_done_between_two_steps() -> None:
+    """An evaluation, reading and saving leave rows that were fetched as they are; another step writes to the table."""
+
+    def between() -> Between:
+        other, _ = make()
+        evaluate = autopar.parallelize(lambda params, ids: jnp.tanh(params["tables"]["adagrad"][ids]).sum())
+        ids = np.arange(EXAMPLES, dtype=np.int32)
+
+        def change(k: int, state: Any, batch: Any) -> tuple[Any, Any]:
+            if k == 3:
+                evaluate(state["params"], ids)
+                np.asarray(state["params"]["tables"]["adagrad"])
+            if k == 5:
+                state = other(state, batch)[0]
+            if k == 7:
+                state = jax.tree.map(jnp.asarray, autopar.materialize(state))
+            return state, batch
+
+        return change
+
+    _, fetches = run_both(lambda: batches(10), between)
+    # All rows are fetched in the first step, by the evaluation, by the other step, and after the changes in 5 and 7.
+    assert (fetches.whole, fetches.late) == (5, 9 + 7)
+
+
+def check_other_numbers_of_rows() -> None:
+    """Rows that fit no program yet are asked for ahead, and fetched where the program is."""
+
+    def given() -> Iterator[Batch]:
+        for k, batch in enumerate(batches(9)):
+            wide = np.arange(batch["ids"].size, dtype=np.int32).reshape(batch["ids"].shape) * (k % 4 + 1)
+            yield {"ids": batch["ids"] % 7 if k % 4 < 2 else wide, "y": batch["y"]}
+
+    _, fetches = run_both(given)
+    assert (fetches.whole, fetches.late) == (7, 2 + 2)
+
+
+def check_rows_that_owners_compute_with() -> None:
+    """What moves to the owners of rows is computed there ahead, too."""
+    _, fetches = run_both(lambda: batches(8), forward=lambda rows: jnp.tanh(rows[..., :4].astype(jnp.bfloat16)))
+    assert (fetches.whole, fetches.late) == (1, 2 * 7)
+
+
+def check_a_loop_that_is_left() -> None:
+    """A loop ends in the middle, and another one goes on from its position."""
+    results = []
+    for ahead in (False, True):
+        step, state = make()
+        source = list({k: x.copy() for k, x in batch.items()} for batch in batches(12))
+        position, losses = None, []
+        for end in (5, 12):
+            given = autopar.shard(source, step=step if ahead else None)
+            if position is not None:
+                given.restore(position)
+            for batch in given:
+                state, loss = step(state, batch)
+                losses.append(np.asarray(loss))
+                if len(losses) == end:
+                    break
+            position = given.state()
+        assert position is not None and len(losses) == 12
+        results.append((losses, jax.tree.map(np.asarray, autopar.materialize(state))))
+    assert_same_bits(*results)
