@@ -124,8 +124,10 @@ def parallelize(
         "formulas": bytes by the Parallax paper's table 3 alone, of a table's bytes b, N devices and the share alpha of
         rows that one of them touches. Nothing is measured then but alpha.
       optimize: "all" (the default), "none", or names of the optimisations that are on (docs/optimisations.md); the
-        others take their naive form: "border" (what follows a lookup runs at the rows' owners), "once" (what depends
-        on a row alone is computed once for each distinct row).
+        others take their naive form. With tables on hosts: "hybrid" (dense gradients are reduced; off: dense parameters
+        are on hosts, too), "local" (ranks of a machine ask others together), "owner" (owners work on sums of gradients;
+        off: the first rank), "prefetch" (`shard(step=)`), "once" (what depends on a row alone is computed once for each
+        distinct row). Everywhere: "border" (what follows a lookup runs at the rows' owners).
       plan: Run the step as this plan says, in place of `strategy` and `sparse`: one that `autopar.plan` made,
         or the file that it was saved to. Nothing is measured. A plan that doesn't fit the step is a PlanError when
         the step is planned.

@@ -63,11 +63,17 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     host, copy = rates.host.shared(s.together), rates.copy.shared(s.together)
 
     def sent(name: str, size: int) -> Term:
-        nbytes = s.requested * size
+        nbytes = s.requested * size * s.crossing
         return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
 
     ids = () if s.constant else (Term("route ids", host.route(s.ids)), sent("send ids", ID_BYTES))
-    update = _update(host, sizes, min(s.owned, -(-s.extent // s.devices)))
+    owned = min(s.owned, -(-s.extent // s.devices))
+    update = _update(host, sizes, owned)
+    if s.by_first:
+        nbytes = s.devices * owned * s.sent_gradient
+        back = int(wire_bytes("all-to-all", s.devices, nbytes))  # the first rank's, the busiest one's
+        sums = Term("sums to the first rank", host.all_to_all(nbytes)), Term("and back", host.all_to_all(nbytes), back)
+        update = *sums, *update
     if s.bags:
         return (*ids, *_bag_terms(sizes, rates), *update)
     return (

@@ -37,14 +37,18 @@ class TableLoad:
     together: int = 1
     gradient_bytes: int | None = None
     reduced: tuple[int, ...] = ()
+    constant: bool = False
+    by_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The dense part and the tables of a step on one device."""
+    """The dense part and the tables of a step on one device. `by_leaders`: what ranks of a machine want alike of tables
+    on hosts crosses machines once."""
 
     dense: DenseLoad
     tables: tuple[TableLoad, ...] = ()
+    by_leaders: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +117,11 @@ def simulate_step(
         elif method == "auto":
             method = cheapest[table.path] if state + size <= budget else "ps"
         chosen[table.path] = method
-        sizes = host_sizes_at(table, n) if method == HOSTED else sizes_at(table, n)
+        sizes = sizes_at(table, n)
+        if method == HOSTED:
+            sizes = host_sizes_at(table, n)
+            if work.by_leaders and cluster.machines > 1:
+                sizes = replace(sizes, crossing=crossing(table.rows, cluster.devices))
         loads.append((method, sizes))
         if method == HOSTED:
             host_state += size / cluster.machines
@@ -179,7 +187,14 @@ def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
     """
     rows = math.ceil(min(table.rows(1), table.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
-    return replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
+    found = replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
+    return replace(found, constant=table.constant, by_first=table.by_first)
+
+
+def crossing(rows: Callable[[int], float], each: int) -> float:
+    """Returns the share of the rows that `each` ranks of a machine ask for which is left where they ask together."""
+    alone = each * rows(1)
+    return min(1.0, rows(each) / alone) if alone else 1.0
 
 
 def busiest(rows: float, devices: int) -> int:

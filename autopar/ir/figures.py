@@ -164,6 +164,10 @@ class Sizes:
     bags: int = 0  #: On hosts, bags of a rank that owners add up; 0: rows travel.
     bag_ids: int = 0  #: Ids of a rank in these; an id counts for each bag that it is in.
     bag_bytes: int = 0  #: Bytes that tell owners of their rows in bags, and of weights.
+    #: On hosts, the share of rows that crosses machines where what ranks of a machine want alike does so once.
+    crossing: float = 1.0
+    #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
+    by_first: bool = False
 
     @property
     def sent_gradient(self) -> int:

@@ -7,10 +7,12 @@ from typing import Literal
 
 from autopar.errors import ArgumentsError
 
-#: "border": what a step computes behind a lookup runs at the rows' owners where less is sent then (the paper's OPSW);
-#: "once": what depends on a row alone is computed once for each distinct row; "prefetch": rows of the next batch are
-#: fetched beside the step.
-OPTIMIZATIONS = ("border", "once", "prefetch")
+#: With tables on hosts, by the names of the paper's table 4: "hybrid" (HYB): dense parameters are on every rank, and
+#: their gradients reduced; "local" (LA): what ranks of a machine want alike crosses machines once; "owner" (OPAU): what
+#: follows sums of gradients runs at the rows' owners. On devices as well, "border" (OPSW): what a step computes behind
+#: a lookup runs at the owners where less is sent then. Ours, "prefetch": rows of the next batch are fetched beside the
+#: step; "once": what depends on a row alone is computed once for each distinct row.
+OPTIMIZATIONS = ("hybrid", "local", "owner", "border", "prefetch", "once")
 #: Those that there will be.
 _LATER = ("hot",)
 #: What a user gives.

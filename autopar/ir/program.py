@@ -307,6 +307,8 @@ class Program:
     rows_read: Mapping[int, int] = field(default_factory=dict)
     #: Leaves on hosts of which every step touches all rows, and values pushed to all of them (`pull_whole`).
     pulled: frozenset[Var] = frozenset()
+    #: Of these leaves those that `pull_whole` made tables of -> their row axis; the others are their slots.
+    pulled_tables: Mapping[Var, int] = field(default_factory=dict)
     rows: RowFacts | None = None  #: The rows' facts (`analyze_rows`).
     #: Variable -> its axis that runs over the batch, where it is known (`analyze_batch`).
     batch: Mapping[Var, int] = field(default_factory=dict)

@@ -244,13 +244,30 @@ class Exchange:
         array = np.ascontiguousarray(array)
         if self.size == 1:
             return [array]
+        results = [aligned((n, *array.shape[1:]), array.dtype) for n in self._lengths(array)]
+        results[self.rank][...] = array
+        self.sent_bytes["gather"] += swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
+        return results
+
+    def through_first(self, sums: np.ndarray) -> None:
+        """Sends this owner's sums to the first rank and back, as where what follows them is computed there; in place.
+
+        `sums`: `[u, ...]` in C order; only u may differ between ranks.
+        """
+        lines, there = as_lines(sums), range(self.size)
+        lengths = self._lengths(lines)
+        nothing: list[np.ndarray | None] = [None] * self.size
+        own = [lines if r == 0 and self.rank else None for r in there]
+        others = [np.empty((lengths[r], lines.shape[1]), np.uint8) if r else None for r in there]
+        self.swap("gradients", own, nothing if self.rank else others)
+        self.swap("gradients", nothing if self.rank else others, own)
+
+    def _lengths(self, array: np.ndarray) -> list[int]:
+        """Returns the length of every rank's array."""
         lengths = np.empty(self.size, np.int64)
         self._waiting.collective(self._comm, "Allgather", np.array([len(array)]), lengths)
-        results = [aligned((int(n), *array.shape[1:]), array.dtype) for n in lengths]
-        results[self.rank][...] = array
-        sent = swap(self._comm, self._waiting, [array] * self.size, results, self.limit)
-        self.sent_bytes["gather"] += sent + (self.size - 1) * lengths.itemsize
-        return results
+        self.sent_bytes["gather"] += (self.size - 1) * lengths.itemsize
+        return lengths.tolist()
 
     def swap(self, kind: Kind, sends: Sequence[np.ndarray | None], receives: Sequence[np.ndarray | None]) -> None:
         """Sends an array to each rank and fills one from each, of the lengths that the other side has; None: nothing.

@@ -35,10 +35,24 @@ from autopar.mpi.waiting import Waiting
 from autopar.mpi.world import World, world
 
 
+def exchange(*, by_leaders: bool = True) -> Exchange:
+    """Returns this process's exchanges with all other ranks of the job. Collective, the first time.
+
+    `by_leaders`: by way of node leaders, if they save anything; else every rank exchanges by itself with all others.
+    """
+    usual = _connected()
+    return usual if by_leaders or not isinstance(usual, LeaderExchange) else _connected_without_leaders()
+
+
 @functools.cache
-def exchange() -> Exchange:
-    """Returns this process's exchanges with all other ranks of the job. Collective, the first time."""
+def _connected() -> Exchange:
     return connect(world())
+
+
+@functools.cache
+def _connected_without_leaders() -> Exchange:
+    here = world()
+    return Exchange(here.rank, here.size, here.comm.Dup())
 
 
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:

@@ -26,7 +26,8 @@ Trace = tuple[int, int, int]
 
 
 def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, str]:
-    """Marks tables and candidates, each with its row axis.
+    """Marks tables and candidates, each with its row axis; in a program that `pull_whole` has written those that it
+    found, too.
 
     Leaves into which rows are only written are tables if the strategy gives them a row method.
     """
@@ -48,6 +49,11 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
             axes.setdefault(leaf, axis)
     tables = tuple(sorted(axes.items()))
     candidates = tuple((k, axes.get(k, axis)) for k in states if (axis := _slot_axis(program, k, tables)) is not None)
+    if program.pulled_tables:
+        inputs, along = program.block.inputs, {v.shape: axis for v, axis in program.pulled_tables.items()}
+        pulled = {k: along[v.shape] for k, v in enumerate(inputs) if v in program.pulled}
+        axes |= {k: axis for k, axis in pulled.items() if inputs[k] in program.pulled_tables}
+        tables, candidates = tuple(sorted(axes.items())), tuple(sorted((dict(candidates) | pulled).items()))
     names = ", ".join(program.inputs[k].path for k, _ in tables)
     note = f"looked up by rows: {names}" if tables else "no parameter is looked up by rows"
     unfollowed = {k: why_unfollowed(lost, access) for k, (lost, access) in walk.unfollowed.items() if k not in axes}

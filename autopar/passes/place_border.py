@@ -16,6 +16,7 @@ otherwise. This is Parallax's placement of operations between servers and worker
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -123,7 +124,8 @@ def _placed(
     if not any(moving.values()):
         return program, notes
     moved = analyze(dataclasses.replace(program, block=block, rows=None))
-    if not all(map(_are_alike, program.facts.spaces, moved.facts.spaces)):
+    pairs = itertools.zip_longest(program.facts.spaces, moved.facts.spaces)
+    if not all(old and new and _are_alike(old, new) for old, new in pairs):
         return None
     for k, operations in moving.items():
         before, after = (

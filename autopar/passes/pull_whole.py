@@ -33,17 +33,18 @@ from autopar.jax_types import Leaf, Pytree
 _ENOUGH_ROWS = 64
 
 
-def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
+def pull_whole(program: Program, strategy: Strategy, *, all_dense: bool = False) -> tuple[Program, str]:
     """Inserts lookups and pushes of all rows of the dense leaves that a strategy puts on hosts.
 
     `program`: a classified program. `strategy`: the user's. A pattern means dense leaves if it puts no table there.
-    Raises StrategyError if a named leaf can't be there.
+    `all_dense`: those that it leaves to "auto" are on hosts as well, if they can be. Raises StrategyError if a named
+    leaf can't be there.
     """
     inputs = program.block.inputs
     tables = {k for k, _ in program.tables}
     pulled: dict[int, int] = {}
     parameters: list[int] = []
-    for k, is_named in _wanted(program, strategy).items():
+    for k, is_named in _wanted(program, strategy, all_dense=all_dense).items():
         if k in pulled:  # a slot of another one
             continue
         reason, path, layout = _refusal(inputs[k]), program.inputs[k].path, program.inputs[k].layout
@@ -69,13 +70,14 @@ def pull_whole(program: Program, strategy: Strategy) -> tuple[Program, str]:
         tables=tuple(sorted((*program.tables, *((k, pulled[k]) for k in parameters)))),
         candidates=tuple(sorted(candidates.items())),
         pulled=program.pulled | {inputs[k] for k in pulled},
+        pulled_tables={inputs[k]: pulled[k] for k in parameters},
     )
     return program, f"; dense, and pulled from hosts: {', '.join(program.inputs[k].path for k in parameters)}"
 
 
-def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
-    """Finds leaves that a strategy puts on hosts although they aren't looked up by rows: leaf -> is it named itself."""
-    if not isinstance(strategy, Mapping):
+def _wanted(program: Program, strategy: Strategy, *, all_dense: bool) -> dict[int, bool]:
+    """Finds leaves that are to be on hosts although they aren't looked up by rows: leaf -> is it named itself."""
+    if not isinstance(strategy, Mapping) and not all_dense:
         return {}
     tables = {program.inputs[k].path for k, _ in program.tables}
     of_tables = {"*", "**", None, *(choice_for(strategy, path).pattern for path in tables)}
@@ -83,10 +85,11 @@ def _wanted(program: Program, strategy: Strategy) -> dict[int, bool]:
     wanted: dict[int, bool] = {}
     for k, (leaf, input_) in enumerate(program.named_inputs):
         choice = choice_for(strategy, input_.path)
-        if input_.role not in ("state", "table") or input_.path in tables or choice.where != "hosts":
+        is_open = all_dense and (choice.method == "auto" or choice.where == "hosts")
+        if input_.role not in ("state", "table") or input_.path in tables or not (is_open or choice.where == "hosts"):
             continue
         is_named = choice.pattern == input_.path
-        if leaf in read and (is_named or choice.pattern not in of_tables):
+        if leaf in read and (is_open or is_named or choice.pattern not in of_tables):
             wanted[k] = is_named
     return wanted
 

@@ -124,7 +124,7 @@ def _explain(
             *memory_notes(planned, cluster),
             *tensor_notes(plan),
             *formula_notes(planned),
-            *switch_notes(planned, leaves),
+            *switch_notes(planned, leaves, cluster),
             *there,
             *planned.notes,
         ),

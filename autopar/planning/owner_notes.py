@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.analysis.after_sums import after_the_sum
 from autopar.ir.figures import format_bytes
-from autopar.ir.program import Atom, Equation, Program
-from autopar.ir.rowspace import Row
+from autopar.ir.program import Equation
 from autopar.planning.text import fold_paths
 from autopar.run.planned_step import PlannedStep
 
@@ -22,7 +22,7 @@ def owner_notes(planned: PlannedStep) -> Iterator[str]:
         if bound.devices > 1 and family.method == "ps":
             space = next(s for s in program.facts.spaces if s.family == family.family)
             paths = [program.inputs[k].path for k in space.tables]
-            told.setdefault(_described(*_after_the_sum(program, family.family)), []).extend(paths)
+            told.setdefault(_described(*after_the_sum(program, family.family)), []).extend(paths)
     for text, paths in told.items():
         names = ", ".join(fold_paths(dict.fromkeys(paths, 0), _SHOWN))
         yield f"From the sum of gradients to the update the owners of {names} compute {text}."
@@ -37,19 +37,3 @@ def _described(by_row: list[Equation], sums: list[Equation]) -> str:
     lines = ", ".join(dict.fromkeys(f"{e.op} ({e.where})" for e in sums))
     nbytes = format_bytes(sum(v.type.nbytes for e in sums for v in e.outputs))
     return f"{text}; of {lines} each one's partial sums cross, {nbytes}"
-
-
-def _after_the_sum(program: Program, family: int) -> tuple[list[Equation], list[Equation]]:
-    """Returns the equations that compute a family's rows from sums of gradients, and those that add up over rows."""
-    facts, known = program.facts, set[Atom]()
-    by_row, sums = list[Equation](), list[Equation]()
-    for e in program.block.equations:
-        role, value = facts.roles.get(e), facts.value(e.outputs[0]) if e.outputs else None
-        if role == "push" and isinstance(value, Row) and facts.find(value.family) == family:
-            known.update(e.outputs)
-        elif not known.isdisjoint(e.inputs) and role == "rows":
-            known.update(e.outputs)
-            by_row.append(e)
-        elif not known.isdisjoint(e.inputs) and role in ("reduce", "contract"):
-            sums.append(e)
-    return by_row, sums

@@ -25,11 +25,12 @@ from autopar.cost.rates import (
     planned_rates,
     planned_stage_rates,
 )
-from autopar.cost.simulate import TableLoad, Workload
+from autopar.cost.simulate import TableLoad, Workload, crossing
 from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Sizes, bucket_size
 from autopar.ir.local import OncePerRow
+from autopar.ir.optimizations import is_on
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
@@ -141,6 +142,8 @@ def plan_of(
             seen = None if alphas is None or not space.accesses else alphas.table(path).growth
             alpha, growth = _touched(program, space, leaves, made.devices, seen)
             changed = dataclasses.replace(decided[path], alpha=alpha, growth=growth)
+            if cluster is not None and cluster.machines > 1:
+                changed = _by_leaders(planned, changed, cluster.devices)
             terms = _earlier_terms(planned, changed)
             if rates is not None:
                 terms = with_bounds(*(_terms(changed, r, h, counts) for r, h in ((rates, hosts), (least, hosts.bound))))
@@ -155,6 +158,14 @@ def plan_of(
         sums = tuple(Term(f"sums of {g.weights[0]} and its pair", g.sent_s, g.sent) for g in taken)
         parts = {**parts, "divided products": sums}
     return dataclasses.replace(changed, parts=parts)
+
+
+def _by_leaders(planned: PlannedStep, table: TablePlan, ranks: int) -> TablePlan:
+    """Returns a table on hosts with the share of rows that cross machines of `ranks` ranks, if they ask together."""
+    if table.where != "hosts" or table.sizes is None or table.growth is None or not planned.options.optimizes("local"):
+        return table
+    share = crossing(table.growth.rows, ranks)
+    return dataclasses.replace(table, sizes=dataclasses.replace(table.sizes, crossing=share))
 
 
 def _work(planned: PlannedStep, leaves: Sequence[Leaf] | None) -> Work:
@@ -283,7 +294,7 @@ def workload(plan: Plan) -> Workload:
             "plan(step, state, batch, cluster=...) for two devices at least"
         )
     tables = tuple(table_load(table) for table in plan.families if table.sizes is not None)
-    return Workload(dense_load(plan), tables)
+    return Workload(dense_load(plan), tables, by_leaders=is_on(plan.optimize, "local"))
 
 
 def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
@@ -308,6 +319,8 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
         together=sizes.together,
         gradient_bytes=sizes.gradient_bytes,
         reduced=sizes.reduced,
+        constant=sizes.constant,
+        by_first=sizes.by_first,
     )
 
 

@@ -24,6 +24,7 @@ from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
+from autopar.ir.optimizations import is_on
 from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedTable
@@ -70,7 +71,7 @@ class HostRunner(Runner):
             self._given, self._wanted = stack.inputs, stack.outputs
         self._bound = bound
         self._check_others()
-        exchange_ = exchange()
+        exchange_ = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
         bucket_bytes = None
         if exchange_.size > 1 and compiled.plan.reduction_backend == "mpi":
             exchange_.rings_from, bucket_bytes = reductions_here()

@@ -75,7 +75,7 @@ class OnHosts(Way):
     def classified(self, program: Program) -> tuple[Program, str]:
         """Finds tables, and marks dense leaves that the strategy puts on hosts."""
         program, note = classify(program, self.options.strategy)
-        program, pulled = pull_whole(program, self.options.strategy)
+        program, pulled = pull_whole(program, self.options.strategy, all_dense=not self.options.optimizes("hybrid"))
         return program, f"{note}{pulled}"
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:

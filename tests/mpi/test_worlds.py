@@ -80,6 +80,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "bag_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_bags_of_several_machines")},
     "border_cases": {(2, 1): ()},
     "ahead_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_other_numbers_of_rows")},
+    "switch_cases": {(2, 1): (), (3, 1): ()},
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {
         (2, 1): (),
@@ -156,6 +157,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     },
     "bag_cases": {(3, 1): (), (4, 1): ()},
     "ahead_cases": {(2, 2): (), (3, 1): ()},
+    "switch_cases": {(1, 1): ()},
     "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},
     "pipeline_cases": {
         (2, 2): ("check_schedules", "check_the_state_of_divided_products"),
@@ -212,7 +214,12 @@ def test_interrupts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("devices", [1, long(2)])
 def test_several_machines(devices: int, tmp_path: Path) -> None:
     """Four ranks as on two machines: rows go by way of node leaders."""
-    names = ("check_leaders", "check_init_of_several_tables", "check_growth" if devices == 1 else "check_results")
+    names = (
+        "check_leaders",
+        "check_without_leaders",
+        "check_init_of_several_tables",
+        "check_growth" if devices == 1 else "check_results",
+    )
     run_cases({"machine_cases": names}, 4, devices, tmp_path, timeout_s=400)
 
 

@@ -98,6 +98,9 @@ class Ranks:
         (least,) = self._exchanged("agreeing", self.exchange.reduce, [np.array(number, np.int64)], "min")
         return int(least)
 
+    def through_first(self, sums: np.ndarray) -> None:
+        self._exchanged("sending sums by way of the first rank", self.exchange.through_first, sums)
+
     def ask_bags(self, requested: Requested, indices: np.ndarray, shard_rows: int, ids: BagIds) -> RequestedBags:
         return self._exchanged("asking for bags", ask_bags, self.exchange, requested, indices, shard_rows, ids)
 

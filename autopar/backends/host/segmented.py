@@ -160,6 +160,8 @@ class SegmentedProgram:
         self._layouts: dict[int, RowLayout] = {
             f.family: f.layout for f in bound.families if f.on_hosts and f.layout is not None
         }
+        tables = {f.family: f.table for f in bound.families}
+        self._by_first = {family for family, table in tables.items() if table.sizes and table.sizes.by_first}
         self._others: dict[Equation, OtherRows] = {}
         self._tables: dict[Equation, TableReduction] = {}
         self._names: dict[Equation, str] = {}
@@ -396,6 +398,8 @@ class SegmentedProgram:
         own = rows_first(np.asarray(sums), axis)[: route.indices.size]
         out = self._buffer(equation, (len(route.rows), *own.shape[1:]), own.dtype)
         total = self._ranks.deliver(route.requested, np.ascontiguousarray(own), out)
+        if equation.inputs[1].type.family in self._by_first:
+            self._ranks.through_first(total)
         out[len(total) :] = 0
         rows = rows_back(out, axis)
         return [rows + np.asarray(base[0]) if base else rows]
@@ -425,6 +429,8 @@ class SegmentedProgram:
                 given.append(flags[which].ravel())
             kept = np.concatenate(given)
         gradients = self._ranks.spread(bags, cotangents, kept)
+        if equation.inputs[0].type.family in self._by_first:
+            self._ranks.through_first(gradients)
         out = self._buffer(equation, (len(route.rows), *columns), gradients.dtype)
         out[: route.count] = gradients
         out[route.count :] = 0

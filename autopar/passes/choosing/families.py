@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
+from autopar.analysis.after_sums import after_the_sum
 from autopar.analysis.bags import BagFinder, BagPair, find_bags, is_plain_access
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
@@ -382,7 +383,9 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
     """Returns the sizes of a family on hosts, measured on the example if there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
-    sizes = dataclasses.replace(sizes, owned=sizes.requested)  # as many as a rank asks for, on average
+    by_first = not choices.options.optimizes("owner") and bool(after_the_sum(program, space.family)[1])
+    # As many as a rank asks for, on average.
+    sizes = dataclasses.replace(sizes, owned=sizes.requested, by_first=by_first)
     if space.is_pulled:
         pulled, pushed = (size // space.extent for size in _moved(space))
         return dataclasses.replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)

@@ -8,7 +8,9 @@ import autopar  # first: it makes the ranks JAX's processes
 import jax
 import numpy as np
 
+from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.mpi import machines
+from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import LeaderExchange, exchange
 from tests.support.mpi import host_cases
 from tests.support.mpi.host_cases import (
@@ -21,7 +23,7 @@ from tests.support.mpi.host_cases import (
     make,
 )
 
-__all__ = ["check_growth", "check_init_of_several_tables", "check_leaders", "check_results"]
+__all__ = ["check_growth", "check_init_of_several_tables", "check_leaders", "check_results", "check_without_leaders"]
 
 machines.machine_name = lambda: f"machine {RANK // 2}"  # asked for when the first step makes its exchange
 
@@ -52,6 +54,27 @@ def check_leaders() -> None:
         assert crossing < apart and all(sums[r][0, 2:].min() > 0 for r in (first, first + 1))
     mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
     np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+
+
+def check_without_leaders() -> None:
+    """`optimize=` without "local": each rank exchanges by itself, and sums are those of all."""
+    case, on = make("averaged", "adagrad"), [name for name in OPTIMIZATIONS if name != "local"]
+    naive = autopar.parallelize(case.step, strategy=HOSTS, donate=False, optimize=on)
+    usual = autopar.parallelize(case.step, strategy=HOSTS, donate=False)
+    state = wanted = case.state
+    for i in range(3):
+        (state, _), (wanted, _) = naive(state, case.batches(i)), usual(wanted, case.batches(i))
+    mine, theirs = (np.asarray(s.params["emb"]["embedding"]) for s in (state, wanted))
+    np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    alone = exchange(by_leaders=False)
+    assert type(alone) is Exchange and alone is exchange(by_leaders=False) is not exchange()
+    before = alone.sent_bytes["gradients"], dict(exchange().sent_bytes)
+    naive(state, case.batches(9))
+    part = np.unique(np.array_split(case.batches(9)["ids"], RANKS)[RANK])
+    assert alone.sent_bytes["gradients"] - before[0] == np.sum(part % RANKS != RANK) * 4 * 4
+    assert exchange().sent_bytes == before[1]
+    text = " ".join(str(autopar.explain(naive)).split())
+    assert "optimize= leaves out 'local': with it rows that ranks of a machine want alike cross machines once" in text
 
 
 def check_contract() -> None:

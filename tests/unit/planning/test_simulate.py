@@ -21,6 +21,7 @@ from autopar.cost.simulate import (
     TableLoad,
     Workload,
     busiest,
+    crossing,
     expected_maximum,
     host_sizes_at,
     scaling,
@@ -168,7 +169,7 @@ def test_tables_on_hosts_are_simulated_there() -> None:
     work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,), by_mpi=True), (hosted,))
     found = simulate_step(work, CLUSTER)
     rows = math.ceil(LOAD.rows(1))
-    sizes = host_sizes_at(hosted, 32)
+    sizes = dataclasses.replace(host_sizes_at(hosted, 32), crossing=crossing(LOAD.rows, CLUSTER.devices))
     assert (found.methods, sizes.requested) == ({"emb": HOSTED}, rows) and found.fits
     assert sizes.owned == math.ceil(rows + expected_maximum(32) * math.sqrt(rows))
     assert found.parts["tables"] == host_terms(sizes, planned_host_rates(CLUSTER))
@@ -378,3 +379,24 @@ def test_tables_on_devices_beside_tables_on_hosts() -> None:
     assert reduced == pytest.approx(2 * 3 / 4 * 50_000 * 64, rel=0.01)
     names = [t.name for t in made.parts["tables"]]
     assert "copy rows to the device" in names and "pick rows" in names
+
+
+def test_what_is_switched_off_costs_what_it_sends() -> None:
+    """What ranks of a machine want alike crosses once, by node leaders; sums go to the first rank and back."""
+    hosted = dataclasses.replace(LOAD, hosted=True, rows=lambda n: 900.0)  # all ranks want the same rows
+    cluster = CLUSTER.of(4, 2)
+    work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,), by_mpi=True), (hosted,))
+    by_first = dataclasses.replace(work, tables=(dataclasses.replace(hosted, by_first=True),))
+    together, alone, first = (
+        {t.name: t for t in simulate_step(w, cluster).parts["tables"]}
+        for w in (work, dataclasses.replace(work, by_leaders=False), by_first)
+    )
+    for name in ("send ids", "send rows", "send gradients"):
+        assert together[name].sent == alone[name].sent // 2 and together[name].seconds < alone[name].seconds
+    rows = host_sizes_at(hosted, 8).owned
+    assert first["and back"].sent == 7 * rows * 256 and set(first) - set(together) == {
+        "sums to the first rank",
+        "and back",
+    }
+    one = {t.name: t.sent for t in simulate_step(work, CLUSTER.of(1, 8)).parts["tables"]}
+    assert one["send rows"] == alone["send rows"].sent

@@ -1,0 +1,118 @@
+"""What every rank runs in `test_worlds.py`: steps with optimisations switched off (`optimize=`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import autopar  # first: it makes the ranks JAX's processes
+
+# isort: split
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.mpi.buffers import ALIGNMENT
+from autopar.mpi.machines import exchange
+from tests.support.mpi.host_cases import HOSTS, RANK, RANKS, make, numbers_agree
+from tests.support.pairs import pairwise
+
+ROWS, WIDTH, READ, OUT = 61, 8, 4, 96
+AXES = {
+    **dict.fromkeys(OPTIMIZATIONS, ("on", "off")),
+    "model": ("averaged", "lstm_lm", "multi_hot"),
+    "optimizer": ("clipped", "adamw"),
+}
+
+
+def check_numbers() -> None:
+    """Pairwise: switches x models x optimizers, against the oracle."""
+    for row in pairwise(AXES)[RANKS % 2 :: 2]:
+        case = make(row["model"], row["optimizer"])
+        on = [name for name in OPTIMIZATIONS if row[name] == "on"]
+        step = autopar.parallelize(case.step, strategy=HOSTS, donate=False, optimize=on)
+        entry = step.planned_for(case.state, case.batches(0))
+        served = [t.path for t in entry.compiled.plan.tables if t.pulled]
+        assert bool(served) == (row["hybrid"] == "off"), (row, served)
+        numbers_agree(entry, case, str(row), steps=3)
+
+
+def _step(state: Any, ids: Any) -> Any:
+    def loss_of(params: Any) -> Any:
+        return jnp.mean((jnp.tanh(params["emb"][ids][..., :READ]).sum(1) @ params["w"] - 1) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state)
+    updates, _ = TX.update(grads, TX.init(state))
+    return optax.apply_updates(state, updates), loss
+
+
+TX = optax.chain(optax.clip_by_global_norm(0.01), optax.sgd(0.3))
+
+
+def _ids(k: int) -> np.ndarray:
+    return np.random.default_rng(k).integers(0, ROWS, (24, 3)).astype(np.int32)
+
+
+def _ran(optimize: Any) -> tuple[Any, dict[str, int], Any]:
+    """Returns the trained state, what this rank sent in the last step, and the planned step."""
+    step = autopar.parallelize(_step, strategy=HOSTS, optimize=optimize)
+    rng = np.random.default_rng(3)
+    shapes = {"emb": (ROWS, WIDTH), "w": (READ, OUT)}
+    state: Any = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    before: dict[str, int] = {}
+    for k in range(3):
+        before = {**exchange().sent_bytes}
+        state, _ = step(state, _ids(k))
+    sent = {kind: n - before[kind] for kind, n in exchange().sent_bytes.items()}
+    return jax.tree.map(np.asarray, autopar.materialize(state)), sent, step
+
+
+def check_bytes() -> None:
+    """Exact, against sets counted from the ids: what each switch adds by itself."""
+    parts = [np.unique(part) for part in np.split(_ids(2), RANKS)]
+    others = [r for r in range(RANKS) if r != RANK]
+    told, wanted = (sum((parts[of] % RANKS == r).sum() for of, r in some) for some in _pairs(others))
+    owned = [int(np.sum(np.unique(_ids(2)) % RANKS == r)) for r in range(RANKS)]
+    columns = [len(range(r, OUT, RANKS)) for r in range(RANKS)]
+    first = owned[RANK] if RANK else sum(owned[1:])
+    row, dense = 4 * READ, 4 * READ * OUT
+    base = {"rows": row * told, "gradients": row * wanted}
+    added = {
+        "hybrid": {
+            "rows": row * columns[RANK] * len(others),
+            "gradients": row * sum(columns[r] for r in others),
+            "reduce": (ALIGNMENT - dense) * (RANKS > 1),  # each owner's part of its norm, in place of its gradient
+        },
+        "owner": {"gradients": row * first, "gather": 8 * len(others)},
+        "border": {"rows": (4 * WIDTH - row) * told, "gradients": (4 * WIDTH - row) * wanted},
+    }
+    theirs, sent, step = _ran("all")
+    assert {kind: sent[kind] for kind in base} == base, (sent, base)
+    for name in OPTIMIZATIONS:  # the others send what they sent
+        mine, sent_without, naive = _ran([other for other in OPTIMIZATIONS if other != name])
+        more = {kind: n - sent[kind] for kind, n in sent_without.items() if n != sent[kind]}
+        assert more == {kind: n for kind, n in added.get(name, {}).items() if n}, (name, more, added)
+        exact = name in ("local", "owner", "prefetch")
+        for leaf, table in mine.items():
+            np.testing.assert_allclose(table, theirs[leaf], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+        text = " ".join(str(autopar.explain(naive)).split())
+        nothing = f"optimize= leaves out {name!r}: nothing is at stake here" in text
+        assert nothing == (RANKS == 1 or name == "local") or name in ("once", "prefetch"), (name, text)
+        changes = str(autopar.plan(step, *_shapes()).diff(autopar.plan(naive, *_shapes())))
+        assert "the step: optimize all -> " in changes and (name != "owner" or "optimize" in changes)
+    _, sent_without, _ = _ran("none")
+    # Of wide rows, and of the dense parameter as well, sums go by way of the first rank.
+    served = row * (columns[RANK] if RANK else sum(columns[1:]))
+    expected = 4 * WIDTH * (wanted + first) + row * sum(columns[r] for r in others) + served
+    assert sent_without["gradients"] == expected * (RANKS > 1), (sent_without, expected)
+
+
+def _pairs(others: list[int]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Returns (asking rank, owner) of rows that this rank sends, and of gradients."""
+    return [(of, RANK) for of in others], [(RANK, r) for r in others]
+
+
+def _shapes() -> tuple[Any, Any]:
+    shapes = {"emb": (ROWS, WIDTH), "w": (READ, OUT)}
+    return {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}, _ids(2)
