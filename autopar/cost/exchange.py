@@ -95,7 +95,7 @@ def _bag_terms(sizes: Sizes, rates: HostRates) -> tuple[Term, ...]:
     def sent(name: str, nbytes: int) -> Term:
         return Term(name, host.all_to_all(nbytes), int(wire_bytes("all-to-all", s.devices, nbytes)))
 
-    sums = min(s.devices * s.bags, s.bag_ids)
+    sums = s.bags if s.whole else min(s.devices * s.bags, s.bag_ids)
     return (
         sent("send bags", s.bag_bytes),
         Term("look up at owners", host.gather(s.owned, row)),

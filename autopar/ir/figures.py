@@ -168,6 +168,7 @@ class Sizes:
     crossing: float = 1.0
     #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
     by_first: bool = False
+    whole: bool = False  #: On hosts, one rank has all rows, so that each bag has one owner.
 
     @property
     def sent_gradient(self) -> int:

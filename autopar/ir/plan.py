@@ -52,6 +52,7 @@ class TablePlan:
     capacity: int | None = None
     tight: bool = False
     cyclic: bool = False  #: Rows are distributed cyclically over the devices, rather than in shards of adjacent rows.
+    owner: int | None = None  #: On hosts: the rank that has all rows, if it is one.
     log_steps: int = 0  #: Most steps that untouched rows wait in the update log; 0 where no step moves them.
     pulled: bool = False  #: A dense leaf on hosts, of which every step takes all rows.
     alpha: Alpha | None = None  #: Rows that a step touches, if known.
@@ -225,7 +226,7 @@ class Plan:
     @property
     def digest(self) -> str:
         """A digest of the decisions, equal on every process."""
-        limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.log_steps) for t in self.tables]
+        limits = [(t.path, t.lifted, t.ids, t.capacity, t.tight, t.cyclic, t.owner, t.log_steps) for t in self.tables]
         ways = (_stages_of(self), _tensor_of(self), self.sync, self.served, self.optimize)
         about = (self.devices, self.microbatches, self.strategy, limits, *ways)
         return hashlib.blake2b(repr(about).encode(), digest_size=8).hexdigest()
@@ -361,12 +362,18 @@ def _facts(entry: TablePlan | DensePlan) -> Mapping[str, str]:
         "where": entry.where,
         "rows updated": "touched" if entry.lifted else "all",
         "capacity": "none" if entry.capacity is None else f"{entry.capacity} ({measured})",
-        "rows": "cyclic" if entry.cyclic else "in shards of adjacent ones",
+        "rows": _order(entry),
         "bags added up by owners": str(entry.sizes.bags) if entry.sizes is not None and entry.pooled else "none",
         "update log": str(entry.log_steps),
         "alpha": "unknown" if entry.alpha is None else f"{entry.alpha.share:.3%}",
         "predicted": "unknown" if seconds is None else f"{seconds * 1e3:.2f} ms",
     }
+
+
+def _order(entry: TablePlan) -> str:
+    if entry.owner is not None:
+        return f"all on rank {entry.owner}"
+    return "cyclic" if entry.cyclic else "in shards of adjacent ones"
 
 
 # --- differences between two plans ---

@@ -17,21 +17,44 @@ class StackShape:
     """The rows of a stack: those of each table behind those of the one before, rounded up to a multiple of N.
 
     With rows distributed cyclically over N devices, or ranks, each device's shard of the stack has its shards of the
-    tables, one behind the other.
+    tables, one behind the other; those of tables that are whole on one device behind all others. The n-th row of such a
+    table, which begins at row s of device d's shard, is row (s + n) N + d of the stack.
     """
 
     extents: tuple[int, ...]  #: Rows of each table.
     devices: int  #: N.
+    owners: tuple[int | None, ...] = ()  #: The device that has all of a table's rows, if it is one; (): spread, all.
 
     @functools.cached_property
     def starts(self) -> Sequence[int]:
-        """The first row of each table, and behind the last one the rows of all."""
-        return list(itertools.accumulate((self.layout_of(n).stored for n in range(len(self.extents))), initial=0))
+        """The row of the stack that is each table's first."""
+        starts = [self.starts_on(self.owner(n) or 0)[n] for n in range(len(self.extents))]
+        return [start * self.devices + (self.owner(n) or 0) for n, start in enumerate(starts)]
 
-    @property
+    def stride(self, table: int) -> int:
+        """Returns the number of the stack's rows from one of a table's rows to the next."""
+        return 1 if self.owner(table) is None else self.devices
+
+    def rows_of(self, table: int) -> slice:
+        """Returns which rows of the stack are a table's."""
+        start, stride = self.starts[table], self.stride(table)
+        return slice(start, start + stride * self.extents[table], stride)
+
+    def starts_on(self, device: int) -> Sequence[int]:
+        """Returns where each table's shard begins in a device's shard of the stack, and where the last one ends."""
+        numbers = sorted(range(len(self.extents)), key=lambda n: self.owner(n) is not None)
+        held = (self.layout_of(n).held_on(device) for n in numbers)
+        *starts, end = itertools.accumulate(held, initial=0)
+        return [*(start for _, start in sorted(zip(numbers, starts, strict=True))), end]
+
+    def owner(self, table: int) -> int | None:
+        """Returns the device that has all of a table's rows, if it is one."""
+        return self.owners[table] if self.owners else None
+
+    @functools.cached_property
     def rows(self) -> int:
         """Rows of the stack."""
-        return self.starts[-1]
+        return self.devices * max(self.starts_on(device)[-1] for device in range(self.devices))
 
     @property
     def layout(self) -> RowLayout:
@@ -40,7 +63,7 @@ class StackShape:
 
     def layout_of(self, table: int) -> RowLayout:
         """Returns the layout of a table's rows by itself."""
-        return RowLayout(self.extents[table], self.devices, cyclic=self.devices > 1)
+        return RowLayout(self.extents[table], self.devices, self.devices > 1, self.owner(table))
 
 
 @dataclass(frozen=True)

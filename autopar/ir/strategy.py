@@ -24,7 +24,9 @@ METHODS = ("auto", "allreduce", *ROW_METHODS)
 #: All methods that a strategy may name.
 STRATEGIES = (*METHODS, TENSOR)
 Sparse = Choice["exact", "lazy", "off"]
-#: Names of placements that there are elsewhere: TorchRec's "table_wise", "ps:table" and the like.
+#: Keeps each table on hosts whole in the memory of one rank.
+WHOLE_TABLES = "ps:table"
+#: Names of placements that there are elsewhere: TorchRec's "table_wise" and the like.
 _PLACEMENT = re.compile(r"^ps:|^(table|column|row|grid)([_-]?wise)?$")
 #: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
@@ -40,9 +42,11 @@ Choose = Choice["times", "formulas"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
-    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are. Raises StrategyError if there
-    is no such method, or not there."""
+    """Splits a method, `"ps"` or `("ps", "hosts")`, into its name and where the rows are; `("ps:table", "hosts")` is
+    "ps", too. Raises StrategyError if there is no such method, or not there."""
     method, where = asked if isinstance(asked, tuple) and len(asked) == 2 else (asked, "devices")
+    if method == WHOLE_TABLES and where == "hosts":
+        method = "ps"
     if not isinstance(method, str) or method not in STRATEGIES:
         raise StrategyError(f"strategy: {_no_method(method)}")
     if where not in ("devices", "hosts"):
@@ -58,9 +62,9 @@ def _no_method(method: object) -> str:
     if _PLACEMENT.search(str(method)) is None:
         return text
     return (
-        "tables are placed by rows only: 'ps' divides the rows of each table among all owners, balanced, and "
-        "exchanges tables that are alike as one, so that a whole table on one owner, or columns on each, would send no "
-        f"less; 'allreduce' keeps a small table whole everywhere (docs/planning.md). So {text}"
+        "on devices tables are placed by rows: 'ps' divides the rows of each table among all owners, balanced, and "
+        "exchanges tables that are alike as one; 'allreduce' keeps a small table whole everywhere; on hosts "
+        f"('ps:table', 'hosts') keeps each table whole on one rank (docs/planning.md). So {text}"
     )
 
 
@@ -78,6 +82,13 @@ def choice_for(strategy: Strategy, path: str) -> MethodChoice:
         return MethodChoice(*split_method(strategy), None)
     pattern = next((p for p in strategy if matches(p, path)), None)
     return MethodChoice(*("auto", "devices") if pattern is None else split_method(strategy[pattern]), pattern)
+
+
+def asks_for_whole(strategy: Strategy, path: str) -> bool:
+    """Returns whether a strategy keeps a table whole in the memory of one rank."""
+    pattern = next((p for p in strategy if matches(p, path)), None) if isinstance(strategy, Mapping) else None
+    asked = strategy.get(pattern) if isinstance(strategy, Mapping) and pattern is not None else strategy
+    return asked == (WHOLE_TABLES, "hosts")
 
 
 def asks_for_hosts(strategy: Strategy) -> bool:

@@ -26,9 +26,19 @@ from autopar.ir.plan import DensePlan, Plan, TablePlan, TensorGroupPlan, TensorP
 from autopar.ir.program import Atom, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowSpace, host_refusal
-from autopar.ir.strategy import REPLICATED, TENSOR, Strategy, choice_for, split_method, with_hosts, without_hosts
+from autopar.ir.strategy import (
+    REPLICATED,
+    TENSOR,
+    Strategy,
+    asks_for_whole,
+    choice_for,
+    split_method,
+    with_hosts,
+    without_hosts,
+)
 from autopar.passes.choosing.alike import FEWEST, alike_tables, without_small
 from autopar.passes.choosing.families import Choices, Decision, compares, decide_family
+from autopar.passes.choosing.owners import with_owners
 
 
 def choose(program: Program, options: Options, measured: Measurements = UNMEASURED) -> tuple[ProgramPlan, str]:
@@ -49,10 +59,13 @@ def choose(program: Program, options: Options, measured: Measurements = UNMEASUR
     # Tables on devices share update logs; each on hosts has its own.
     waiting = 0 if wanted.hosts else sum(space.extent for space in program.facts.spaces if space.deferred)
     finder = functools.cache(lambda: BagFinder(program.block))
-    choices = Choices(options, measured, wanted.methods, wanted.hosts, not has_effects, decided, finder, waiting)
+    whole = frozenset(k for k in wanted.hosts if asks_for_whole(options.strategy, program.inputs[k].path))
+    basis = (wanted.methods, wanted.hosts, not has_effects, decided, finder, whole, waiting)
+    choices = Choices(options, measured, *basis)
     made = [decide_family(program, space, choices) for space in program.facts.spaces]
     if options.devices > 1:
         made = without_small(program, made, choices) if wanted.hosts else _with_stacks(program, made, choices)
+        made = with_owners(program, made, choices) if wanted.hosts else made
     others = _others(program, made, choices)
 
     def decide_again(k: int, *, left: str = "", sharded: str = "") -> None:

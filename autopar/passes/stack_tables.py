@@ -89,7 +89,7 @@ def _stacks(program: Program, plan: ProgramPlan) -> tuple[list[_Stack], list[tup
         counts[kind, members[0].leaves] += len(members)
     stacks: list[_Stack] = []
     for (kind, _), members in groups.items():
-        stack = _Stack(program, members, plan.devices) if len(members) >= FEWEST else None
+        stack = _Stack(program, members, plan) if len(members) >= FEWEST else None
         sums, why = members[0].sums, ""
         if counts[kind, members[0].leaves] < FEWEST:
             why = f"no {FEWEST} of these have the same width, dtype and slots"
@@ -183,9 +183,11 @@ def plan_stacked(
 class _Stack:
     """Tables that are alike, and what stands for their values."""
 
-    def __init__(self, program: Program, members: Sequence[Member], shards: int) -> None:
+    def __init__(self, program: Program, members: Sequence[Member], plan: ProgramPlan) -> None:
         self.members = members
-        shape = StackShape(tuple(m.space.extent for m in members), shards)
+        layouts = [known(plan.family(m.space.family)).layout for m in members]
+        owners = tuple(None if layout is None else layout.owner for layout in layouts)
+        shape = StackShape(tuple(m.space.extent for m in members), plan.devices, owners)
         self.total, self._ids = shape.rows, StackIds(shape)
         self.leaves = [
             StackedTable(inputs, tuple(StackIndex(shape, k, slot) for k in range(len(inputs))))
@@ -313,12 +315,14 @@ class StackIds:
         equations: list[Equation] = []
         for k, like in of:
             if (k, like.inputs[1]) not in self.placed:
-                start, high = self.shape.starts[k], self.shape.extents[k] - 1
-                axis = self._axis(like)
+                rows, axis = self.shape.rows_of(k), self._axis(like)
+                high = self.shape.extents[k] - 1
 
-                def placed(ids: Array, start=start, high=high, axis=axis) -> Array:
+                def placed(ids: Array, rows=rows, high=high, axis=axis) -> Array:
                     low, most = 0, min(high, int(jnp.iinfo(ids.dtype).max))
-                    places = _moved(jnp.clip(ids, low, most).astype(jnp.int32) + start, axis, 0)
+                    numbers = jnp.clip(ids, low, most).astype(jnp.int32)
+                    numbers = numbers if rows.step == 1 else numbers * rows.step
+                    places = _moved(numbers + rows.start, axis, 0)
                     return places.reshape(*(places.shape[:1] if ids.ndim > 1 else (1,)), -1, 1)
 
                 equations += expand(placed, like, (like.inputs[1],))

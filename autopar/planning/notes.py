@@ -18,6 +18,7 @@ from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
 from autopar.measure.alpha import ids_by_family
 from autopar.passes.choosing.capacity import bounds_layout, device_ids, owner_loads
+from autopar.passes.choosing.owners import owner_work
 from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
@@ -46,6 +47,21 @@ def emission_notes(planned: PlannedStep, verbose: bool) -> tuple[str, ...]:
     ]
     more = [f"  {len(found) - len(shown)} more (verbose=True lists them)"] if len(found) > len(shown) else []
     return "Values of all examples that every device has whole:", *shown, *more
+
+
+def owner_balance_notes(plan: Plan) -> tuple[str, ...]:
+    """Returns a line for each rank that has whole tables: which, their bytes, and its share of the work on all."""
+    whole = [(t.owner, t) for t in plan.tables if t.owner is not None and t.sizes is not None]
+    total = sum(owner_work(t) for _, t in whole) or 1
+    lines = []
+    for rank in sorted({owner for owner, _ in whole}):
+        own = [t for owner, t in whole if owner == rank]
+        size = format_bytes(sum(t.sizes.extent * t.sizes.family_bytes for t in own if t.sizes is not None))
+        names = ", ".join(t.path for t in own[:_WEIGHTS]) + (
+            f" and {len(own) - _WEIGHTS} more" if own[_WEIGHTS:] else ""
+        )
+        lines.append(f"  rank {rank}: {names}; {size}, {sum(map(owner_work, own)) / total:.0%} of their rows a step")
+    return ("Tables that one rank has whole:", *lines) if lines else ()
 
 
 def formula_notes(planned: PlannedStep) -> tuple[str, ...]:

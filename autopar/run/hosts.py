@@ -297,7 +297,7 @@ class HostRunner(Runner):
             wanted = {}
             for k, leaf in coming.items():
                 axis, layout, path = self._hosted[k]
-                shape = (layout.shard_rows, *leaf.shape[:axis], *leaf.shape[axis + 1 :])
+                shape = (layout.held_on(self._ranks.exchange.rank), *leaf.shape[:axis], *leaf.shape[axis + 1 :])
                 wanted[path] = shape, leaf.dtype
             require_memory(self._ranks.exchange, wanted)
 
@@ -327,7 +327,8 @@ class HostRunner(Runner):
             if isinstance(of, int):
                 tables[k] = shards[of]
             else:
-                tables[k] = stacked([shards[j] for j in of.inputs], layout, self._program.name)
+                starts = of.indices[0].shape.starts_on(self._ranks.exchange.rank)
+                tables[k] = stacked([shards[j] for j in of.inputs], layout, starts, self._program.name)
         return tables
 
     def _hand_on(self, leaves: Sequence[Leaf], shards: Mapping[int, HostRows]) -> dict[int, HostTable]:

@@ -178,18 +178,16 @@ def on_ordinary_tables(run: Callable[..., Sequence[Array]], stack: StackedProgra
                 made[of[0]] = result
                 continue
             for k, index in zip(of, table.indices, strict=True):
-                start = index.shape.starts[index.table]
-                made[k] = result[start : start + index.shape.extents[index.table]]
+                made[k] = result[index.shape.rows_of(index.table)]
         return [made[k] for k in range(len(made))]
 
     return run_on_tables
 
 
 def _side_by_side(leaves: Sequence[Array], of: StackedTable) -> Array:
-    """Joins tables along their rows, each padded to its part of the stack; tables that aren't given are zeros."""
+    """Joins tables along their rows; all other rows of the stack are zeros."""
     shape, like = of.indices[0].shape, leaves[of.inputs[0]]
-    given = {index.table: leaves[k] for k, index in zip(of.inputs, of.indices, strict=True)}
-    rows = [given.get(n, jnp.zeros((0, *like.shape[1:]), like.dtype)) for n in range(len(shape.extents))]
-    spare = [shape.layout_of(n).stored - len(x) for n, x in enumerate(rows)]
-    widths = [[(0, count)] + [(0, 0)] * (like.ndim - 1) for count in spare]
-    return jnp.concatenate([jnp.pad(x, width) for x, width in zip(rows, widths, strict=True)])
+    whole = jnp.zeros((shape.rows, *like.shape[1:]), like.dtype)
+    for k, index in zip(of.inputs, of.indices, strict=True):
+        whole = whole.at[shape.rows_of(index.table)].set(leaves[k])
+    return whole

@@ -283,7 +283,8 @@ class HostMaker(Maker):
 
     def leaves_of(self, flat: Sequence[Leaf]) -> list[Leaf]:
         pairs = [(t, atom.type) for t, atom in zip(self.tables, self.block.outputs, strict=True) if t is not None]
-        own = {t.path: (resized(type_.shape, t.axis, t.layout.shard_rows), type_.dtype) for t, type_ in pairs}
+        rank = self.ranks.exchange.rank
+        own = {t.path: (resized(type_.shape, t.axis, t.layout.held_on(rank)), type_.dtype) for t, type_ in pairs}
         if self.whole and self.ranks.exchange.size > 1:  # a single rank keeps the memory in which tables were made
             own |= {f"{path} (made whole by one rank of a machine)": of for path, of in self._largest_whole().items()}
         require_memory(self.ranks.exchange, own)

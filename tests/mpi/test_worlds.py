@@ -117,6 +117,9 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
         (3, 1): ("check_odd_rings_are_refused",),
     },
     "resize_cases": {(2, 1): ()},
+    "owner_cases": {
+        (2, 1): ("check_whole_tables_beside_others", "check_bags_of_whole_tables", "check_states_of_whole_tables")
+    },
 }
 #: The rest of the product.
 MORE: dict[str, dict[World, tuple[str, ...]]] = {
@@ -158,6 +161,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     "bag_cases": {(3, 1): (), (4, 1): ()},
     "ahead_cases": {(2, 2): (), (3, 1): ()},
     "switch_cases": {(1, 1): ()},
+    "owner_cases": {(3, 1): ()},
     "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},
     "pipeline_cases": {
         (2, 2): ("check_schedules", "check_the_state_of_divided_products"),

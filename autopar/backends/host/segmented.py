@@ -647,7 +647,7 @@ class OtherRows:
 
     def sweep(self, operands: Sequence[Leaf]) -> None:
         """Updates all rows of the rank's shard in place. Operands: leaves, and values of the step."""
-        for start, end, taken in self._blocks(operands, self._layout.shard_rows):
+        for start, end, taken in self._blocks(operands, self._layout.held_on(self._ranks.exchange.rank)):
             for leaf, value in zip(operands, self._run(*taken), strict=False):
                 leaf.commit(taken[0].rows, end - start, np.asarray(value))
 

@@ -49,7 +49,7 @@ class HostRows:
     def empty(shape: tuple[int, ...], dtype: Dtype, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
         """Allocates a shard of a table of this shape. Raises HostMemoryError if there isn't enough."""
         others = (*shape[:axis], *shape[axis + 1 :])
-        return HostRows(allocate_table((layout.shard_rows, *others), dtype, path), layout, rank, axis, path)
+        return HostRows(allocate_table((layout.held_on(rank), *others), dtype, path), layout, rank, axis, path)
 
     @staticmethod
     def of(table: Leaf, axis: int, layout: RowLayout, rank: int, path: str) -> HostRows:
@@ -64,9 +64,9 @@ class HostRows:
         return HostRows(np.asarray(_Memory(np.asarray(table))).view(table.dtype), layout, rank, 0, path)
 
     def blocks(self) -> Iterator[slice]:
-        """Yields parts of the shard that are read or sent at a time."""
-        count = len(self.rows)
-        step = max(1, _BLOCK_BYTES * count // max(self.rows.nbytes, 1))
+        """Yields parts of a shard that are read or sent at a time: on all ranks the same, perhaps behind its end."""
+        count = self.layout.shard_rows
+        step = max(1, _BLOCK_BYTES * len(self.rows) // max(self.rows.nbytes, 1))
         yield from (slice(start, min(start + step, count)) for start in range(0, count, step))
 
     def fill(self, read: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -165,19 +165,19 @@ class _Memory:
 
 def rows_in(layout: RowLayout, rank: int, part: slice) -> np.ndarray:
     """Returns which rows of a table are stored in a part of a rank's shard; the last one for spare rows."""
-    indices = np.arange(part.start, part.stop) + rank * layout.shard_rows
+    indices = np.arange(part.start, min(part.stop, layout.held_on(rank))) + rank * layout.shard_rows
     return np.minimum(layout.row(indices), layout.extent - 1)
 
 
-def stacked(members: Sequence[HostRows], layout: RowLayout, step: str) -> HostRows:
+def stacked(members: Sequence[HostRows], layout: RowLayout, starts: Sequence[int], step: str) -> HostRows:
     """Returns one storage of several tables' shards, which are parts of it from now on.
 
-    `members`: shards with their rows first, in order. `layout`: of the stack. `step`: who stacks them. If another step
+    `members`: shards with their rows first, in order. `layout`: of the stack. `starts`: where each begins
+    in the stack's rows here. `step`: who stacks them. If another step
     has meanwhile stacked some of them otherwise, it is warned of that once. Raises HostMemoryError if there is no room
     for the largest of them once more, which moving them takes.
     """
     first = members[0]
-    starts = np.cumsum([0, *(len(member.rows) for member in members)]).tolist()
     pairs = zip(members, starts, strict=False)
     is_whole = first.stack is not None and len(first.stack.rows) == layout.shard_rows  # no other table is in it
     if first.stack is not None and is_whole and all(m.stack is first.stack and m.start == at for m, at in pairs):

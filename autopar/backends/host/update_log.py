@@ -58,7 +58,7 @@ class HostLogPrograms(LogPrograms):
         layout, rank = leaves[0].layout, leaves[0].rank
         stamps = HostRows.empty((layout.extent,), np.dtype(np.int32), 0, layout, rank, "stamps of deferred rows")
         changed = leaves[: self.replay.changed]
-        for start in range(0, layout.shard_rows, self._rows(leaves, _BLOCK_ELEMENTS)):
+        for start in range(0, layout.held_on(rank), self._rows(leaves, _BLOCK_ELEMENTS)):
             some = slice(start, start + self._rows(leaves, _BLOCK_ELEMENTS))
             with jax.default_device(self._device):
                 new_stamps = self._stamps(*(rows_back(leaf.rows[some], leaf.axis) for leaf in changed))

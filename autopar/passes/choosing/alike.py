@@ -238,7 +238,7 @@ def without_small(program: Program, decided: Sequence[Decision], choices: Choice
     savings: dict[str, Callable[[RowSpace, TablePlan, Choices], float]] = {"pools": _by_bags, "joins": _beside}
     for what, saving in savings.items():
         saved = [saving(space, table, choices) for space, (_, (table, *_)) in zip(spaces, made, strict=True)]
-        for members in _exchanges(program, made) if min(saved, default=math.inf) < LEAST_SAVED else ():
+        for members in exchanges(program, made) if min(saved, default=math.inf) < LEAST_SAVED else ():
             if sum(saved[k] for k in members) < LEAST_SAVED:
                 for k in members:
                     left[k].add(what)
@@ -261,7 +261,7 @@ def _beside(space: RowSpace, table: TablePlan, choices: Choices) -> float:
     return table.sent["allreduce"] - table.sent[HOSTED]
 
 
-def _exchanges(program: Program, decided: Sequence[Decision]) -> Iterator[Sequence[int]]:
+def exchanges(program: Program, decided: Sequence[Decision]) -> Iterator[Sequence[int]]:
     """Yields the numbers of families on hosts, those together that are exchanged as one (`passes.stack_tables`)."""
     spaces, plans = program.facts.spaces, [table for _, (table, *_) in decided]
     alone = {space.family: k for k, space in enumerate(spaces) if plans[k].where == "hosts"}

@@ -31,10 +31,13 @@ def device_bounds(space: RowSpace, ids: RowIds, method: str, devices: int) -> Bo
     return _with_capacity(Bounds(0, devices * requested, 0, layout), min(requested, layout.shard_rows), tight=False)
 
 
-def host_bounds(space: RowSpace, ids: RowIds, ranks: int) -> Bounds:
-    """Returns the bounds of a family on hosts, without a capacity since messages are only as long as they must be."""
+def host_bounds(space: RowSpace, ids: RowIds, ranks: int, owner: int | None = None) -> Bounds:
+    """Returns the bounds of a family on hosts, without a capacity since messages are only as long as they must be.
+
+    `owner`: the rank that has all rows, if it is one.
+    """
     requested = max(1, min(space.extent, ids.count_on(ranks)))
-    layout = RowLayout(space.extent, ranks, cyclic=ranks > 1)
+    layout = RowLayout(space.extent, ranks, cyclic=ranks > 1, owner=owner)
     owned = min(layout.shard_rows, ranks * requested) + 1
     return Bounds(ranks * owned, ranks * requested, layout=layout)
 

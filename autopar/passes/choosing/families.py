@@ -63,6 +63,7 @@ class Choices:
     decided: Mapping[int, TablePlan] = field(default_factory=dict)  #: Table -> its earlier plan.
     #: Finds the program's bags, if there may be any.
     bags: Callable[[], BagFinder] | None = None
+    whole: frozenset[int] = frozenset()  #: Those of `hosts` that one rank is to have whole.
     waiting: int = 0  #: Rows of all families that may wait in one update log; 0: each has its own log.
 
     @property
@@ -93,6 +94,7 @@ def decide_family(
     others: Mapping[str, int] = NO_OTHERS,
     joins: bool = True,
     pools: bool = True,
+    owner: int | None = None,
 ) -> Decision:
     """Decides for one family.
 
@@ -103,6 +105,7 @@ def decide_family(
       others: Method -> number of other exchanges by it, whose messages this one shares.
       joins: "auto" may put it beside tables on hosts, where that sends fewer bytes.
       pools: On hosts owners may add up its bags, where that sends fewer bytes.
+      owner: On hosts, the rank that is to have all rows; None: they are spread.
 
     Raises:
       StrategyError: a method is named for a table that can't be lifted.
@@ -142,7 +145,7 @@ def decide_family(
     # Update logs of devices and of hosts, say, can't be mixed.
     is_beside = choices.hosts and not hosted and (choices.devices > 1 or space.deferred) and method == "auto"
     if hosted or is_beside:
-        bounds = host_bounds(space, ids, choices.devices)
+        bounds = host_bounds(space, ids, choices.devices, owner)
         sizes = None if choices.devices == 1 else _host_sizes(program, space, ids, bounds, choices)
         sizes, why = _with_bags(program, space, ids, sizes, choices) if pools and sizes is not None else (sizes, "")
         sent = {} if sizes is None else sent_bytes(sizes, "hosts")
@@ -273,7 +276,9 @@ def _lifted(
     if where == "hosts" and space.is_read_whole:
         reason += "; on hosts each rank reads the rows that it owns, all of them in every step, and reduces them"
     fields |= {"capacity": bounds.capacity, "tight": bounds.tight, "log_steps": log_steps}
-    fields |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "reason": reason, "line": line}
+    owner = None if bounds.layout is None else bounds.layout.owner
+    fields |= {"cyclic": bounds.layout is not None and bounds.layout.cyclic, "owner": owner}
+    fields |= {"reason": reason, "line": line}
     return _plans(program, space, method=method, where=where, lifted=True, **fields)
 
 
@@ -305,6 +310,8 @@ def _told(bounds: Bounds, where: Where) -> str:
     if bounds.layout is None:
         return ""
     if where == "hosts":
+        if bounds.layout.owner is not None:
+            return f"; all rows in the memory of rank {bounds.layout.owner}"
         ranks = f"{bounds.layout.devices} ranks" if bounds.layout.devices > 1 else "this process"
         return f"; rows in the memory of the hosts, distributed cyclically over {ranks}"
     order = ", distributed cyclically over the devices" if bounds.layout.cyclic else ", in shards of adjacent rows"
@@ -384,8 +391,9 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     """Returns the sizes of a family on hosts, measured on the example if there is one."""
     sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
     by_first = not choices.options.optimizes("owner") and bool(after_the_sum(program, space.family)[1])
+    is_whole = bounds_layout(bounds).owner is not None
     # As many as a rank asks for, on average.
-    sizes = dataclasses.replace(sizes, owned=sizes.requested, by_first=by_first)
+    sizes = dataclasses.replace(sizes, owned=sizes.requested, by_first=by_first, whole=is_whole)
     if space.is_pulled:
         pulled, pushed = (size // space.extent for size in _moved(space))
         return dataclasses.replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)
@@ -393,8 +401,10 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    limit = tightened(with_safe_capacity(bounds), loads, choices.options.headroom).capacity or 0
-    requested, owned = max(rows.size for rows in loads), int(owner_loads(loads, bounds_layout(bounds)).max())
+    spread = dataclasses.replace(bounds, layout=dataclasses.replace(bounds_layout(bounds), owner=None))
+    limit = tightened(with_safe_capacity(spread), loads, choices.options.headroom).capacity or 0
+    requested = max(rows.size for rows in loads)
+    owned = requested if is_whole else int(owner_loads(loads, bounds_layout(bounds)).max())
     return dataclasses.replace(sizes, requested=requested, owned=owned, capacity=limit)
 
 

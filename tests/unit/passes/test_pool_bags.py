@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from unittest import mock
@@ -12,6 +13,7 @@ import pytest
 import autopar
 from autopar.cost.exchange import sent_bytes
 from autopar.ir.cluster import ClusterSpec, Device, Link
+from autopar.ir.figures import Sizes
 from autopar.ir.program import known
 from autopar.passes import pool_bags
 from autopar.passes.choosing import alike
@@ -65,11 +67,16 @@ def test_rows_travel_where_that_sends_less() -> None:
     ]
 
 
+def _sent(sizes: Sizes) -> int:
+    return sent_bytes(sizes, "hosts")["ps on hosts"]
+
+
 def test_bags_of_tables_that_are_exchanged_as_one_pay_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each table by itself saves less than the least."""
     forms = {f"t{k}": BAGS["sum"] for k in range(6)}
     alone = planned_for(2, forms, (8, 9)).compiled.plan.tables
-    saved = min(sent_bytes(known(t.sizes).by_rows(), "hosts")["ps on hosts"] - t.sent["ps on hosts"] for t in alone)
+    spread = [dataclasses.replace(known(t.sizes), whole=False) for t in alone]
+    saved = min(_sent(sizes.by_rows()) - _sent(sizes) for sizes in spread)
     for least, widths, pays in ((saved, range(8, 14), True), (3 * saved, range(8, 14), False), (3 * saved, (8,), True)):
         monkeypatch.setattr(alike, "LEAST_SAVED", least)
         assert pooled(planned_for(2, forms, widths).compiled.plan) == (set(forms) if pays else set())

@@ -207,7 +207,7 @@ shards = [HostRows.empty(({rows}, 64), np.dtype(np.float32), 0, one, 0, str(k)) 
 for k, shard in enumerate(shards):
     shard.rows[...] = k
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-stacked(shards, RowLayout({count * rows}, 1, False), "train_step")
+stacked(shards, RowLayout({count * rows}, 1, False), [{rows} * k for k in range({count})], "train_step")
 assert all((shard.rows == k).all() for k, shard in enumerate(shards))
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
