@@ -61,7 +61,12 @@ def test_recommender(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("memory", "ranks"), [("devices", 1), pytest.param("hosts", 1, marks=pytest.mark.long), ("hosts", 2)]
+    ("memory", "ranks"),
+    [
+        pytest.param("devices", 1, marks=pytest.mark.long),
+        pytest.param("hosts", 1, marks=pytest.mark.long),
+        ("hosts", 2),
+    ],
 )
 def test_ngram_memory(memory: str, ranks: int) -> None:
     """Both tables run on their touched rows, with the numbers of plain JAX, and the memories help."""
