@@ -13,8 +13,6 @@ from autopar.errors import ArgumentsError
 #: a lookup runs at the owners where less is sent then. Ours, "prefetch": rows of the next batch are fetched beside the
 #: step; "once": what depends on a row alone is computed once for each distinct row.
 OPTIMIZATIONS = ("hybrid", "local", "owner", "border", "prefetch", "once")
-#: Those that there will be.
-_LATER = ("hot",)
 #: What a user gives.
 Optimize = Literal["all", "none"] | Collection[str]
 
@@ -31,8 +29,11 @@ def optimize_text(optimize: Optimize) -> str:
     if isinstance(optimize, str) or not isinstance(optimize, Collection):
         raise ArgumentsError(f"optimize={optimize!r}: give 'all', 'none', or a list of names among {known}")
     for name in optimize:
-        if name in _LATER:
-            raise ArgumentsError(f"optimize=: {name!r} isn't there yet; there are {known}")
+        if name == "hot":
+            raise ArgumentsError(
+                "optimize=: 'hot': rows that all ranks ask for stay with their owners, as copies on every rank "
+                f"would send as many bytes (docs/optimisations.md, Hot rows); there are {known}"
+            )
         if name not in OPTIMIZATIONS:
             raise ArgumentsError(f"optimize=: there is no {name!r}; there are {known}")
     return named(optimize)

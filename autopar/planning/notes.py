@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from rich.console import RenderableType
 
-from autopar.cost.exchange import step_seconds
+from autopar.cost.exchange import ID_BYTES, step_seconds
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
 from autopar.ir.cluster import ClusterSpec
@@ -62,6 +62,18 @@ def owner_balance_notes(plan: Plan) -> tuple[str, ...]:
         )
         lines.append(f"  rank {rank}: {names}; {size}, {sum(map(owner_work, own)) / total:.0%} of their rows a step")
     return ("Tables that one rank has whole:", *lines) if lines else ()
+
+
+def hot_rows_notes(plan: Plan) -> tuple[str, ...]:
+    """Says how much less would be sent at most if every rank had the rows that all ranks ask for: their ids."""
+    sizes = [t.sizes for t in plan.tables if t.where == "hosts" and t.sizes is not None and not (t.pooled or t.pulled)]
+    if not sizes or plan.devices == 1:
+        return ()
+    share = max(ID_BYTES / (ID_BYTES + s.row_bytes + s.sent_gradient) for s in sizes)
+    return (
+        "Rows that all ranks ask for stay with their owners: copies on every rank would take as many bytes to be kept "
+        f"alike, and save their ids, less than {share:.1%} of what is sent.",
+    )
 
 
 def formula_notes(planned: PlannedStep) -> tuple[str, ...]:

@@ -125,7 +125,10 @@ def test_what_is_switched_off_is_told_and_goes_with_plans(tmp_path: Path) -> Non
 
 def test_names_that_there_are_not() -> None:
     there = ", ".join(map(repr, OPTIMIZATIONS))
-    for wrong, told in {"hot": "'hot' isn't there yet", "warm": "there is no 'warm'"}.items():
+    for wrong, told in {
+        "hot": "'hot': rows that all ranks ask for stay with their owners",
+        "warm": "there is no 'warm'",
+    }.items():
         with pytest.raises(autopar.ArgumentsError, match=f"optimize=: {told}; there are .*{there}"):
             autopar.parallelize(abs, optimize=["once", wrong])
     with pytest.raises(autopar.ArgumentsError, match="optimize='border': give 'all', 'none', or a list of names"):
