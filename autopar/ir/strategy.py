@@ -63,8 +63,9 @@ def _no_method(method: object) -> str:
         return text
     return (
         "on devices tables are placed by rows: 'ps' divides the rows of each table among all owners, balanced, and "
-        "exchanges tables that are alike as one; 'allreduce' keeps a small table whole everywhere; on hosts "
-        f"('ps:table', 'hosts') keeps each table whole on one rank (docs/planning.md). So {text}"
+        "exchanges tables that are alike as one; columns on each owner would send ids to all of them, and no fewer "
+        "rows; 'allreduce' keeps a small table whole everywhere; on hosts ('ps:table', 'hosts') keeps each table whole "
+        f"on one rank (docs/hosts.md). So {text}"
     )
 
 
