@@ -6,10 +6,9 @@ Each pass leaves a record (pass, program after it, note), which is the debug dum
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from autopar.collection import paused_collection
@@ -89,12 +88,12 @@ class Compiled:
         """The program that is run, with its plan: where tables are stacked another one than the user's."""
         if self.stacked is None:
             return self
-        return dataclasses.replace(self, analysed=self.stacked.program, bound=self.stacked.plan, stacked=None)
+        return replace(self, analysed=self.stacked.program, bound=self.stacked.plan, stacked=None)
 
     def with_reason(self, paths: Collection[str], reason: str) -> Compiled:
         """Adds a reason for some tables to the plan."""
-        bound = dataclasses.replace(self.bound, plan=self.plan.with_reason(paths, reason))
-        return dataclasses.replace(self, bound=bound)
+        bound = replace(self.bound, plan=self.plan.with_reason(paths, reason))
+        return replace(self, bound=bound)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +128,7 @@ def compile_program(analysed: Analysed, way: HasPasses, measured: Measurements =
         if stacked is None:
             bound = done
         else:
-            bound, stacked = dataclasses.replace(bound, plan=done.plan), dataclasses.replace(stacked, plan=done)
+            bound, stacked = replace(bound, plan=done.plan), replace(stacked, plan=done)
         return Compiled(analysed.program, bound, program, (*analysed.records, *decided, *records), fallback, stacked)
 
 
@@ -159,7 +158,7 @@ def _with_border(
         bound, again = decide(analysed, way, measured)
         records = (decided, record, again)
     for each in placed:
-        bound = dataclasses.replace(bound, plan=bound.plan.with_reason(each.tables, str(each)))
+        bound = replace(bound, plan=bound.plan.with_reason(each.tables, str(each)))
     return analysed, bound, records
 
 

@@ -7,11 +7,11 @@ name, is wrapped here; the rest of the package reads the same on all of them.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -189,7 +189,7 @@ def exported(function: Callable[..., Pytree], like: Sequence[Leaf]) -> _export.E
     """
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in like]
     made = _export.export(jax.jit(function, keep_unused=True), platforms=["cpu"])(*types)
-    return dataclasses.replace(made, _get_vjp=None)
+    return replace(made, _get_vjp=None)
 
 
 class ProgramOf(Protocol):

@@ -9,10 +9,9 @@ A table's family is kept if
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import get_args
 
 import numpy as np
@@ -106,8 +105,8 @@ class Families:
                 axes = tuple(self.flow.candidates[k] for k in leaves)
                 space = RowSpace(family, self.flow.extents[family], tuple(leaves), axes, tables, accesses)
                 needed = tuple(sorted({f for access in accesses for f in self._families_of_ids(access)}))
-                space = dataclasses.replace(space, depends_on=needed, is_read_whole=bool(self._reads(family)))
-                spaces.append(dataclasses.replace(space, notes=self._notes(space)))
+                space = replace(space, depends_on=needed, is_read_whole=bool(self._reads(family)))
+                spaces.append(replace(space, notes=self._notes(space)))
         return _closed(spaces)
 
     def _known(self, family: int, access: Access) -> Access:
@@ -119,7 +118,7 @@ class Families:
         if family not in self._families_of_ids(access):
             return access
         others = (
-            dataclasses.replace(access, known=ids)
+            replace(access, known=ids)
             for ids in known_ids(access, self._producers(access))
             if not (self.lazy and ids.equations)
         )
@@ -325,7 +324,7 @@ def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
     for _ in spaces:
         for reached in direct.values():
             reached |= {g for f in tuple(reached) for g in direct.get(f, ())}
-    return [dataclasses.replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]
+    return [replace(s, depends_on=tuple(sorted(direct[s.family]))) for s in spaces]
 
 
 # --- which state leaves belong to which table, where sizes are ambiguous ---
@@ -534,7 +533,7 @@ class RowFlow(Interpreter[Value]):
             return value
         if var in self.program.pulled:
             self.pulled.add(value.family)
-        return dataclasses.replace(value, untouched=Const(0)) if self.is_pulled(value.family) else value
+        return replace(value, untouched=Const(0)) if self.is_pulled(value.family) else value
 
     def is_pulled(self, family: int) -> bool:
         """Returns whether every step touches all rows of a family."""
@@ -560,7 +559,7 @@ class RowFlow(Interpreter[Value]):
         except TypeError:  # a parameter that can't be hashed
             return results
         return [
-            dataclasses.replace(v, untouched=Unknown((name, k))) if isinstance(v, Row) and v.untouched == UNKNOWN else v
+            replace(v, untouched=Unknown((name, k))) if isinstance(v, Row) and v.untouched == UNKNOWN else v
             for k, v in enumerate(results)
         ]
 

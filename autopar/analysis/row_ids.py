@@ -6,10 +6,9 @@ lookup and its backward scatter share one. Ids are flat int32; those out of rang
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -187,7 +186,7 @@ def append_new(inner: Sequence[Equation], value: Atom, equations: list[Equation]
     """Appends hoisted equations that are new; returns the value's name among them."""
     env: dict[Atom, Atom] = {}
     for equation in inner:
-        equation = dataclasses.replace(equation, inputs=tuple(env.get(a, a) for a in equation.inputs))
+        equation = replace(equation, inputs=tuple(env.get(a, a) for a in equation.inputs))
         earlier = numbering.find(equation)
         if earlier is None:
             equations.append(equation)

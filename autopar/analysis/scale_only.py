@@ -11,11 +11,10 @@ and a branch's assumptions must hold only where that branch is taken.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from types import ModuleType
 from typing import Any
@@ -410,7 +409,7 @@ class ScaleOnlyWalk(Assumptions):
         index = scalar_of(self, which)
         branches: list[list[Any]] = []
         for k, body in enumerate(equation.bodies):
-            walk = dataclasses.replace(self, assumed=[], not_negative=set())
+            walk = replace(self, assumed=[], not_negative=set())
             branches.append(walk.run(body, operands))
             self.assumed += [(index != k) | condition for condition in walk.assumed]
             self.not_negative |= walk.not_negative
@@ -682,7 +681,7 @@ def _own(
     body: Block, changed: int, read: int, scale_only: ScaleOnly, values: Sequence[Leaf], xp: ModuleType
 ) -> list[Leaf] | None:
     """Returns the factors of fading leaves, whatever finite rows hold; None if they aren't scaled."""
-    alone, _ = eliminate_dead(dataclasses.replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
+    alone, _ = eliminate_dead(replace(body, outputs=tuple(body.outputs[k] for k in scale_only.zero)))
     walk = ScaleOnlyWalk(xp)
     outputs = walk.run(alone, [*leaves_of(body, changed, read, ()), *map(Number, values)])
     if not walk.not_negative <= set(scale_only.not_negative):

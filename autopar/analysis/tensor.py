@@ -10,9 +10,8 @@ Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.analysis.batch import SUMMED, result_axis
 from autopar.analysis.interpreter import Interpreter
@@ -199,12 +198,12 @@ class _Walk(Interpreter[_Value]):
     def inside(self, value: _Value) -> _Value:
         """Keeps the axis within one layer: a stack of weights is divided along the axes of each layer."""
         if value.leaf is not None:
-            return dataclasses.replace(value, axes=value.axes[1:])
-        return dataclasses.replace(value, axis=value.axis - 1) if value.axis else _WHOLE
+            return replace(value, axes=value.axes[1:])
+        return replace(value, axis=value.axis - 1) if value.axis else _WHOLE
 
     def outside(self, value: _Value) -> _Value:
         value = self.located(value)
-        return value if value.axis in (None, PARTIAL) else dataclasses.replace(value, axis=value.axis + 1)
+        return value if value.axis in (None, PARTIAL) else replace(value, axis=value.axis + 1)
 
     def nested(self, equation: Equation, operands: Sequence[_Value]) -> Sequence[_Value]:
         """Adds up partial sums before a loop or branch."""

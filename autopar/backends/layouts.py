@@ -10,9 +10,9 @@ shards: `ordinary` then spreads an array along another axis, or replicates it if
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +141,7 @@ def arranger(layout: RowLayout, axis: int, devices: Devices) -> Callable[[Array]
 
 def with_extent(stored: Array, layout: RowLayout, extent: int, axis: int, devices: Devices) -> jax.Array:
     """Cuts cyclically stored rows, or pads them with zeros, to `extent`; each stays where it is."""
-    return _to_extent(layout.shard_rows, dataclasses.replace(layout, extent=extent).shard_rows, axis, devices)(stored)
+    return _to_extent(layout.shard_rows, replace(layout, extent=extent).shard_rows, axis, devices)(stored)
 
 
 @functools.cache

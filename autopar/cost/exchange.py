@@ -10,11 +10,10 @@ server's own bytes, so that AllGather never wins for N > 2.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
 from autopar.ir.figures import SHARED_BYTES, Sizes, Term, wire_bytes
@@ -119,7 +118,7 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
     s, row = sizes, sizes.row_bytes
     gradient, reduced_row = s.sent_gradient, sum(s.reduced_gradients)
     if not s.spread:
-        rates = dataclasses.replace(rates, all_gather=FREE, all_reduce=FREE)
+        rates = replace(rates, all_gather=FREE, all_reduce=FREE)
     all_requested, sent = s.devices * s.requested, s.devices * s.capacity
     own = rates.shared(s.together)
 
@@ -317,7 +316,7 @@ def with_bounds(
     """
     return {
         name: tuple(
-            dataclasses.replace(term, bound_s=0.0 if bound is None else bound.seconds)
+            replace(term, bound_s=0.0 if bound is None else bound.seconds)
             for term, bound in itertools.zip_longest(own, bounds[name])
         )
         for name, own in terms.items()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass, field, replace
 
@@ -184,11 +183,11 @@ class Sizes:
         capacity = min(requested, shard_rows, self.capacity or requested)
         owned = min(shard_rows, self.devices * capacity) + 1
         checks = capacity < min(requested, shard_rows)
-        return dataclasses.replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)
+        return replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)
 
     def by_rows(self) -> Sizes:
         """Returns the sizes of a table on hosts whose rows travel, in place of bags."""
-        return dataclasses.replace(self, bags=0, bag_ids=0, bag_bytes=0)
+        return replace(self, bags=0, bag_ids=0, bag_bytes=0)
 
 
 # --- figures for people ---

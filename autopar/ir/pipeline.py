@@ -5,10 +5,9 @@ Values are named by variables, which the programs of a pipeline share: each read
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal as Choice
 
 from autopar.errors import ArgumentsError
@@ -271,7 +270,7 @@ class Calls:
         """Returns the calls where no update needs another stage."""
         made = Calls(stage_devices, (), 0, stashes, slack)
         updates = tuple(made.backward(k) + len(replicas) - 1 for k, replicas in enumerate(stage_devices))
-        return dataclasses.replace(made, updates=updates, last=max(updates))
+        return replace(made, updates=updates, last=max(updates))
 
     def forward(self, stage: int) -> int:
         return self.slack * stage

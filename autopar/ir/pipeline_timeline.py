@@ -4,8 +4,8 @@ synchronous one at once."""
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.ir.pipeline import Asynchronous, StagedStep, StageProgram
@@ -34,7 +34,7 @@ from autopar.ir.timeline import (
 Listed = list[tuple[Action, Drops]]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Minibatch:
     """The actions of a minibatch."""
 

@@ -9,10 +9,9 @@ assignment); a nested block reads nothing but its own inputs; types agree at eve
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -60,7 +59,7 @@ class ArrayType:
 
     def resized(self, axis: int, size: int) -> ArrayType:
         """Returns the type with another size along an axis."""
-        return dataclasses.replace(self, shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
+        return replace(self, shape=(*self.shape[:axis], size, *self.shape[axis + 1 :]))
 
     def __str__(self) -> str:
         return f"{short_dtype(self.dtype)}[{','.join(map(str, self.shape))}]"
@@ -210,7 +209,7 @@ class Equation:
         """Returns the equation with other bodies; itself if they are unchanged."""
         if all(new is old for new, old in zip(bodies, self.bodies, strict=True)):
             return self
-        return dataclasses.replace(self, bodies=tuple(bodies), original=None)
+        return replace(self, bodies=tuple(bodies), original=None)
 
     def with_operands(
         self,
@@ -229,9 +228,7 @@ class Equation:
         elif self.op == "while":
             params = {**params, "cond_nconsts": len(head), "body_nconsts": len(consts)}
         inputs = (*head, *consts, *carries, *xs)
-        return dataclasses.replace(
-            self, inputs=inputs, outputs=tuple(outputs), bodies=tuple(bodies), params=params, original=None
-        )
+        return replace(self, inputs=inputs, outputs=tuple(outputs), bodies=tuple(bodies), params=params, original=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

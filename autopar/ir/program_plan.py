@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.ir.layout import RowLayout
 from autopar.ir.plan import Plan, TablePlan
@@ -91,7 +90,7 @@ class ProgramPlan:
         """The decisions that the compiled program depends on; equal decisions about one step compile to the same
         program."""
         families = [
-            (f.family, f.table.taken, f.table.log_steps, dataclasses.replace(f.bounds, imbalance=None))
+            (f.family, f.table.taken, f.table.log_steps, replace(f.bounds, imbalance=None))
             for f in (*self.families, *self.fallback)
         ]
         return (
@@ -112,7 +111,7 @@ class ProgramPlan:
 
     def noting(self, **fields: object) -> ProgramPlan:
         """Returns the plan with other fields of its `plan`, which later passes find out."""
-        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **fields))
+        return replace(self, plan=replace(self.plan, **fields))
 
     def with_sizes(self, sizes: Mapping[int, tuple[int, int]]) -> ProgramPlan:
         """Returns the plan with other bounds for families on hosts: family -> (rows of an owner, rows that a rank
@@ -121,13 +120,11 @@ class ProgramPlan:
         for family in self.families:
             if family.family in sizes:
                 rows, requested = sizes[family.family]
-                bounds = dataclasses.replace(
-                    family.bounds, rows=self.devices * rows, requested=self.devices * requested
-                )
-                family = dataclasses.replace(family, bounds=bounds)
+                bounds = replace(family.bounds, rows=self.devices * rows, requested=self.devices * requested)
+                family = replace(family, bounds=bounds)
             families.append(family)
-        return dataclasses.replace(self, families=tuple(families))
+        return replace(self, families=tuple(families))
 
     def without_limits(self) -> ProgramPlan:
         """Returns the plan of the fallback."""
-        return dataclasses.replace(self, families=self.fallback, fallback=())
+        return replace(self, families=self.fallback, fallback=())

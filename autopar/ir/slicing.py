@@ -6,10 +6,10 @@ Effects are always live.
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Literal, Var
 from autopar.jax_compat import is_rounded
@@ -36,7 +36,7 @@ def eliminate_dead(
         kept.append(equation)
     used = [v in needed for v in block.inputs]
     block = block.with_equations(kept[::-1])
-    return (block if all(live) else dataclasses.replace(block, outputs=outputs)), used
+    return (block if all(live) else replace(block, outputs=outputs)), used
 
 
 def independent_outputs(block: Block) -> list[list[int]]:
@@ -95,7 +95,7 @@ def halves(equation: Equation, wanted: Sequence[bool]) -> tuple[Equation, Equati
     # Both halves have the loop's counter.
     outputs = tuple(Var(v.type) if v in first.outputs else v for v in second.outputs)
     bodies = tuple(clone(body)[0] for body in second.bodies)
-    return first, dataclasses.replace(second, outputs=outputs, bodies=bodies, original=None)
+    return first, replace(second, outputs=outputs, bodies=bodies, original=None)
 
 
 def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) -> Equation:
@@ -105,11 +105,11 @@ def _reduce_branches(equation: Equation, wanted: Sequence[bool], effects: bool) 
     if all(used) and all(new is old for (new, _), old in zip(reduced, equation.bodies, strict=True)):
         return equation
     skipped = equation.border.head
-    return dataclasses.replace(
+    return replace(
         equation,
         inputs=(*equation.inputs[:skipped], *_select(equation.inputs[skipped:], used)),
         outputs=_select(equation.outputs, wanted),
-        bodies=tuple(dataclasses.replace(b, inputs=_select(b.inputs, used)) for b, _ in reduced),
+        bodies=tuple(replace(b, inputs=_select(b.inputs, used)) for b, _ in reduced),
         original=None,
         effects=any(_has_effects(b) for b, _ in reduced),
     )
@@ -132,11 +132,11 @@ def _reduce_scan(equation: Equation, wanted: Sequence[bool], effects: bool) -> E
     used[consts : consts + carry] = live[:carry]
     if body is equation.bodies[0] and all(used):
         return equation
-    return dataclasses.replace(
+    return replace(
         equation,
         inputs=_select(equation.inputs, used),
         outputs=_select(equation.outputs, live),
-        bodies=(dataclasses.replace(body, inputs=_select(body.inputs, used)),),
+        bodies=(replace(body, inputs=_select(body.inputs, used)),),
         params={**equation.params, "num_consts": sum(used[:consts]), "num_carry": sum(live[:carry])},
         original=None,
         effects=_has_effects(body),
@@ -248,7 +248,7 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
     body = Block(body.inputs, body.equations, (*body.outputs[:carry], value))
     stacked = Var(ArrayType((equation.params["length"], *value.shape), value.dtype))
     outputs = (*(Var(v.type) for v in equation.outputs[:carry]), stacked)
-    scan = dataclasses.replace(equation, outputs=outputs, bodies=(body,), original=None)
+    scan = replace(equation, outputs=outputs, bodies=(body,), original=None)
     scan = _reduce_scan(scan, [False] * carry + [True], effects=False)
     reduced = scan.bodies[0]
     consts, carry = scan.border.consts, scan.border.carries
@@ -257,7 +257,7 @@ def _hoist_from_scan(equation: Equation, body: Block, value: Var) -> tuple[list[
     if not reduced.equations and carry == 0:  # a sequence as it is
         return [], scan.inputs[reduced.inputs.index(reduced.outputs[0])], True
     copy, _ = clone(reduced)
-    return [dataclasses.replace(scan, bodies=(copy,))], stacked, True
+    return [replace(scan, bodies=(copy,))], stacked, True
 
 
 def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom]:
@@ -270,7 +270,7 @@ def _inline(body: Block, operands: Sequence[Atom]) -> tuple[list[Equation], Atom
 def copied(equation: Equation, inputs: Iterable[Atom]) -> Equation:
     """Returns an equation on other operands, with results and bodies of its own."""
     outputs, bodies = tuple(Var(v.type) for v in equation.outputs), tuple(clone(b)[0] for b in equation.bodies)
-    return dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=bodies)
+    return replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=bodies)
 
 
 def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict[Var, Atom]]:
@@ -287,6 +287,6 @@ def clone(block: Block, env: dict[Var, Atom] | None = None) -> tuple[Block, dict
         inputs = tuple(read(a) for a in equation.inputs)
         bodies = tuple(clone(b)[0] for b in equation.bodies)
         outputs = tuple(env.setdefault(v, Var(v.type)) for v in equation.outputs)
-        equations.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
+        equations.append(replace(equation, inputs=inputs, outputs=outputs, bodies=bodies))
     inputs = tuple(v for v in (env[i] for i in block.inputs) if isinstance(v, Var))
     return Block(inputs, tuple(equations), tuple(read(a) for a in block.outputs)), env

@@ -7,11 +7,10 @@ several arrays one for each. Everything else is copied unchanged, whatever its p
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jax.extend.core import JaxprEqn
 
@@ -161,7 +160,7 @@ def _divided(equation: Equation) -> Sequence[Equation]:
         pairs = enumerate(zip(equation.inputs, equation.outputs, strict=True))
         params = equation.params.items()
         return [
-            dataclasses.replace(equation, inputs=(a,), outputs=(v,), params={name: (p[k],) for name, p in params})
+            replace(equation, inputs=(a,), outputs=(v,), params={name: (p[k],) for name, p in params})
             for k, (a, v) in pairs
         ]
     order = equation.params.get("dimensions") if equation.op == "reshape" else None
@@ -169,10 +168,10 @@ def _divided(equation: Equation) -> Sequence[Equation]:
         return (equation,)
     (operand,) = equation.inputs
     shape = tuple(operand.shape[d] for d in order)
-    moved = Var(dataclasses.replace(operand.type, shape=shape))
+    moved = Var(replace(operand.type, shape=shape))
     params, primitive = {"permutation": tuple(order)}, jax_compat.transpose_p
-    first = dataclasses.replace(equation, op="transpose", outputs=(moved,), params=params, primitive=primitive)
-    return first, dataclasses.replace(equation, inputs=(moved,), params={**equation.params, "dimensions": None})
+    first = replace(equation, op="transpose", outputs=(moved,), params=params, primitive=primitive)
+    return first, replace(equation, inputs=(moved,), params={**equation.params, "dimensions": None})
 
 
 @functools.lru_cache(maxsize=4096)

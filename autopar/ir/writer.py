@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -97,7 +96,7 @@ def expand(
     if output is not None:
         env[block.equations[-1].outputs[0]] = output
     copy, _ = clone(block, env)
-    return [dataclasses.replace(e, context=like.context, info=like.info, origin=like.origin) for e in copy.equations]
+    return [replace(e, context=like.context, info=like.info, origin=like.origin) for e in copy.equations]
 
 
 @functools.lru_cache(maxsize=256)

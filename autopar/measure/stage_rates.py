@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def stage_rates_of(devices: Sequence[Any], processes: StoreGroup) -> StageRates:
 
 def first_rates(processes: StoreGroup, rates: StageRates) -> StageRates:
     """Returns the first process's rates, so that all processes plan by the same figures."""
-    return StageRates(**processes.first(dataclasses.asdict(rates), "rates of stages"))
+    return StageRates(**processes.first(asdict(rates), "rates of stages"))
 
 
 def profiled_rates(rates: StageRates, block: Block, microbatches: int, devices: Sequence[Any]) -> StageRates:
@@ -89,7 +89,7 @@ def _measure(devices: Sequence[Any], budget: Budget) -> StageRates:
     if len(found) < len(probes) and jax.process_index() == 0:
         missing = ", ".join(name for name in probes if name not in found)
         LOG.info("stages are planned by assumed %s: there was no time to measure them", missing)
-    return dataclasses.replace(assumed, **found)
+    return replace(assumed, **found)
 
 
 def _sent_seconds(devices: Sequence[Any]) -> float:

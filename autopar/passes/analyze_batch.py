@@ -11,11 +11,11 @@ and its new value runs over the batch whether or not the old one does.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.analysis.batch import BatchAxes, Guesses, follow_batch, uniform_axes
 from autopar.analysis.row_ids import collect_ids
@@ -186,7 +186,7 @@ def _check_divides(
 def _with_ids(program: Program, axes: BatchAxes, devices: int, undivided: int = 0) -> Program:
     spaces = () if program.rows is None else program.facts.spaces
     ids = {space.family: collect_ids(program.block, space, axes, devices, undivided) for space in spaces}
-    return dataclasses.replace(program, batch=axes, ids=ids)
+    return replace(program, batch=axes, ids=ids)
 
 
 def _note(program: Program, over: str, named: Mapping[Var, int], starts: Mapping[Var, int], axes: BatchAxes) -> str:

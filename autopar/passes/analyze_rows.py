@@ -9,9 +9,8 @@ either.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.analysis.row_families import Families, RowFlow, find_ties
 from autopar.analysis.rules import shards_remedy
@@ -47,14 +46,11 @@ def analyze_rows(
         if k not in taken:
             extent, read = program.block.inputs[k].shape[0], program.rows_read.get(k, 0)
             refused.append(RowSpace(-1, extent, (k,), (0,), (k,), (), reason, rows_read=read))
-    refused = [dataclasses.replace(space, family=-1 - n) for n, space in enumerate(refused)]
-    spaces = [
-        dataclasses.replace(s, deferred=not lazy and families.moves(s), is_pulled=flow.is_pulled(s.family))
-        for s in spaces
-    ]
+    refused = [replace(space, family=-1 - n) for n, space in enumerate(refused)]
+    spaces = [replace(s, deferred=not lazy and families.moves(s), is_pulled=flow.is_pulled(s.family)) for s in spaces]
     facts = RowFacts(flow.values, flow.roles, tuple([*spaces, *refused]), tuple(flow.parents), flow.whole)
     note = f"{len(spaces)} families lift, {len(refused)} don't"
-    return dataclasses.replace(program, rows=facts), note
+    return replace(program, rows=facts), note
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +126,7 @@ class _Search:
             if space in failed:
                 tables = tuple(k for k in space.tables if k in tables_of)
                 reason = self._first_reason(space, tables_of)
-                self.refused.append(dataclasses.replace(space, family=-1, tables=tables, refusal=reason))
+                self.refused.append(replace(space, family=-1, tables=tables, refusal=reason))
                 tables_of = {k: tables_of[k] for k in tables}  # their other leaves may belong to another table
             self.dropped |= {k: _Dropped(reason, space.tables) for k, reason in tables_of.items()}
         if failed:  # leaves that these prevented from lifting are tried anew
@@ -153,7 +149,7 @@ class _Search:
     def _lifts_alone(self, space: RowSpace) -> bool:
         """Returns whether the family can be lifted if no other table is."""
         others = {k for k, _ in self.program.tables} - set(space.tables)
-        program = dataclasses.replace(
+        program = replace(
             self.program,
             tables=tuple((k, axis) for k, axis in self.program.tables if k in space.tables),
             candidates=tuple((k, axis) for k, axis in self.program.candidates if k not in others),

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.analysis.bags import BagFinder
 from autopar.analysis.rules import ALIGNED
@@ -131,7 +130,7 @@ def _assemble(program: Program, options: Options, decided: Sequence[Decision], w
     if bound.on_hosts:
         # A rank uses as many of its devices as divide its examples.
         each = math.gcd(options.rank_devices, *(size // options.devices for size in sizes.values())) if sizes else 1
-        bound = dataclasses.replace(bound, rank_devices=each)
+        bound = replace(bound, rank_devices=each)
     return bound.noting(state_bytes=state_bytes(program, bound))
 
 
@@ -251,7 +250,7 @@ def _with_tensors(
         measured.stages,
         is_needed=memory is not None and needed > state_budget(memory),
     )
-    bound = dataclasses.replace(bound, tensors=axes).noting(tensor=plan)
+    bound = replace(bound, tensors=axes).noting(tensor=plan)
     return bound.noting(state_bytes=state_bytes(program, bound))
 
 
@@ -311,7 +310,7 @@ def _wanted(program: Program, strategy: Strategy) -> _Wanted:
             wanted.shards[k] = pattern
         if method == "allreduce" and k not in wanted.tensors:
             kept.add(k)
-    return dataclasses.replace(wanted, hosts=frozenset(hosts), kept=frozenset(kept))
+    return replace(wanted, hosts=frozenset(hosts), kept=frozenset(kept))
 
 
 def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> list[TablePlan]:
@@ -321,7 +320,7 @@ def _with_shards(tables: Sequence[TablePlan], patterns: Sequence[DensePlan]) -> 
         old = by_path.get(leaf.path)
         if old is not None:
             reason = f"{leaf.reason}; all rows, because {old.reason}"
-            by_path[leaf.path] = dataclasses.replace(old, method=leaf.method, reason=reason, sent=leaf.sent)
+            by_path[leaf.path] = replace(old, method=leaf.method, reason=reason, sent=leaf.sent)
     return list(by_path.values())
 
 
@@ -392,7 +391,7 @@ def shard_dense(
         use = "looked up at its owners" if shards & tables else "gathered for use"
         reason = f"a shard of axis {axis} on each device{slots}; {use}, its gradient reduced to its owner"
         sent = dict.fromkeys(("ps", "allreduce"), 2 * int(wire_bytes("all-gather", devices, type_.nbytes)))
-        plans[named] = dataclasses.replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
+        plans[named] = replace(dense_plan(program, named, sharded=True), reason=reason, sent=sent)
     return axes, list(plans.values())
 
 
@@ -647,7 +646,7 @@ def move_tables(
     """
     if options.hosts and not bound.on_hosts:  # nothing can be there
         strategy = without_hosts(options.strategy)
-        return Move(dataclasses.replace(options, hosts=False, devices=devices, strategy=strategy))
+        return Move(replace(options, hosts=False, devices=devices, strategy=strategy))
     if memory is None or options.hosts or not options.may_leave:
         return None
     paths = leave_devices(program, bound, options.strategy, memory)
@@ -657,7 +656,7 @@ def move_tables(
 
 def on_hosts(options: Options, paths: Iterable[str], ranks: int) -> Options:
     """Returns the options with some tables in host memory."""
-    return dataclasses.replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
+    return replace(options, hosts=True, devices=ranks, strategy=with_hosts(options.strategy, paths))
 
 
 def leave_devices(program: Program, bound: ProgramPlan, strategy: Strategy, memory: int) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ lost ahead of a lookup, and those into which rows are only written, it notes why
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -61,7 +60,7 @@ def classify(program: Program, strategy: Strategy = "auto") -> tuple[Program, st
         unfollowed.setdefault(k, why_only_written(write, program.inputs[k].path))
     rows_read = {k: _rows_read(program.block.inputs[k].type, equations) for k, equations in walk.read_by.items()}
     found = {"unfollowed": unfollowed, "rows_read": rows_read}
-    return dataclasses.replace(program, tables=tables, candidates=candidates, **found), note
+    return replace(program, tables=tables, candidates=candidates, **found), note
 
 
 def _rows_read(table: ArrayType, reads: Iterable[Equation]) -> int:

@@ -12,10 +12,9 @@ Otherwise it does nothing.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -61,7 +60,7 @@ def lift_rows(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     loads = [Output(f"the most rows that a device asks another one for, family {f}") for f in lift.loads]
     logs = [input_ for log in lift.in_order() for input_ in log.inputs()]
     kept = (Output(input_.path, k) for k, input_ in enumerate(logs, len(program.inputs)))
-    lifted = dataclasses.replace(
+    lifted = replace(
         program, block=block, inputs=(*program.inputs, *logs), outputs=(*program.outputs, *kept, *loads, *flag)
     )
     return lifted, f"{before} equations became {after}; at most {rows} a step"
@@ -385,7 +384,7 @@ class UntouchedForm:
         if product is not None:
             equation, axis = product
             made = Var(untouched.at(equation.outputs[0].type, axis, family))
-            untouched.append(dataclasses.replace(equation, inputs=rows, outputs=(made,)))
+            untouched.append(replace(equation, inputs=rows, outputs=(made,)))
             rows = (made,)
         levels = _levels(untouched)
         imports = [(level, key[1], var) for level in levels for key, var in level.imports.items()]

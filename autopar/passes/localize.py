@@ -12,9 +12,8 @@ aggregation).
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -64,7 +63,7 @@ def localize(
     reductions, gathered = tuple(shared.reductions), tuple(shared.gathered)
     facts = LocalFacts(tuple(states), frozenset(shared.owned), reductions, gathered, shared.inside, between=between)
     count = len(shared.reductions)
-    return dataclasses.replace(program, block=block, local=facts), f"{count} reductions over {shared.devices} devices"
+    return replace(program, block=block, local=facts), f"{count} reductions over {shared.devices} devices"
 
 
 def _is_owned(program: Program, bound: ProgramPlan, k: int) -> bool:
@@ -147,7 +146,7 @@ class Localizer(Forms):
         inputs = tuple(self.read(a) for a in equation.inputs)
         pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
         outputs = tuple(self.define(v, s) for v, s in pairs)
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.append(replace(equation, inputs=inputs, outputs=outputs))
 
     @property
     def delays_sums(self) -> bool:
@@ -163,7 +162,7 @@ class Localizer(Forms):
         operands = tuple(self.whole(a, equation) for a in equation.inputs)
         inputs = tuple(Var(a.type) for a in equation.inputs)
         results, parts = (tuple(Var(v.type) for v in equation.outputs) for _ in range(2))
-        body = Block(inputs, (dataclasses.replace(equation, inputs=inputs, outputs=results),), results)
+        body = Block(inputs, (replace(equation, inputs=inputs, outputs=results),), results)
         self.append(
             Equation(
                 self.shared.op("first"), operands, parts, {}, (body,), effects=equation.effects, origin=equation.origin
@@ -222,7 +221,7 @@ class Localizer(Forms):
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs))
         self.note_sooner(equation)
         return True
 
@@ -259,7 +258,7 @@ class Localizer(Forms):
         state = kind.moved(placed.axis)
         outputs = tuple(self.define(v, state) for v in equation.outputs)
         params = resized_params(equation, spread, placed.axis, outputs[0].shape[placed.axis])
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
 
     def _without_padding(self, equation: Equation, inputs: list[Atom], along: Mapping[int, int]) -> None:
         op = REDUCES[equation.op]
@@ -301,7 +300,7 @@ class Localizer(Forms):
         if equation.op == "scatter-add":
             inputs[0] = self.as_state(equation.inputs[0], PARTIAL)
         outputs = tuple(Var(v.type) for v in equation.outputs)
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs))
         for old, new in zip(equation.outputs, outputs, strict=True):
             if op == "sum":
                 self.env[old] = new, PARTIAL
@@ -357,7 +356,7 @@ class Localizer(Forms):
         made: list[State] = [PARTIAL if k < border.carries else along for k in range(len(equation.outputs))]
         outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, made, strict=True))
         params = {**equation.params, "length": along.size(length, self.shared.parts(along))}
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
+        self.append(replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _scan(self, equation: Equation) -> None:
         if along := self._mapped(equation):
@@ -523,7 +522,7 @@ class Localizer(Forms):
             if sums_first:
                 operands[k] = Var(inner[k].type)
                 lines.append(Equation(self.shared.op("reduce"), (inner[k],), (operands[k],), {"op": "sum"}))
-            lines.append(dataclasses.replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
+            lines.append(replace(equation, inputs=tuple(operands), outputs=(result,), original=None))
             if sums_first:
                 lines.append(Equation(self.shared.op("once"), (result,), (Var(out.type),)))
             return Block(inner, tuple(lines), lines[-1].outputs)
@@ -571,7 +570,7 @@ class Localizer(Forms):
             results.append(inner.as_state(atom, state, equation))
             outputs.append(self.define(var, state))
         block, _ = eliminate_dead(Block(tuple(names), tuple(inner.equations), tuple(results)))
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=tuple(outputs), bodies=(block,)))
+        self.append(replace(equation, inputs=inputs, outputs=tuple(outputs), bodies=(block,)))
         for var, (part, join) in late.items():
             k = next(k for k, r in enumerate(noted[mark:], mark) if (r.type, r.op) == (part.type, join))
             del noted[k]
@@ -583,7 +582,7 @@ class Localizer(Forms):
         (atom,), axis = equation.inputs, equation.params["axis"]
         part = self.as_state(atom, Spread(axis), equation)
         outputs = tuple(self.define(v, Spread(axis)) for v in equation.outputs)
-        self.append(dataclasses.replace(equation, inputs=(part,), outputs=outputs))
+        self.append(replace(equation, inputs=(part,), outputs=outputs))
 
     def _branches(self, equation: Equation) -> None:
         skipped = equation.border.head
@@ -633,7 +632,7 @@ class Localizer(Forms):
         params = {**equation.params, "axis": state.axis, "size": operand.shape[state.axis]}
         outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
         self.append(
-            dataclasses.replace(
+            replace(
                 equation, op=self.shared.op("lookup_part"), inputs=inputs, outputs=outputs, params=params, original=None
             )
         )

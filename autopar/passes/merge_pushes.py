@@ -10,10 +10,9 @@ into that value, so that a loop's carry takes gradients in place.
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
@@ -33,7 +32,7 @@ def merge_pushes(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     merged = _Merge(requested).run(program.block, frozenset())
     block, _ = eliminate_dead(merged)
     note = f"pushes: {before} before, {_count(block)} after" + (", each an exchange" if requested else "")
-    return dataclasses.replace(program, block=block), note
+    return replace(program, block=block), note
 
 
 def _count(block: Block) -> int:
@@ -67,7 +66,7 @@ class _Merge:
         axis = push.params["axis"]
         start = editor.zeros(push.outputs[0].type.resized(axis, self.requested[route.type.family]))
         sums = Var(start.type)
-        editor.append(dataclasses.replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
+        editor.append(replace(push, op="ap.aggregate", inputs=(start, route, *rest), outputs=(sums,)))
         on = () if editor.is_zero(base) else (base,)
         editor.append(Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
 
@@ -108,9 +107,7 @@ class _Merge:
             after.append(Equation("ap.deliver", (outputs[k], outer, *on), (result,), made.params))
         if after:
             body, _ = eliminate_dead(body)
-            equation = dataclasses.replace(
-                equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(body,), original=None
-            )
+            equation = replace(equation, inputs=tuple(inputs), outputs=tuple(outputs), bodies=(body,), original=None)
         editor.extend([equation, *after])
 
 
@@ -160,7 +157,7 @@ class _Editor(ZeroWriter):
             return self.emit("ap.plus", (base, sums), base.type)
         for adding in chain:
             out = Var(base.type)
-            self.append(dataclasses.replace(adding, inputs=(base, *adding.inputs[1:]), outputs=(out,)))
+            self.append(replace(adding, inputs=(base, *adding.inputs[1:]), outputs=(out,)))
             base = out
         return base
 
@@ -168,7 +165,7 @@ class _Editor(ZeroWriter):
         """Renames the result of the last equation."""
         last = self.equations.pop()
         del self.producers[last.outputs[0]]
-        self.append(dataclasses.replace(last, outputs=(out,)))
+        self.append(replace(last, outputs=(out,)))
 
     def chain(self, sums: Atom) -> list[Equation]:
         """Returns the equations that add gradients to zeros, first to last; none if there are other terms."""
@@ -203,7 +200,7 @@ def _parts(editor: _Editor, equation: Equation) -> list[Atom] | None:
     if equation.op in ("add", "add_any") and equation.inputs[0].shape == equation.inputs[1].shape:
         return list(equation.inputs)
     if equation.op == "ap.deliver" and len(equation.inputs) == 3:
-        alone = dataclasses.replace(equation, inputs=equation.inputs[:2], outputs=(Var(equation.outputs[0].type),))
+        alone = replace(equation, inputs=equation.inputs[:2], outputs=(Var(equation.outputs[0].type),))
         editor.append(alone)
         return [equation.inputs[2], *alone.outputs]
     return None

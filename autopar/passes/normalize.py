@@ -12,7 +12,7 @@ numbered separately: a remat's recomputation is never merged with the first comp
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 import jax
 
@@ -57,7 +57,7 @@ def normalize(program: Program) -> tuple[Program, str]:
         note += f"; {reshaped} lookups in reshaped tables, and scatters of their gradients, are in the tables"
     if pads:
         note += f"; {pads} sums of padded slices are gathers"
-    return dataclasses.replace(program, block=block), note
+    return replace(program, block=block), note
 
 
 def merge_equal(block: Block) -> Block:
@@ -109,12 +109,12 @@ class _ExpandBroadcasts(Rewriter):
                 inputs.append(atom)
                 continue
             if (atom, shape) not in self._spread:
-                self._spread[atom, shape] = Var(dataclasses.replace(atom.type, shape=shape))
+                self._spread[atom, shape] = Var(replace(atom.type, shape=shape))
                 written.append(_broadcast(atom, self._spread[atom, shape], equation))
             inputs.append(self._spread[atom, shape])
         if all(a is b for a, b in zip(inputs, equation.inputs, strict=True)):
             return [equation]
-        return [*written, dataclasses.replace(equation, inputs=tuple(inputs))]
+        return [*written, replace(equation, inputs=tuple(inputs))]
 
     def body(self, equation: Equation, body: Block) -> Block:
         return expand_broadcasts(body)

@@ -19,11 +19,10 @@ own, with lookups of their own.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -74,7 +73,7 @@ def once_per_row(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     counts = tuple((ids.entries, ids.lookups) for ids in dict.fromkeys(distinct))
     before = products(program.block)
     made = OncePerRow(counts, products(block) / before if before else 1.0)
-    return dataclasses.replace(program, block=block, once_per_row=made), str(made)
+    return replace(program, block=block, once_per_row=made), str(made)
 
 
 def _of_block(block: Block, distinct: list[Ids]) -> Block:
@@ -419,7 +418,7 @@ class _Rewrite(Writer):
             return False
         atoms = (mine, theirs) if k == 0 else (theirs, mine)
         params = params_by_entries(equation, {k: form.id_axes, 1 - k: beside}, form.id_axes, form.ids.entries)
-        self.append(dataclasses.replace(equation, inputs=atoms, params=params))
+        self.append(replace(equation, inputs=atoms, params=params))
         return True
 
     def _total(self, equation: Equation) -> bool:
@@ -436,7 +435,7 @@ class _Rewrite(Writer):
         if form is None or sums is None:
             return False
         params = params_by_entries(equation, {0: form.id_axes}, form.id_axes, form.ids.entries)
-        self.append(dataclasses.replace(equation, inputs=(sums,), params=params))
+        self.append(replace(equation, inputs=(sums,), params=params))
         return True
 
     def _leading_back(self, atom: Atom, axes: Sequence[int]) -> Form | None:
@@ -534,7 +533,7 @@ class _Rewrite(Writer):
         params = {**ids.lookup.params, "axis": 0, **how, "dimension_numbers": dims}
         out = Var(ArrayType((*index.shape[:-1], *rest), fetched.dtype))
         route = ids.lookup.inputs[1]
-        self.append(dataclasses.replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
+        self.append(replace(ids.lookup, inputs=(fetched, route, index), outputs=(out,), params=params))
         return out
 
     def counts(self, ids: Ids) -> Var:
@@ -559,8 +558,8 @@ class _Rewrite(Writer):
     ) -> Var:
         """Writes the equation on `atoms`; `id_axes`: in its result, `operand_axes`: in operands by entries."""
         (old,), params = equation.outputs, params_by_entries(equation, operand_axes, id_axes, ids.entries)
-        out = Var(dataclasses.replace(old.type, shape=id_axes.by_entries(old.shape, ids.entries)))
-        self.append(dataclasses.replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
+        out = Var(replace(old.type, shape=id_axes.by_entries(old.shape, ids.entries)))
+        self.append(replace(equation, inputs=tuple(atoms), outputs=(out,), params=params))
         return out
 
     def look_up_all(self, lookup: Equation, ids: Ids) -> None:

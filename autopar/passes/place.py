@@ -6,8 +6,7 @@ reduced to its owner rather than to all. A lookup takes the owner's rows, and ne
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.analysis.rules import ALIGNED
 from autopar.ir.program import Atom, Block, Equation, Program, Var
@@ -32,7 +31,7 @@ def place(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(placing.equations), returned))
     gathered = sum(e.op == "ap.replicate" for e in block.equations)
     note = f"{len(bound.shards)} leaves in shards, {gathered} gathered for use"
-    return dataclasses.replace(program, block=block), note
+    return replace(program, block=block), note
 
 
 @dataclass(eq=False)
@@ -48,16 +47,16 @@ class _Placing(Writer):
             self.append(equation)
         elif equation.op == "gather" and equation.inputs[0] in self.shards:
             rest = [self.whole(a) for a in equation.inputs[1:]]
-            self.append(dataclasses.replace(equation, inputs=(equation.inputs[0], *rest)))
+            self.append(replace(equation, inputs=(equation.inputs[0], *rest)))
         elif equation.op in ALIGNED and equation.op not in ("concatenate", "sort"):
             shape = next(a for a in equation.inputs if a in self.shards).shape
             inputs = tuple(self._shard(a, axis) if a.shape == shape else a for a in equation.inputs)
-            self.append(dataclasses.replace(equation, inputs=inputs))
+            self.append(replace(equation, inputs=inputs))
             self.shards.update((v, axis) for v in equation.outputs if v.shape == shape)
         elif equation.op.startswith(("reduce_", "arg")):
             self.append(equation)
         else:
-            self.append(dataclasses.replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
+            self.append(replace(equation, inputs=tuple(map(self.whole, equation.inputs))))
 
     def whole(self, atom: Atom) -> Atom:
         if atom not in self.shards:

@@ -15,12 +15,11 @@ otherwise. This is Parallax's placement of operations between servers and worker
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import jax
@@ -117,13 +116,13 @@ def _placed(
     notes, moving, block = list[Moved | Kept](), dict[int, list[str]](), program.block
     spaces = {k: _space(program, k) for k in leaves}
     for k, space in spaces.items():
-        one = border(dataclasses.replace(program, block=block), space)
+        one = border(replace(program, block=block), space)
         block, moving[k] = one.run()
         if kept := _told(one.kept):
             notes.append(Kept(_paths(program, space), tuple(kept)))
     if not any(moving.values()):
         return program, notes
-    moved = analyze(dataclasses.replace(program, block=block, rows=None))
+    moved = analyze(replace(program, block=block, rows=None))
     pairs = itertools.zip_longest(program.facts.spaces, moved.facts.spaces)
     if not all(old and new and _are_alike(old, new) for old, new in pairs):
         return None
@@ -279,9 +278,9 @@ class _Lookups:
         if params is None or (first.fill is not None and fill is None):
             return False
         type_ = equation.outputs[0].type
-        type_ = dataclasses.replace(type_, shape=(self.space.extent, *type_.shape[ids:]))
+        type_ = replace(type_, shape=(self.space.extent, *type_.shape[ids:]))
         numbers = tuple(x.function if isinstance(x, _Looked) else x for x in operands)
-        named = dataclasses.replace(equation, params=params)
+        named = replace(equation, params=params)
         key = equation.op, params_key(named), tuple(n if isinstance(n, int) else atom_key(n) for n in numbers)
         function = self._number(key, _Function(type_, equation, params, numbers))
         self.looked[equation.outputs[0]] = _Looked(function, first.lookup, fill)
@@ -301,7 +300,7 @@ class _Lookups:
                 assert made is not None, "looked-up values are given"
                 operands = tuple(computed(k) if isinstance(k, int) else k for k in f.operands)
                 of_rows[n] = out = Var(f.type)
-                written.append(dataclasses.replace(made, inputs=operands, outputs=(out,), params=f.params))
+                written.append(replace(made, inputs=operands, outputs=(out,), params=f.params))
             return of_rows[n]
 
         for equation in self.program.block.equations:
@@ -322,7 +321,7 @@ def _gather(looked: _Looked, table: Atom, made: Equation) -> Equation:
     }
     if looked.fill is not None:
         params["fill_value"] = looked.fill.item()
-    return dataclasses.replace(like, inputs=(table, looked.index), outputs=made.outputs, params=params)
+    return replace(like, inputs=(table, looked.index), outputs=made.outputs, params=params)
 
 
 def _filled(equation: Equation, operands: Sequence[_Looked | Literal]) -> np.ndarray | None:
@@ -484,7 +483,7 @@ class _Gradients:
             start = base or self._write(lambda: jnp.zeros(type_.shape, type_.dtype), like)
             numbers = jax.lax.ScatterDimensionNumbers(tuple(range(ids, len(part.shape))), (0,), (0,))
             out, params = Var(type_), {**like.params, "dimension_numbers": numbers}
-            self.new.append(dataclasses.replace(like, inputs=(start, index, part), outputs=(out,), params=params))
+            self.new.append(replace(like, inputs=(start, index, part), outputs=(out,), params=params))
             self.added[base, index, part] = out
         return self.added[base, index, part]
 
@@ -501,7 +500,7 @@ class _Gradients:
             for term in e.inputs:
                 for steps, part in self._parts(term, ids).items():
                     if steps in found:
-                        part = dataclasses.replace(part, atom=self._write(jax.lax.add, e, found[steps].atom, part.atom))
+                        part = replace(part, atom=self._write(jax.lax.add, e, found[steps].atom, part.atom))
                     found[steps] = part
             if () not in found and _are_apart(found.values()):
                 return found
@@ -525,9 +524,9 @@ class _Gradients:
         )
 
     def _mapped(self, equation: Equation, part: _Part) -> _Part:
-        out = Var(dataclasses.replace(equation.outputs[0].type, shape=part.atom.shape))
-        self.new.append(dataclasses.replace(equation, inputs=(part.atom,), outputs=(out,)))
-        return dataclasses.replace(part, atom=out)
+        out = Var(replace(equation.outputs[0].type, shape=part.atom.shape))
+        self.new.append(replace(equation, inputs=(part.atom,), outputs=(out,)))
+        return replace(part, atom=out)
 
     def _step(self, e: Equation, ids: int) -> list[tuple[Atom, tuple[str, Any]]]:
         """Returns what an equation makes all columns of, and how; nothing if it does anything else."""

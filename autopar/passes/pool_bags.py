@@ -11,10 +11,9 @@ doesn't follow: then rows travel, and the plan says why.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 
@@ -45,7 +44,7 @@ def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPla
             pooled += 1
         except _Apart as error:
             bound = _by_rows(bound, planned, str(error))
-    return dataclasses.replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
+    return replace(program, block=block), bound, f"bags of {pooled} families are added up by owners"
 
 
 def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPlan:
@@ -54,7 +53,7 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
     def changed(table: TablePlan) -> TablePlan:
         sizes = known(table.sizes).by_rows()
         reason_ = f"{table.reason}; but its rows travel: {reason}"
-        return dataclasses.replace(table, sizes=sizes, sent=sent_bytes(sizes, "hosts"), reason=reason_)
+        return replace(table, sizes=sizes, sent=sent_bytes(sizes, "hosts"), reason=reason_)
 
     others = {path for f in bound.families if f is not planned for path in (f.table.path, *f.table.slots)}
     tables = (changed(t) if t.pooled and t.path not in others else t for t in bound.plan.tables)
@@ -214,7 +213,7 @@ class _Pooling:
         _, route, *base = deliver.inputs
         out = deliver.outputs[0] if not base else Var(deliver.outputs[0].type)
         operands, params = (route, *cotangents, *masks, *self.operands), {"axis": 0, "sets": tuple(self.sets)}
-        push_ = dataclasses.replace(deliver, op="ap.push_pool", inputs=operands, outputs=(out,), params=params)
+        push_ = replace(deliver, op="ap.push_pool", inputs=operands, outputs=(out,), params=params)
         after = expand(_add, deliver, (base[0], out), deliver.outputs[0], again=True) if base else []
         position = equations.index(deliver)
         return *equations[:position], *self.written, push_, *after, *equations[position + 1 :]

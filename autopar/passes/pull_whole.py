@@ -12,10 +12,9 @@ untouched rows, and nothing is deferred.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +64,7 @@ def pull_whole(program: Program, strategy: Strategy, *, all_dense: bool = False)
     if not pulled:
         return program, ""
     candidates = {**dict(program.candidates), **pulled}
-    program = dataclasses.replace(
+    program = replace(
         program,
         tables=tuple(sorted((*program.tables, *((k, pulled[k]) for k in parameters)))),
         candidates=tuple(sorted(candidates.items())),
@@ -268,7 +267,7 @@ class _Update:
             by_owners = self._is_of_rows(equation)
             inputs = tuple(seen(a, equation, by_owners=by_owners) for a in equation.inputs)
             is_same = all(a is b for a, b in zip(inputs, equation.inputs, strict=True))
-            equations.append(equation if is_same else dataclasses.replace(equation, inputs=inputs))
+            equations.append(equation if is_same else replace(equation, inputs=inputs))
         outputs: list[Atom] = []
         for atom, output in zip(block.outputs, self.program.outputs, strict=True):
             is_input = isinstance(atom, Var) and atom in block.inputs
@@ -276,7 +275,7 @@ class _Update:
         if all(is_push for _, is_push in moved):
             return None
         changed = Block(block.inputs, tuple(equations), tuple(outputs))
-        return dataclasses.replace(self.program, block=changed, pulled=self.program.pulled | pushed)
+        return replace(self.program, block=changed, pulled=self.program.pulled | pushed)
 
 
 def _narrows(equation: Equation) -> bool:

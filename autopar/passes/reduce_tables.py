@@ -12,9 +12,8 @@ at once (a sort, an output, a loop) is refused with its line.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -53,7 +52,7 @@ class TableRows:
     def at(self, axis: int, size: int) -> TableRows | None:
         """Returns the same rows along an axis of another value; None if its elements don't belong to rows."""
         factor = size // self.layout.extent
-        return None if size % self.layout.extent else dataclasses.replace(self, axis=axis, factor=factor)
+        return None if size % self.layout.extent else replace(self, axis=axis, factor=factor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +128,7 @@ class Body(Writer):
             **{kind: tuple((axis, factor) for _, _, axis, factor in entries) for kind, entries in groups.items()},
         }
         made = Equation("ap.reduce_table", inputs, (part,), params, (block,))
-        return dataclasses.replace(made, info=equation.info, origin=equation.origin)
+        return replace(made, info=equation.info, origin=equation.origin)
 
     def _collect(self, equation: Equation, by_rows: Mapping[int, int]) -> None:
         """Collects the equations that run by rows, last ones first."""
@@ -209,7 +208,7 @@ class Body(Writer):
             return
         inputs = tuple(self._operand(equation, k, by_rows) for k in range(len(equation.inputs)))
         params = resized_params(equation, by_rows, rows.axis, outputs[0].shape[rows.axis])
-        self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
+        self.append(replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
 
     def _last(self, equation: Equation, by_rows: Mapping[int, int]) -> Var:
         """Writes the reduction itself; numbers of no row count for nothing."""
@@ -222,7 +221,7 @@ class Body(Writer):
             else:
                 inputs.append(self._operand(equation, k, by_rows))
         part = Var(equation.outputs[0].type)
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,), original=None))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=(part,), original=None))
         return part
 
     def _only_rows(self, value: Var, rows: TableRows, op: str) -> Var:
@@ -256,7 +255,7 @@ def reduce_tables(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
     for equation in program.block.equations:
         walk.add(equation)
     block, _ = eliminate_dead(Block(program.block.inputs, tuple(walk.equations), walk.outputs()))
-    return dataclasses.replace(program, block=block), f"{walk.count} reductions over all rows of tables"
+    return replace(program, block=block), f"{walk.count} reductions over all rows of tables"
 
 
 @dataclass(eq=False)
@@ -343,7 +342,7 @@ class _Walk(Tables):
         first = [v for leaf in leaves for v in self.readers.get(leaf, ())]
         rest = [a for a in parts.pop("first") if a not in self.rows and a not in first]
         kept = (a for atoms in parts.values() for a in atoms)
-        return dataclasses.replace(equation, inputs=(*kept, *rest, *first))
+        return replace(equation, inputs=(*kept, *rest, *first))
 
     def _write(self, equation: Equation) -> None:
         """Writes an update in place, which waits for reads of the rows before it."""
@@ -380,7 +379,7 @@ class _Walk(Tables):
         like = self._family(equation)
         if like is None:
             return
-        self.rows[out] = dataclasses.replace(like, axis=axis)
+        self.rows[out] = replace(like, axis=axis)
         if leaves:
             self.sources[out] = RowSource((out,), leaves[0])
             self.written.add(leaves[0])
@@ -403,7 +402,7 @@ class _Walk(Tables):
                 rest.append((atom, out))
         if rest:
             inputs, outputs = zip(*rest, strict=True)
-            self.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+            self.append(replace(equation, inputs=inputs, outputs=outputs))
 
     def _compute(self, equation: Equation) -> None:
         """Writes an ordinary equation on whole tables."""
@@ -444,7 +443,7 @@ class _Walk(Tables):
         total = out if base is None else Var(out.type)
         made = body.of(equation, by_rows)
         self._check_order(body, equation)
-        self.append(dataclasses.replace(made, outputs=(total,)))
+        self.append(replace(made, outputs=(total,)))
         for source in body.stored:
             if source.is_old and source.leaf is not None:
                 self.readers.setdefault(source.leaf, []).append(total)

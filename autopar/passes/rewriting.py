@@ -6,8 +6,8 @@ nested block's inputs.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ class Rewriter:
 
     def run(self, program: Program) -> tuple[Program, int]:
         """Returns the rewritten program, and the count."""
-        return dataclasses.replace(program, block=self.block(program.block)), self.count
+        return replace(program, block=self.block(program.block)), self.count
 
     def block(self, block: Block) -> Block:
         """Returns the rewritten block; itself if nothing in it changes."""
@@ -42,7 +42,7 @@ class Rewriter:
         for equation in block.equations:
             inputs = tuple(self.env.get(a, a) for a in equation.inputs)
             if any(a is not b for a, b in zip(inputs, equation.inputs, strict=True)):
-                equation = dataclasses.replace(equation, inputs=inputs)
+                equation = replace(equation, inputs=inputs)
             self.look(equation)
             written = self.nested(equation) if equation.bodies else self.rule(equation)
             self.made.update((v, e) for e in written for v in e.outputs)

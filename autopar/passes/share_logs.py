@@ -7,9 +7,8 @@ step, in an evaluation, and between steps (`backends.update_log`). With 26 table
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.analysis.values import Numbering, atom_key, block_key
 from autopar.ir.deferred import Replay, flushes
@@ -54,7 +53,7 @@ class _Log:
             return self.family
         _, *given = self.record.inputs
         values = tuple(atom_key(_named(same, a)) for a in given[len(replay.records) :])
-        alike = dataclasses.replace(replay, leaves=tuple(range(len(replay.leaves))), extent=0)
+        alike = replace(replay, leaves=tuple(range(len(replay.leaves))), extent=0)
         try:
             return alike, block_key(self.flush.bodies[0]), values
         except TypeError:
@@ -89,7 +88,7 @@ def _equal_values(block: Block) -> dict[Var, Atom]:
         if equation.op.startswith("ap.") and equation.op != "ap.full":
             continue
         inputs = tuple(_named(same, a) for a in equation.inputs)
-        earlier = numbering.find(dataclasses.replace(equation, inputs=inputs))
+        earlier = numbering.find(replace(equation, inputs=inputs))
         if earlier is not None:
             same.update(zip(equation.outputs, earlier, strict=True))
     return same
@@ -116,7 +115,7 @@ def _with_logs(program: Program, shared: Sequence[Sequence[_Log]]) -> Program:
         if equation not in gone:
             lead = {"log": leads[equation]} if equation in leads else {}
             inputs = tuple(_named(env, a) for a in equation.inputs)
-            equation = dataclasses.replace(equation, inputs=inputs, params={**equation.params, **lead})
+            equation = replace(equation, inputs=inputs, params={**equation.params, **lead})
             equations.append(equation)
     return _with_entries(program, shared, _caught_up_together(equations, shared), env)
 
@@ -141,9 +140,9 @@ def _with_entries(
 
     def output(k: int) -> Output:
         out = program.outputs[k]
-        return out if out.state is None else dataclasses.replace(out, state=renumbered[out.state])
+        return out if out.state is None else replace(out, state=renumbered[out.state])
 
-    return dataclasses.replace(
+    return replace(
         program,
         block=Block(
             tuple(block.inputs[k] for k in numbers),
@@ -202,4 +201,4 @@ def _catch_up(members: Sequence[Equation]) -> Equation:
     stamps = [e.inputs[n] for e in members]
     outputs = tuple(v for e in members for v in e.outputs)
     params = {**first.params, "families": tuple(f for e in members for f in e.params["families"])}
-    return dataclasses.replace(first, inputs=(*rows, *stamps, *first.inputs[n + 1 :]), outputs=outputs, params=params)
+    return replace(first, inputs=(*rows, *stamps, *first.inputs[n + 1 :]), outputs=outputs, params=params)

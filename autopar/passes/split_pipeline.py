@@ -7,9 +7,8 @@ are sums over stages (of tied embeddings).
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -77,12 +76,12 @@ def split_pipeline(
     loads = stage_loads(parts, labels, homes, pipeline.stage_devices, division)
     plan = _plan(program, pipeline, weights, homes, loads, division, measured)
     statistics = parts.step.params.get("statistics", ())
-    plan = dataclasses.replace(plan, statistics=statistics, tensor=divided.devices)
+    plan = replace(plan, statistics=statistics, tensor=divided.devices)
     staged = StageCutter(program, parts, labels, homes, weights, pipeline, division.axes).run()
     if isinstance(pipeline.rule, AsynchronousRule):
         staged, plan = _without_flush(staged, program, plan, pipeline, measured)
     _check_memory(plan, measured)
-    return dataclasses.replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
+    return replace(staged, inputs=chosen.cut.inputs, outputs=chosen.cut.outputs), plan
 
 
 def _without_flush(
@@ -91,18 +90,18 @@ def _without_flush(
     """Returns the step and its plan for minibatches that follow one another without a flush."""
     rule = pipeline.rule
     assert isinstance(rule, AsynchronousRule), "it has no flush"
-    plan = dataclasses.replace(plan, statistics=())
+    plan = replace(plan, statistics=())
     slack = pipeline.slack
     if slack is None:
         slack = fitting_slack(plan, choose_slack(plan.stage_devices, stage_times(_later(plan, 0))), measured.memory)
     staged = without_flush(staged, program, plan.stage_devices, stashes=rule.stashes, slack=slack)
     assert staged.asynchronous is not None, "it has just been made"
     calls = staged.asynchronous.calls
-    plan = dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
+    plan = replace(plan, updates=calls.updates, last=calls.last, slack=slack)
     if not rule.predicts:
         return staged, plan
     ahead = pipeline.ahead or steps_ahead(calls, stage_times(plan))
-    return with_prediction(staged, ahead), dataclasses.replace(plan, ahead=tuple(ahead))
+    return with_prediction(staged, ahead), replace(plan, ahead=tuple(ahead))
 
 
 def fitting_slack(plan: PipelinePlan, asked: int, memory: int | None) -> int:
@@ -115,7 +114,7 @@ def fitting_slack(plan: PipelinePlan, asked: int, memory: int | None) -> int:
 
 def _later(plan: PipelinePlan, slack: int) -> PipelinePlan:
     calls = Calls.soonest(plan.stage_devices, slack=slack)
-    return dataclasses.replace(plan, updates=calls.updates, last=calls.last, slack=slack)
+    return replace(plan, updates=calls.updates, last=calls.last, slack=slack)
 
 
 def _plan(
@@ -211,7 +210,7 @@ class StageCutter:
         for equation in parts.body.equations:
             label = self.labels[equation]
             inputs = tuple(renamed.get(a, a) if isinstance(a, Var) else a for a in equation.inputs)
-            equation = dataclasses.replace(equation, inputs=inputs)
+            equation = replace(equation, inputs=inputs)
             if label.stage == NOWHERE:
                 self.anywhere.update(dict.fromkeys(equation.outputs, equation))
             else:

@@ -11,8 +11,8 @@ With one rank only tables are outside of compiled programs: fetching, delivering
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.analysis.work import equation_work
 from autopar.ir.local import NotLocal
@@ -88,7 +88,7 @@ def _by_owner(equation: Equation, owned: Collection[Var]) -> list[Equation]:
         live = [(v in owned) == is_owned for v in equation.outputs]
         bodies, reads = zip(*(eliminate_dead(clone(body)[0], live) for body in equation.bodies), strict=True)
         used = [k for k, read in enumerate(zip(*reads, strict=True)) if any(read)]
-        part = dataclasses.replace(
+        part = replace(
             equation,
             inputs=(equation.inputs[0], *(equation.inputs[k + 1] for k in used)),
             outputs=tuple(v for v, is_live in zip(equation.outputs, live, strict=True) if is_live),

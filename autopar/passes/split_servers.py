@@ -10,9 +10,8 @@ section 3; MXNET-MPI, section 2.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -213,7 +212,7 @@ class _Cutter:
         for piece in pieces:
             parts.append(Var(rows.type.resized(axis, piece.shape[axis])))
             inputs = (piece, *lookup.inputs[1:])
-            self._lookups.append(dataclasses.replace(lookup, inputs=inputs, outputs=(parts[-1],)))
+            self._lookups.append(replace(lookup, inputs=inputs, outputs=(parts[-1],)))
         self._joins += joined(parts, axis, rows, lookup)
 
     def _numbers(self, group: tuple[int, ...], found: CutLeaves) -> list[tuple[KeptIndex, ...]]:
@@ -563,7 +562,7 @@ class _PieceWriter:
             params = resized_params(equation, spread, axis, outputs[0].shape[axis])
         bodies = () if placed.body is None else (self._body(equation.bodies[0], placed.body),)
         new = {"inputs": inputs, "outputs": outputs, "params": params, "bodies": bodies}
-        return dataclasses.replace(equation, **new, original=None)
+        return replace(equation, **new, original=None)
 
     def _body(self, body: Block, placing: Placing) -> Block:
         writer = _PieceWriter(placing, self._number, self._like)

@@ -10,8 +10,8 @@ the step is refused with its line. Sources: GPipe (Huang et al., 2018), section 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence, Set
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -116,14 +116,14 @@ def _split(program: Program, bound: ProgramPlan, count: int, own_statistics: boo
     first = [_with_own_bodies(e) for e in needed_equations(program.block.equations, walk.whole_values)]
     equations = (*first, *before, step, *after)
     block = Block(program.block.inputs, equations, tuple(ends.get(a, a) for a in outputs))
-    return dataclasses.replace(program, block=eliminate_dead(block)[0]), (
+    return replace(program, block=eliminate_dead(block)[0]), (
         f"{count} microbatches: {len(joined)} reductions over them, then the update"
     )
 
 
 def _with_own_bodies(equation: Equation) -> Equation:
     bodies = tuple(clone(body)[0] for body in equation.bodies)
-    return dataclasses.replace(equation, bodies=bodies) if bodies else equation
+    return replace(equation, bodies=bodies) if bodies else equation
 
 
 def _with_same_apart(local: Block) -> Block:
@@ -166,12 +166,9 @@ def _check_divided(program: Program, walk: _Microbatch, before: Sequence[Equatio
 
 
 def _shared(program: Program, bound: ProgramPlan, count: int) -> Shared:
-    families = tuple(
-        dataclasses.replace(f, bounds=dataclasses.replace(f.bounds, layout=None, requested=None))
-        for f in bound.families
-    )
-    plan = dataclasses.replace(bound.plan, devices=count)
-    return Shared(dataclasses.replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
+    families = tuple(replace(f, bounds=replace(f.bounds, layout=None, requested=None)) for f in bound.families)
+    plan = replace(bound.plan, devices=count)
+    return Shared(replace(bound, plan=plan, families=families, shards={}), True, "microbatch_")
 
 
 def _axes(program: Program, bound: ProgramPlan) -> list[int | None]:
@@ -201,7 +198,7 @@ def _with_own_statistics(local: Block, count: int) -> tuple[Block, tuple[Source 
         is_own = equation.op != _REDUCE and _is_own(equation, varying)
         inputs = tuple(new.get(a, a) for a in equation.inputs)
         if is_own or equation.op == _REDUCE:
-            equations.append(dataclasses.replace(equation, inputs=inputs))
+            equations.append(replace(equation, inputs=inputs))
         else:
             equations.append(equation)
         if id(equation) not in twice or is_own or after.isdisjoint(equation.outputs):

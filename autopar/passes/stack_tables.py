@@ -17,8 +17,8 @@ that depend on rows, a norm of one table alone) leaves its table as it is.
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -60,8 +60,8 @@ def _noting_stacks(program: Program, plan: ProgramPlan, stacks: Sequence[_Stack]
     """Returns the plan, whose sizes say with how many tables each is exchanged."""
     counts = {program.inputs[k].path: len(s.members) for s in stacks for m in s.members for k in m.space.tables}
     tables = plan.plan.tables
-    sizes = (t.sizes and dataclasses.replace(t.sizes, together=counts.get(t.path, 1)) for t in tables)
-    noted = (dataclasses.replace(table, sizes=each) for table, each in zip(tables, sizes, strict=True))
+    sizes = (t.sizes and replace(t.sizes, together=counts.get(t.path, 1)) for t in tables)
+    noted = (replace(table, sizes=each) for table, each in zip(tables, sizes, strict=True))
     return plan.noting(tables=tuple(noted))
 
 
@@ -149,7 +149,7 @@ def plan_stacked(
             table, bounds = planned.table, planned.bounds
             if planned.family in members:
                 own, ids = [plans[family] for family in members[planned.family]], program.ids[space.family]
-                table = dataclasses.replace(table, log_steps=max(f.table.log_steps for f in own))
+                table = replace(table, log_steps=max(f.table.log_steps for f in own))
                 if planned.on_hosts:
                     bounds = host_bounds(space, ids, plan.devices)
                 else:
@@ -165,7 +165,7 @@ def plan_stacked(
         {numbers[k]: a for k, a in of.items() if k in numbers} for of in (plan.shards, plan.tensors, plan.uneven)
     )
     placements = tuple(None if k in uneven else shards.get(k, axis) for k, axis in enumerate(placements))
-    return dataclasses.replace(
+    return replace(
         plan,
         families=tuple(families),
         fallback=tuple(fallback),
@@ -258,7 +258,7 @@ class _Stack:
             sizes = ROWWISE.get(first.op)
             if sizes is not None:
                 params[sizes] = (self.total, *params[sizes][1:])
-            yield dataclasses.replace(
+            yield replace(
                 first, inputs=tuple(map(self.new, first.inputs)), outputs=outputs, params=params, original=None
             )
         for lookups in self._lookups():
@@ -300,15 +300,15 @@ class _Stack:
         return next(v for v, n in self.members[0].names.items() if n == name)
 
 
-@dataclasses.dataclass(eq=False)
+@dataclass(eq=False)
 class StackIds:
     """Writes ids of tables as those of their stack, `[n, count, 1]`, where all tables have n examples."""
 
     shape: StackShape
     #: Ids -> their axis of examples, if that isn't the first.
-    axes: Mapping[Var, int] = dataclasses.field(default_factory=dict)
-    placed: dict[tuple[int, Atom], Var] = dataclasses.field(default_factory=dict)
-    side_by_side: dict[tuple[tuple[int, Atom], ...], Var] = dataclasses.field(default_factory=dict)
+    axes: Mapping[Var, int] = field(default_factory=dict)
+    placed: dict[tuple[int, Atom], Var] = field(default_factory=dict)
+    side_by_side: dict[tuple[tuple[int, Atom], ...], Var] = field(default_factory=dict)
 
     def joined(self, of: Sequence[tuple[int, Equation]]) -> tuple[Var, list[Equation]]:
         """Returns the ids of accesses, each with its table's number, and the equations that make them."""
@@ -426,7 +426,7 @@ def _written(
         return atom
 
     equations = [e for e in block.equations if e not in gone] + [e for stack in stacks for e in stack.equations()]
-    equations = [dataclasses.replace(e, inputs=tuple(map(now, e.inputs))) for e in equations]
+    equations = [replace(e, inputs=tuple(map(now, e.inputs))) for e in equations]
     inputs: list[tuple[int | StackedTable, Var, Input]] = []
     for k, (leaf, input_) in enumerate(zip(block.inputs, program.inputs, strict=True)):
         if k not in of_leaf:
@@ -436,26 +436,26 @@ def _written(
         table = stack.leaves[n]
         if table.inputs[0] == k:
             path = f"{input_.path} (and {len(table.inputs) - 1} more)"
-            inputs.append((table, stack.inputs[n], dataclasses.replace(input_, path=path)))
+            inputs.append((table, stack.inputs[n], replace(input_, path=path)))
     numbers = {was if isinstance(was, int) else was.inputs[0]: k for k, (was, _, _) in enumerate(inputs)}
     outputs: list[tuple[tuple[int, ...], Atom, Output]] = []
     new_states = program.new_states
     for k, (atom, output) in enumerate(zip(block.outputs, program.outputs, strict=True)):
         if output.state not in of_leaf:
             state = None if output.state is None else numbers[output.state]
-            outputs.append(((k,), now(atom), dataclasses.replace(output, state=state)))
+            outputs.append(((k,), now(atom), replace(output, state=state)))
             continue
         stack, n = of_leaf[output.state]
         table = stack.leaves[n]
         if table.inputs[0] == output.state:
             of = tuple(new_states[leaf] for leaf in table.inputs)
-            outputs.append((of, stack.new(atom), dataclasses.replace(output, state=numbers[output.state])))
+            outputs.append((of, stack.new(atom), replace(output, state=numbers[output.state])))
     variables = tuple(v for _, v, _ in inputs)
     ordered = in_order(equations, variables)
     if ordered is None:
         return None
     made, _ = eliminate_dead(Block(variables, tuple(ordered), tuple(a for _, a, _ in outputs)))
-    program = dataclasses.replace(
+    program = replace(
         program,
         block=made,
         inputs=tuple(i for _, _, i in inputs),
@@ -501,7 +501,7 @@ def read_stacks(program: Program, plan: ProgramPlan, analyze: Callable[[Program]
     tables: dict[Atom, tuple[Var, StackIndex]]
     tables = {block.inputs[k]: (leaf, known(program.inputs[k].stack_index)) for k, leaf in stacks.items()}
     before = program.facts
-    program = dataclasses.replace(
+    program = replace(
         program,
         block=_in_stacks(block, tuple(leaf for _, leaf, _ in inputs), tables, program.batch),
         inputs=tuple(input_ for _, _, input_ in inputs),
@@ -525,7 +525,7 @@ def _stack(program: Program, group: Sequence[int]) -> tuple[StackedTable, Var, I
     path = f"{first.path} (and {len(group) - 1} more)" if len(group) > 1 else first.path
     layout = None if first.layout is None else (shape.layout, 0)
     leaf = Var(program.block.inputs[group[0]].type.resized(0, shape.rows))
-    input_ = dataclasses.replace(first, path=path, layout=layout, stack_index=None)
+    input_ = replace(first, path=path, layout=layout, stack_index=None)
     return StackedTable(tuple(group), indices), leaf, input_
 
 
@@ -588,4 +588,4 @@ def _entered(equation: Equation, tables: Mapping[Atom, tuple[Var, StackIndex]], 
             inputs[k] = stacks[stack] if first[stack] == k else Var(stack.type)
         bodies.append(_in_stacks(body, tuple(inputs), own, batch))
     operands = tuple(tables[a][0] if a in tables else a for a in equation.inputs)
-    return dataclasses.replace(equation, inputs=operands, bodies=tuple(bodies), original=None)
+    return replace(equation, inputs=operands, bodies=tuple(bodies), original=None)

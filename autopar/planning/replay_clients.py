@@ -7,10 +7,10 @@ timeline. Both give the same bits if they run a client's own compiled programs.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import jax
@@ -94,7 +94,7 @@ def replay(step: ParallelStep, state: Pytree, minibatches: Iterable[Sequence[Any
                 raise ArgumentsError(f"replay: step {k} has {len(batches)} minibatches, the first one had {len(first)}")
             yield [step.leaves((state, batch), {}) for batch in batches]
 
-    runner = dataclasses.replace(planned, clients=step.clients).runner
+    runner = replace(planned, clients=step.clients).runner
     assert isinstance(runner, MeansRunner), "clients have means"
     for results in replay_replicas(planned.compiled.analysed, runner, calls()):
         yield [planned.out_tree.unflatten(own) for own in results]
@@ -104,7 +104,7 @@ def _among(step: ParallelStep, clients: int, servers: int | None = None) -> Para
     """Returns the step for `clients` clients, and `servers` servers, that aren't here; raises ArgumentsError if there
     can't be so many."""
     way = step.planner.way.among(clients, servers)
-    return ParallelStep(dataclasses.replace(step.planner, way_of=way.by, clients=None))
+    return ParallelStep(replace(step.planner, way_of=way.by, clients=None))
 
 
 def replay_replicas(
@@ -125,10 +125,7 @@ def replay_replicas(
         # One after the other: collectives of two programs could wait for each other's threads.
         results = [jax.block_until_ready(jax.tree.leaves(runner.inner(call))) for call in calls]
         weights = [Weights({k: own[states[k]] for k in runner.weights}) for own in results]
-        shared = [
-            dataclasses.replace(each, steps=each.steps + 1, touched=some)
-            for each, some in zip(shared, rows, strict=True)
-        ]
+        shared = [replace(each, steps=each.steps + 1, touched=some) for each, some in zip(shared, rows, strict=True)]
         exchanges = [runner.exchange(*pair) for pair in zip(shared, weights, strict=True)]
         unions = [np.bitwise_or.reduce(bits) for bits in zip(*map(next, exchanges), strict=True)]
         sent = [exchange.send(unions) for exchange in exchanges]

@@ -6,14 +6,13 @@ and copies of a stage add up their gradients once a step. Stages fill one machin
 
 from __future__ import annotations
 
-import dataclasses
 import gzip
 import itertools
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,7 @@ def stage_times(
 def _step(plan: PipelinePlan, cluster: ClusterSpec, count: int, overlap: float, variation: float) -> StepTime:
     rates, copies = planned_stage_rates(cluster), count // plan.size
     there = cluster.of(math.ceil(plan.size / cluster.devices), min(plan.size, cluster.devices))
-    own = dataclasses.replace(
+    own = replace(
         plan,
         stages=tuple(_at(stage, rates) for stage in plan.stages),
         send_byte_s=planned_stage_rates(there).send_byte_s,
@@ -213,7 +212,7 @@ def _at(stage: StagePlan, rates: StageRates) -> StagePlan:
     seconds += rates.send_byte_s * stage.exchanged_bytes + rates.call_s * stage.exchanges
     shares = {kind: s / total for kind, s in stage.seconds.items()} if total else {"F": 1 / 3, "B": 2 / 3}
     update = rates.seconds(0.0, 2 * stage.state_bytes + stage.gradient_bytes)
-    return dataclasses.replace(stage, seconds={k: share * seconds for k, share in shares.items()}, update_s=update)
+    return replace(stage, seconds={k: share * seconds for k, share in shares.items()}, update_s=update)
 
 
 def _sums(plan: PipelinePlan, cluster: ClusterSpec, copies: int) -> tuple[float, int]:

@@ -5,11 +5,10 @@ This module works out what clients send each other or servers, and what that tak
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -273,7 +272,7 @@ def _followed(load: ClientLoad, options: ClientOptions, messages: int, servers: 
         )
     if options.steps is not None:
         return load
-    return dataclasses.replace(load, steps=max(4 * every, _LEAST, min(_STEPS, _MESSAGES // count)))
+    return replace(load, steps=max(4 * every, _LEAST, min(_STEPS, _MESSAGES // count)))
 
 
 # --- what clients send each other, or servers, and what that takes ---
@@ -288,7 +287,7 @@ def sent_bytes(plan: Plan, clients: int) -> float:
         size = sum(_weight_bytes(plan, plan.sync))
     else:
         size = round(sum(_averaged_bytes(plan, plan.sync, clients * plan.sync.every)))
-    return dataclasses.replace(plan.sync, clients=clients, mean_bytes=size).sent_bytes
+    return replace(plan.sync, clients=clients, mean_bytes=size).sent_bytes
 
 
 def _averaged_bytes(plan: Plan, sync: SyncPlan, minibatches: int) -> list[float]:
@@ -311,7 +310,7 @@ def _weight_bytes(plan: Plan, sync: SyncPlan) -> list[int]:
 def _means_s(plan: Plan, sync: SyncPlan, cluster: ClusterSpec, load: ClientLoad) -> Sequence[float]:
     """Returns the seconds of each fragment's mean over the clients of `load`."""
     each = max(1, cluster.devices // plan.devices)  # clients of a machine
-    ends = dataclasses.replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
+    ends = replace(cluster, machines=math.ceil(load.count / each), devices=min(each, load.count))
     copies = min(plan.devices, cluster.devices)  # of a sum, which share a machine's interfaces
     sent = _averaged_bytes(plan, sync, load.count * sync.every)
     return [all_reduce_s(ends, size, copies=copies) if load.count > 1 else 0.0 for size in sent]
@@ -329,13 +328,13 @@ def _served(plan: Plan, cluster: ClusterSpec, load: ClientLoad, wanted: int | No
         count = _server_count(wanted, sync.servers, sync.clients, load.count, processes, processes)
         parts = (sum(span.nbytes for span in share) for share in center_shares(weights, count))
         served = _beside(plan, cluster, load, sum(weights), enumerate(parts))
-        return dataclasses.replace(served, every=sync.every)
+        return replace(served, every=sync.every)
     if sync.asks_neighbors and load.count > 1:
         topology = sync.topology(load.count)
         # Of tables by rows, at most those that all clients touch while a change goes round the ring.
         size = int(sum(_averaged_bytes(plan, sync, load.count * topology.rounds)))
         served = _beside(plan, cluster, load, size, ((c * plan.devices, size) for c in topology.passives))
-        return dataclasses.replace(served, topology=topology)
+        return replace(served, topology=topology)
     return None
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import ArgumentsError
 from autopar.ir.figures import Term, format_bytes
@@ -131,7 +130,7 @@ def _versions(plan: PipelinePlan, stage: int, schedule: str) -> str:
     rule = SCHEDULES[schedule]
     if not isinstance(rule, AsynchronousRule):
         return f"{schedule} no task misses an update: each call ends with a flush, where devices wait for one another"
-    calls = dataclasses.replace(plan.calls if plan.updates else Calls.soonest(plan.stage_devices), stashes=rule.stashes)
+    calls = replace(plan.calls if plan.updates else Calls.soonest(plan.stage_devices), stashes=rule.stashes)
     forward, backward = calls.missed(stage)
     late = f"{forward} update{'s' * (forward != 1)}" if forward else "no update"
     text = f"{schedule} its forwards miss {late} of earlier minibatches, its backwards {backward or 'none'}"

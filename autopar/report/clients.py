@@ -3,10 +3,9 @@ servers or neighbours did (`Timeline`)."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from matplotlib.ticker import MaxNLocator
@@ -358,9 +357,9 @@ def ways(plan: Plan) -> Mapping[str, Plan]:
         own=(),
         examples=served.examples,
     )
-    others = [dataclasses.replace(plan, sync=average, served=None)]
+    others = [replace(plan, sync=average, served=None)]
     for bound in (_BOUND, None):
-        others.append(dataclasses.replace(plan, sync=None, served=dataclasses.replace(served, staleness=bound)))
+        others.append(replace(plan, sync=None, served=replace(served, staleness=bound)))
     return {name_of(plan): plan} | {name: other for other in others if (name := name_of(other)) != name_of(plan)}
 
 

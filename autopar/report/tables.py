@@ -7,11 +7,10 @@ have whole numbers of rows.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost import sent_bytes
@@ -268,11 +267,11 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
     """Returns by method the bytes that each of `devices` devices sends in a step, with `ids` ids each."""
     load, own = table_load(table, ids), _of(table)
     if table.where == "hosts":
-        return sent_bytes(dataclasses.replace(host_sizes_at(load, devices), spread=own.spread), "hosts")
-    sizes = dataclasses.replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
+        return sent_bytes(replace(host_sizes_at(load, devices), spread=own.spread), "hosts")
+    sizes = replace(sizes_at(load, devices), checks=own.checks, spread=own.spread)
     if not own.checks:  # a capacity that no batch exceeds
         capacity = min(sizes.requested, -(-sizes.extent // devices))
-        sizes = dataclasses.replace(sizes, capacity=capacity)
+        sizes = replace(sizes, capacity=capacity)
     return sent_bytes(sizes)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -48,24 +47,24 @@ class Asked:
         """Returns a planner for some devices. `count`: number of parts of a batch; None: all devices along the data
         axis."""
         count, old = devices.count if count is None else count, self.planner
-        options = dataclasses.replace(
+        options = replace(
             old.options,
             devices=count,
             accelerators=devices.mesh.devices.flat[0].platform != "cpu",
             rank_devices=jax.local_device_count(),
             tensor=devices.tensor,
         )
-        return dataclasses.replace(
+        return replace(
             old,
             options=options,
             machine=self.machine_of(devices),
             devices=devices if devices.mesh.size > 1 else None,
-            per_device=old.per_device and dataclasses.replace(old.per_device, count=count),
+            per_device=old.per_device and replace(old.per_device, count=count),
         )
 
     def planner_by(self, **changes: Any) -> Planner:
         """Returns the planner of the same request with changes."""
-        asked = dataclasses.replace(self, **changes)
+        asked = replace(self, **changes)
         return self.way_for(asked.sync, asked.pipeline, asked.planner.options.strategy).planner(asked)
 
     def made(self, planner: Planner, *, is_watched: bool) -> ParallelStep:

@@ -11,10 +11,9 @@ An evaluation brings only those deferred rows up to date that it reads (`ReadRow
 from __future__ import annotations
 
 import collections
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -61,7 +60,7 @@ _BLOCKS = 8
 def _stored(type_: AnyType, layout: tuple[RowLayout, int] | None) -> Leaf:
     if layout is None:
         return type_
-    return dataclasses.replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
+    return replace(type_, shape=resized(type_.shape, layout[1], layout[0].stored))
 
 
 def _whole_type(type_: ArrayType, axis: int | None, parts: int) -> ArrayType:

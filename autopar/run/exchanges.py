@@ -4,9 +4,9 @@ or by means of all or of neighbours (`Average`, `Hybrid`, `DPSGD`)."""
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -47,7 +47,7 @@ class ExchangeRunner(ReplicaRunner):
         session = replicas.center or replicas.ring
         assert session is not None, "a step has begun"
         weights = Weights({k: results[self._new_states[k]] for k in self.weights})
-        return dataclasses.replace(replicas, steps=replicas.steps + 1), session.finish(weights)
+        return replace(replicas, steps=replicas.steps + 1), session.finish(weights)
 
 
 class ElasticRunner(ExchangeRunner):
@@ -98,7 +98,7 @@ class RingRunner(ExchangeRunner):
         end = RingEnd(self.weights, self.touched, topology, clients.own, equal=not replicas.steps)
         here = {k: np.array(local(weights[k])) for k in self.weights}
         ring = RingSession(end, self.weights, {c: end.neighbor(here, c) for c in topology.passives}, clients)
-        return dataclasses.replace(replicas, ring=ring), ring
+        return replace(replicas, ring=ring), ring
 
 
 class RingEnd(End):
@@ -217,7 +217,7 @@ class MeansRunner(ReplicaRunner):
         """
         due = {n: way for n, way in replicas.on_way.items() if way.due <= replicas.steps}
         new = {k: moved(weights[k], way.sent[k], way.new[k]) for n, way in due.items() for k in self._fragments[n]}
-        replicas = dataclasses.replace(replicas, on_way={n: x for n, x in replicas.on_way.items() if n not in due})
+        replicas = replace(replicas, on_way={n: x for n, x in replicas.on_way.items() if n not in due})
         weights = weights.but(new)
         sent = self._sent(replicas, weights)
         tables = [k for k in sent if k in self.touched]
@@ -236,7 +236,7 @@ class MeansRunner(ReplicaRunner):
                 nobody_reads = self._outer is None and not self._plan.delay
                 means[k] = self.touched.put(k, x, rows[k], means[k], in_place=nobody_reads)
         if isinstance(self.topology(self.clients.count), Everyone):
-            replicas = dataclasses.replace(replicas, touched={**replicas.touched, **self.touched.none(sent)})
+            replicas = replace(replicas, touched={**replicas.touched, **self.touched.none(sent)})
         replicas, merged = self._merged(replicas, weights, kept, means)
         yield replicas, new | merged
 
@@ -263,7 +263,7 @@ class MeansRunner(ReplicaRunner):
 
         outer = {n: placed(n, state) for n, state in begun.outer.items()}
         touched = {k: self.touched.of_bits(k, x) for k, x in bits.items() if k in self.touched}
-        return dataclasses.replace(begun, steps=int(saved["steps"]), outer=outer, touched=touched)
+        return replace(begun, steps=int(saved["steps"]), outer=outer, touched=touched)
 
     def first(self, weights: Mapping[int, Array]) -> Replicas:
         touched = self.touched.none(self.weights)
@@ -277,10 +277,10 @@ class MeansRunner(ReplicaRunner):
 
     def _before(self, replicas: Replicas, leaves: Sequence[Leaf], own: Sequence[Leaf]) -> Replicas:
         kept = {k: some for k, some in replicas.touched.items() if isinstance(leaves[k], Replica) or not replicas.steps}
-        return dataclasses.replace(replicas, touched=self.touched.after(kept, own))
+        return replace(replicas, touched=self.touched.after(kept, own))
 
     def _after(self, replicas: Replicas, results: Sequence[Leaf]) -> tuple[Replicas, dict[int, Array]]:
-        replicas = dataclasses.replace(replicas, steps=replicas.steps + 1)
+        replicas = replace(replicas, steps=replicas.steps + 1)
         exchange = self.exchange(replicas, Weights({k: results[self._new_states[k]] for k in self.weights}))
         unions = self.clients.union([jnp.asarray(bits) for bits in next(exchange)])
         means = self.clients.mean(exchange.send(unions), self.topology(self.clients.count), replicas.steps)
@@ -314,7 +314,7 @@ class MeansRunner(ReplicaRunner):
                 on_way[n] = OnItsWay(replicas.steps + self._plan.delay, began, made)
             else:
                 new |= _picked(made, some, copied) if self._outer is not None else made
-        return dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way=on_way), new
+        return replace(replicas, anchors=anchors, outer=outer, on_way=on_way), new
 
     @functools.cached_property
     def _outer(self) -> Callable[..., Leaf] | None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -70,7 +69,7 @@ class Planner:
     #: Makes the planner of a pipeline, for a state that fits in no other way; None: not allowed.
     in_stages: Callable[[], Planner] | None = None
     #: Returns the way to run the step with some options.
-    way_of: Callable[[Options], Way] = dataclasses.field(kw_only=True)
+    way_of: Callable[[Options], Way] = field(kw_only=True)
 
     @property
     def name(self) -> str:
@@ -144,7 +143,7 @@ class Planner:
             if options.hosts:
                 check_ranks(self.name, f"tables on hosts ({move.reason})", ON_DEVICES)
             else:  # `_options_of` added the paths of leaves that came on hosts
-                options = dataclasses.replace(options, strategy=without_hosts(self.options.strategy))
+                options = replace(options, strategy=without_hosts(self.options.strategy))
             program = self._program(call, states, traced.out_info, block, options.devices)
             compiled, way = self._compile(program, self.way_of(options), example)
             compiled = compiled.with_reason(move.paths, move.reason)
@@ -166,10 +165,10 @@ class Planner:
         program = Program(block, *describe_leaves(call, states, outputs, devices), self.name)
         layouts = call.read_layouts(parameters_of(program, self.options.batch_axis), devices)
         inputs = [
-            x if x.role == "state" or layout is None else dataclasses.replace(x, role="table", layout=layout)
+            x if x.role == "state" or layout is None else replace(x, role="table", layout=layout)
             for x, layout in zip(program.inputs, layouts, strict=True)
         ]
-        return dataclasses.replace(program, inputs=tuple(inputs))
+        return replace(program, inputs=tuple(inputs))
 
     def may_follow(self, plan: Plan) -> bool:
         """Says whether an earlier plan, for as many devices, may decide what the user left open."""
@@ -180,9 +179,9 @@ class Planner:
 
     def following(self, plan: Plan) -> Planner:
         """Returns a planner of the same step that follows an earlier plan, and measures nothing."""
-        options = dataclasses.replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
-        machine = dataclasses.replace(self.machine, rates=None, stages=None)
-        return dataclasses.replace(self, options=options, machine=machine, in_stages=None)
+        options = replace(self.options, plan=plan, strategy=plan.strategy, sparse=plan.sparse)
+        machine = replace(self.machine, rates=None, stages=None)
+        return replace(self, options=options, machine=machine, in_stages=None)
 
     @staticmethod
     def _of_first_client(inputs: Sequence[Input], leaves: Sequence[Leaf], clients: Clients) -> Sequence[Leaf]:
@@ -236,7 +235,7 @@ class Planner:
             planned = planner.plan(call, leaves, number, is_first=False)
         except StrategyError as error:
             return None, f"{note}, and in stages it doesn't run: {error}."
-        return dataclasses.replace(planned, notes=(*planned.notes, f"{note}, so it is run in stages.")), ""
+        return replace(planned, notes=(*planned.notes, f"{note}, so it is run in stages.")), ""
 
     def _rate_notes(self, compiled: Compiled) -> list[str]:
         if self.machine.rates is None or not any(table.terms for table in compiled.plan.tables):
@@ -248,9 +247,7 @@ class Planner:
         """Plans the step again with another example and headroom."""
         old = planned.compiled.analysed
         program = Program(block_of(planned.jaxpr), old.inputs, old.outputs, self.name)
-        return self._compile(program, planned.way.by(dataclasses.replace(planned.options, headroom=headroom)), example)[
-            0
-        ]
+        return self._compile(program, planned.way.by(replace(planned.options, headroom=headroom)), example)[0]
 
     def _compile(self, program: Program, way: Way, example: Sequence[Leaf] | None) -> tuple[Compiled, Way]:
         """Analyses, measures and compiles, again and again until only rows are deferred that can be."""
@@ -265,7 +262,7 @@ class Planner:
                     break
             except NotDeferrable as error:
                 known = dict.fromkeys(error.leaves, error.refusal)
-            way = way.by(dataclasses.replace(way.options, undeferred={**way.options.undeferred, **known}))
+            way = way.by(replace(way.options, undeferred={**way.options.undeferred, **known}))
         if self.processes is not None:
             check_same_plan(self.processes, compiled)
         return compiled, way
@@ -286,7 +283,7 @@ class Planner:
     @property
     def choices(self) -> Mapping[str, str]:
         """The user's choices as text, by option. All processes that run the step must have the same."""
-        chosen: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in dataclasses.fields(self.options)}
+        chosen: dict[str, Any] = {f.name: getattr(self.options, f.name) for f in fields(self.options)}
         chosen |= {
             "donate": self.donate,
             "state_argnums": self.state_argnums,
@@ -398,7 +395,7 @@ def in_shards(way: Way, whole: Mapping[str, Stay | None]) -> Options:
         return options
     rest = options.strategy if isinstance(options.strategy, Mapping) else {"**": options.strategy}
     strategy = {**{path: stay.method for path, stay in given.items()}, **rest}
-    return dataclasses.replace(options, strategy=strategy, spread_axes={p: stay.axis for p, stay in given.items()})
+    return replace(options, strategy=strategy, spread_axes={p: stay.axis for p, stay in given.items()})
 
 
 def _is_open(options: Options, path: str) -> bool:

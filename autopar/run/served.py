@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
@@ -135,8 +134,8 @@ class GlobalBatchStep(ParallelStep):
 
     def _find_states(self, args: Sequence[Pytree], kwargs: Mapping[str, Pytree]) -> frozenset[int]:
         """Returns positions of the state, found by planning the step on this process's minibatch alone."""
-        options = dataclasses.replace(self.options, devices=1)
-        alone = dataclasses.replace(self.planner, options=options, devices=None, in_stages=None)
+        options = replace(self.options, devices=1)
+        alone = replace(self.planner, options=options, devices=None, in_stages=None)
         dynamic = [k for k in range(len(args)) if k not in self.static]
         states = ParallelStep(alone).planned_for(*args, **kwargs).states.outputs
         return frozenset(dynamic[k] for k in states if k < len(dynamic))

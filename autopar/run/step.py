@@ -3,12 +3,11 @@ an instance, `PickledByOptions` pickles it, and `LazyStep` makes it on first use
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
 
 import jax
@@ -359,7 +358,7 @@ class ParallelStep(PickledByOptions):
     def _another(
         self, planned: PlannedStep, compiled: Compiled, example: Sequence[Leaf] | None, headroom: float
     ) -> PlannedStep:
-        again = dataclasses.replace(planned, compiled=compiled, headroom=headroom, example=example)
+        again = replace(planned, compiled=compiled, headroom=headroom, example=example)
         return self._settled(again)
 
     def _replace(self, planned: PlannedStep, again: PlannedStep) -> None:
@@ -483,7 +482,7 @@ class LazyStep(ParallelStep):
         return self.__wrapped__
 
     def __getattr__(self, name: str) -> Any:
-        if name not in {field.name for field in dataclasses.fields(ParallelStep)}:
+        if name not in {field.name for field in fields(ParallelStep)}:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         jax.devices()  # initialises JAX, as a used step would
         self.__dict__.update({key: value for key, value in vars(self._make()).items() if key not in self.__dict__})

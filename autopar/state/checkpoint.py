@@ -6,10 +6,9 @@ same time. The checkpoint appears once all is written (`files.folder`).
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -394,14 +393,14 @@ def _array(version: Location, record: LeafRecord) -> Source:
     shape = record.shape if record.key is None else _key_data(record).shape
     rows = shape or (1,)
     layout = RowLayout(rows[0], 1, cyclic=False)
-    files = RowFiles(version, dataclasses.replace(record, shape=rows, layout=layout))
+    files = RowFiles(version, replace(record, shape=rows, layout=layout))
     return files if rows == record.shape else Whole(files.whole().reshape(shape))
 
 
 def _replica(version: Location, record: LeafRecord, client: int | None) -> np.ndarray:
     """Reads a client's replica; for None the mean of all, or the first one of leaves that have no mean."""
     shape = record.shape if record.key is None else _key_data(record).shape
-    files = RowFiles(version, dataclasses.replace(record, shape=(record.replicas, *shape)))
+    files = RowFiles(version, replace(record, shape=(record.replicas, *shape)))
     if client is None and record.key is None and jnp.issubdtype(record.numpy_dtype, jnp.floating):
         return np.asarray(mean_of([files.read(np.array([c]))[0] for c in range(record.replicas)]))
     return files.read(np.array([client or 0]))[0]

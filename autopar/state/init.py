@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -147,7 +146,7 @@ class Maker:
         return self.as_tables(self.run(*flat)) if self.devices is None or not self.whole else self._spread(flat)
 
     def _run(self, outputs: Sequence[Atom], flat: Sequence[Leaf]) -> Sequence[Leaf]:
-        block, _ = eliminate_dead(dataclasses.replace(self.block, outputs=tuple(outputs)))
+        block, _ = eliminate_dead(replace(self.block, outputs=tuple(outputs)))
         return jax.jit(emit(block))(*flat) if outputs else []
 
     @functools.cached_property

@@ -6,9 +6,9 @@ tables in even shards of adjacent rows exchange any.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -102,8 +102,8 @@ def home_before(leaf: Leaf, shape: Sequence[int]) -> Home:
     if axis is None:
         return home_of(leaf)
     if isinstance(leaf, (HostTable, Table)):
-        layout = leaf.layout if axis != leaf.axis else dataclasses.replace(leaf.layout, extent=shape[axis])
-        return dataclasses.replace(leaf.home, layout=layout)
+        layout = leaf.layout if axis != leaf.axis else replace(leaf.layout, extent=shape[axis])
+        return replace(leaf.home, layout=layout)
     if isinstance(leaf, jax.Array):
         devices = _devices_along(leaf, axis)
         if devices is None:
@@ -196,7 +196,7 @@ def _resized(path: str, old: Leaf, new: Leaf, axis: int) -> Leaf:
     if isinstance(old, Table):
         devices, extent = Devices.of_array(old.stored, axis), new.shape[axis]
         rows = with_extent(old.stored, old.layout, extent, axis, devices)
-        rows = ordinary(rows, dataclasses.replace(old.layout, extent=extent), axis, devices)
+        rows = ordinary(rows, replace(old.layout, extent=extent), axis, devices)
         return _overwritten(place_array(rows, new.sharding), new, axis, kept)
     if isinstance(new, jax.Array) and jax_compat.is_key(new.dtype):
         data = _overwritten(*map(jax.random.key_data, (old, new)), axis, kept)
@@ -237,7 +237,7 @@ def _on_host(old: HostTable, new: HostTable, axis: int, kept: int) -> HostTable:
     new.storage.without_log()  # its stamps belong to the rows that are overwritten
     rows, others = new.storage.rows, old.storage.rows
     if axis == new.axis:
-        count = int(dataclasses.replace(new.layout, extent=kept).rows_on(np.asarray(new.storage.rank)))
+        count = int(replace(new.layout, extent=kept).rows_on(np.asarray(new.storage.rank)))
         rows[:count] = others[:count]
     else:
         part = (slice(None),) * (axis + 1 if axis < new.axis else axis) + (slice(kept),)

@@ -6,12 +6,11 @@ A `SavedLeaf` is a leaf's record and the values that this rank writes.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -70,9 +69,9 @@ class SavedLeaf:
         """Returns the leaf with a copy, in host memory, of what this process will write, so that steps may go on."""
         if self.shards is None:
             value = np.array(self.array()) if writes_dense and self.record.kind == "dense" else None
-            return dataclasses.replace(self, value=value)
+            return replace(self, value=value)
         parts = [(shard, rows.copy()) for shard, rows in self.shards.own()]
-        return dataclasses.replace(self, shards=dataclasses.replace(self.shards, own=lambda: iter(parts)), value=None)
+        return replace(self, shards=replace(self.shards, own=lambda: iter(parts)), value=None)
 
 
 def saved_leaves(state: Pytree) -> list[SavedLeaf]:
@@ -111,7 +110,7 @@ def on_one_process(state: Pytree) -> Pytree:
     if replicas is not None and (replicas.center is not None or replicas.ring is not None):
         centers = {} if replicas.center is None else replicas.center.settled()
         own = {} if replicas.ring is None else replicas.ring.settled()
-        shared = dataclasses.replace(replicas, anchors=centers)
+        shared = replace(replicas, anchors=centers)
 
         def now(leaf: Leaf) -> Leaf:
             return Replica(own.get(leaf.index, leaf.own), shared, leaf.index) if isinstance(leaf, Replica) else leaf
@@ -121,7 +120,7 @@ def on_one_process(state: Pytree) -> Pytree:
         return state
     anchors = {k: local(x) for k, x in replicas.anchors.items()}
     outer = {n: jax.tree.map(local, slots) for n, slots in replicas.outer.items()}
-    shared = dataclasses.replace(replicas, anchors=anchors, outer=outer, on_way={})
+    shared = replace(replicas, anchors=anchors, outer=outer, on_way={})
 
     def whole(leaf: Leaf) -> Pytree:
         return Replica(local(materialize(settled(leaf))), shared, leaf.index) if isinstance(leaf, Replica) else leaf
@@ -166,9 +165,9 @@ def _leaf(path: str, name: str, leaf: Leaf) -> SavedLeaf:
 def _of_each(clients: Clients, known: SavedLeaf) -> SavedLeaf:
     """Returns the record of a leaf that each client has its own of, saved as one of C rows."""
     layout, value = RowLayout(clients.count, clients.count, cyclic=False), known.value
-    record = dataclasses.replace(known.record, layout=layout, replicas=clients.count)
+    record = replace(known.record, layout=layout, replicas=clients.count)
     if record.kind == "dense":
-        record = dataclasses.replace(record, kind="rows")
+        record = replace(record, kind="rows")
     own = [(clients.own, np.asarray(value)[None])] if clients.leads else []
     return SavedLeaf(record, value, Shards(layout, 0, lambda: iter(own)))
 
@@ -313,9 +312,7 @@ class PendingSave:
             parts, layout = files.get(number, {}), leaf.record.layout
             complete = layout is None or sorted(parts) == list(range(layout.devices))
             assert complete, f"shards of {leaf.record.path}: {parts}"
-            records.append(
-                dataclasses.replace(leaf.record, files=tuple(file for shard in sorted(parts) for file in parts[shard]))
-            )
+            records.append(replace(leaf.record, files=tuple(file for shard in sorted(parts) for file in parts[shard])))
         return Manifest(
             self.structure,
             tuple(records[: self.count]),

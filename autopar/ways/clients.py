@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from autopar.backends.clients import Clients, checked_servers
@@ -61,16 +60,16 @@ class WithClients(Way):
         planner = asked.on(clients.devices)
         servers = checked_servers("sync", getattr(sync, "servers", None), clients.processes.size)
         own = tuple(range(job().workers, job().workers + servers)) if job().servers else ()
-        options = dataclasses.replace(planner.options, may_leave=False)
+        options = replace(planner.options, may_leave=False)
         way = cls(options, planner.way_of(options), sync=sync, server_ranks=own).among(clients.count, servers)
         return way.planned(planner, clients)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:
         """Returns the planner of one client's step."""
-        return dataclasses.replace(planner, options=self.options, clients=clients, way_of=self.by)
+        return replace(planner, options=self.options, clients=clients, way_of=self.by)
 
     def among(self, clients: int, servers: int | None = None) -> Self:
-        return dataclasses.replace(self, clients=clients, servers=servers or self.servers)
+        return replace(self, clients=clients, servers=servers or self.servers)
 
     @property
     def has_timeline(self) -> bool:

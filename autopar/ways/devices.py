@@ -3,8 +3,8 @@ it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -43,7 +43,7 @@ class OnDevices(Way):
         if not is_open or planner.per_device is not None or asked.devices.mesh.size == 1:
             return planner
         pipeline = Pipeline(AUTO, AUTO, AUTO, remat=AUTO)
-        return dataclasses.replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
+        return replace(planner, in_stages=partial(asked.planner_by, pipeline=pipeline))
 
     def passes(self, bound: ProgramPlan, measured: Measurements = UNMEASURED) -> tuple[Pass, ...]:
         made = list(lifting(bound))

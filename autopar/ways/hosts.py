@@ -3,9 +3,8 @@ them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -62,7 +61,7 @@ class OnHosts(Way):
     @classmethod
     def planner(cls, asked: Asked) -> Planner:
         planner = asked.on(asked.devices, everyone().size)
-        return dataclasses.replace(planner, options=dataclasses.replace(planner.options, hosts=True))
+        return replace(planner, options=replace(planner.options, hosts=True))
 
     @property
     def keeps_shards(self) -> bool:
@@ -103,7 +102,7 @@ class OnHosts(Way):
         owners = bound.devices > 1 or any(f.table.pulled for f in hosted)
         segments = split_segments(program, {f.family for f in hosted}, owners=owners, bucket_bytes=self.bucket_bytes)
         bound = bound.noting(stages=tuple(map(str, segments.items)))
-        return dataclasses.replace(program, segments=segments), bound, f"{segments.programs} compiled programs"
+        return replace(program, segments=segments), bound, f"{segments.programs} compiled programs"
 
     exchanges = "tables on hosts"
 
@@ -114,7 +113,7 @@ class OnHosts(Way):
         from autopar.run.hosts import HostRunner
 
         def in_buckets(nbytes: int | None) -> Way:
-            return dataclasses.replace(self, bucket_bytes=nbytes)
+            return replace(self, bucket_bytes=nbytes)
 
         prefetch = self.options.optimizes("prefetch")
         return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate, prefetch=prefetch)

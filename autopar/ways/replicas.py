@@ -3,9 +3,8 @@ step."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from autopar.compile import Pass
@@ -84,8 +83,8 @@ class InReplicas(WithClients):
         if not self.is_asynchronous:
             return compare_replicas(planned, leaves, steps)
         if isinstance(self.sync, Elastic):  # at interval 1, so that few steps have two exchanges: others do the same
-            way = dataclasses.replace(self, sync=dataclasses.replace(self.sync, interval=1))
-            planned, steps = dataclasses.replace(planned, way=way), max(steps, 3)
+            way = replace(self, sync=replace(self.sync, interval=1))
+            planned, steps = replace(planned, way=way), max(steps, 3)
         return compare_served(planned, leaves, steps)
 
     def followed(
@@ -102,15 +101,15 @@ class InReplicas(WithClients):
         from autopar.planning.check import compare_step
 
         assert self.inner is not None and planned.compiled.plan.sync is not None, "a client runs its step in some way"
-        own = compare_step(dataclasses.replace(planned, way=self.inner, clients=None), name)
+        own = compare_step(replace(planned, way=self.inner, clients=None), name)
         size = format_bytes(round(planned.compiled.plan.sync.sent_bytes))
         exchanged = f"What a client sends the others, {size} a step by the plan, is in no program of its step"
-        return dataclasses.replace(own, note=f"{exchanged}: autopar.explain({name}, ...) tells of it")
+        return replace(own, note=f"{exchanged}: autopar.explain({name}, ...) tells of it")
 
     def settled_with(self, first: PlannedStep, planned: PlannedStep) -> PlannedStep:
         # Clients meet another shape at different times and measure it on their own minibatches: their choices of tables
         # that are sent by rows could differ, so the first plan's stays.
         known, plan = first.compiled.plan.sync, planned.compiled.plan.sync
         assert known is not None and plan is not None, "clients have replicas"
-        bound = planned.compiled.bound.noting(sync=dataclasses.replace(known, examples=plan.examples))
-        return dataclasses.replace(planned, compiled=dataclasses.replace(planned.compiled, bound=bound))
+        bound = planned.compiled.bound.noting(sync=replace(known, examples=plan.examples))
+        return replace(planned, compiled=replace(planned.compiled, bound=bound))

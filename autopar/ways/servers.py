@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from autopar.backends.clients import Clients
@@ -64,16 +63,16 @@ class OnServers(WithClients):
         joined = GlobalBatchStep(plain.planner, all_devices=plain.devices)
         if sync.staleness == 0:
             return joined
-        later = asked.parallelize(sync=dataclasses.replace(sync, warmup=0))
+        later = asked.parallelize(sync=replace(sync, warmup=0))
         return WarmupStep(later.planner, first=joined, warmup=sync.warmup)
 
     def planned(self, planner: Planner, clients: Clients) -> Planner:
         """Returns the planner of one program for a worker's whole minibatch. `_localize` divides it over the worker's
         devices."""
-        options = dataclasses.replace(self.options, devices=1, rows_travel=True)
+        options = replace(self.options, devices=1, rows_travel=True)
         divided = 0 if planner.devices is None else planner.devices.count
-        way = dataclasses.replace(self, options=options, inner=None, worker_devices=divided)
-        return dataclasses.replace(planner, options=options, devices=None, clients=clients, way_of=way.by)
+        way = replace(self, options=options, inner=None, worker_devices=divided)
+        return replace(planner, options=options, devices=None, clients=clients, way_of=way.by)
 
     @property
     def defers(self) -> bool:
@@ -100,7 +99,7 @@ class OnServers(WithClients):
         served = split_servers(program, self.servers, None if is_cut else gradient_equations(program))
         plan = served_plan(program, bound, served, self.sync, self.clients, self.server_ranks)
         check_replicas(earlier, program.name, earlier and earlier.served, plan)
-        program = dataclasses.replace(program, served=served)
+        program = replace(program, served=served)
         return program, bound.noting(served=plan), f"{served.pushed} values are pushed to {self.servers} servers"
 
     def _localize(self, program: Program, bound: ProgramPlan) -> tuple[Program, str]:
@@ -109,8 +108,8 @@ class OnServers(WithClients):
             worker = localize_worker(program, bound, devices)
         except NotLocal as error:
             return program, f"{devices} devices of a worker are all given the whole minibatch: {error}"
-        served = dataclasses.replace(known(program.served), local_worker=worker)
-        return dataclasses.replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
+        served = replace(known(program.served), local_worker=worker)
+        return replace(program, served=served), f"a worker's minibatch is divided over {devices} devices"
 
     leaves = (ServedLeaf,)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -105,16 +104,16 @@ class InStages(Way):
         flat = tuple(device for each in devices for device in each.devices)
         all_ = Devices.of(jax.sharding.Mesh(flat, ("stages",)))
         planner = asked.on(asked.devices)
-        options = dataclasses.replace(planner.options, devices=1, microbatches=pipeline.microbatch_count)
+        options = replace(planner.options, devices=1, microbatches=pipeline.microbatch_count)
         machine = Machine(memory=partial(memory_of, all_), stages=partial(stage_rates_of, flat, all_.processes))
         way = cls(options, pipeline=pipeline, stage_devices=devices, count=len(devices), group=all_.processes)
-        return dataclasses.replace(planner, options=options, machine=machine, devices=None, way_of=way.by)
+        return replace(planner, options=options, machine=machine, devices=None, way_of=way.by)
 
     def on(self, planner: Planner, devices: int) -> Planner:
         """Returns a planner that gives each of `devices` a stage, or may give it one."""
-        options = dataclasses.replace(planner.options, devices=1)
-        way = dataclasses.replace(self, options=options, count=devices)
-        return dataclasses.replace(planner, options=options, way_of=way.by)
+        options = replace(planner.options, devices=1)
+        way = replace(self, options=options, count=devices)
+        return replace(planner, options=options, way_of=way.by)
 
     def processes(self, planner: Planner) -> StoreGroup | None:
         return self.group
@@ -146,8 +145,8 @@ class InStages(Way):
         self, measured: Measurements, program: Program, bound: ProgramPlan
     ) -> tuple[Program, ProgramPlan, str]:
         staged, plan = split_pipeline(program, self.pipeline, measured, _divided(program, bound))
-        plan = dataclasses.replace(plan, candidates=self.candidates)
-        program = dataclasses.replace(program, staged=staged)
+        plan = replace(plan, candidates=self.candidates)
+        program = replace(program, staged=staged)
         return program, bound.noting(pipeline=plan), f"{len(staged.programs)} programs for {len(plan.stages)} stages"
 
     def _localize(self, program: Program, bound: ProgramPlan) -> tuple[Program, str]:
@@ -158,7 +157,7 @@ class InStages(Way):
                 f"pipeline: products of {program.name} can't be divided over the devices of a stage: {error}. Leave "
                 "them whole: a mesh without a tensor axis, or strategy='allreduce'"
             ) from error
-        return dataclasses.replace(program, staged=staged), note
+        return replace(program, staged=staged), note
 
     # --- what is measured and chosen ---
 
@@ -175,7 +174,7 @@ class InStages(Way):
         rates = profiled_rates(found.stages, block, self.options.microbatches, devices)
         if planner.processes is not None:
             rates = first_rates(planner.processes, rates)
-        return dataclasses.replace(found, stages=rates)
+        return replace(found, stages=rates)
 
     def settled(self, planner: Planner, program: Program) -> Way:
         """Returns a way whose pipeline leaves nothing open.
@@ -184,8 +183,8 @@ class InStages(Way):
         that seems slow shows a busy machine, and slack would change the training for nothing.
         """
         if self.pipeline.is_asynchronous and self.pipeline.slack is None and planner.processes is None:
-            at_once = dataclasses.replace(self.pipeline, slack=0)
-            return dataclasses.replace(self, pipeline=at_once).settled(planner, program)
+            at_once = replace(self.pipeline, slack=0)
+            return replace(self, pipeline=at_once).settled(planner, program)
         if not self.pipeline.is_open:
             return self
         return self.chosen(program, lambda way, analysed: way.measured(planner, analysed, None))
@@ -197,7 +196,7 @@ class InStages(Way):
         references: dict[int, Reference] = {}
         found: list[Measurements] = []
         for count in reference_counts(counts):
-            way = dataclasses.replace(self, options=dataclasses.replace(self.options, microbatches=count))
+            way = replace(self, options=replace(self.options, microbatches=count))
             analysed = analyze_program(program, way)
             found.append(measure(way, analysed))
             cut, bound = way._cut(analysed, found[-1])
@@ -205,9 +204,9 @@ class InStages(Way):
         candidates = search_pipeline(references, self.pipeline, found[0].memory, self.count, counts)
         is_measured = all(each.stages is not None for each in found)
         best = preferred(candidates).pipeline
-        return dataclasses.replace(
+        return replace(
             self,
-            options=dataclasses.replace(self.options, microbatches=best.microbatch_count),
+            options=replace(self.options, microbatches=best.microbatch_count),
             pipeline=best,
             candidates=tuple((str(c), c.seconds) for c in candidates) if is_measured else (),
         )

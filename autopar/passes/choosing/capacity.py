@@ -6,8 +6,8 @@ average need. A measured capacity needs a check and a fallback (`backends.spread
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -51,7 +51,7 @@ def bounds_layout(bounds: Bounds) -> RowLayout:
 def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
     layout = bounds_layout(bounds)
     owned = min(layout.shard_rows, layout.devices * capacity) + 1
-    return dataclasses.replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
+    return replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
 
 def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int) -> list[np.ndarray]:
@@ -99,12 +99,12 @@ def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
     """Returns the bounds with cyclic rows, if the owners' loads would be too unequal otherwise."""
     layout = bounds_layout(bounds)
-    cyclic = dataclasses.replace(layout, cyclic=True)
+    cyclic = replace(layout, cyclic=True)
     if layout.cyclic or _longest_message(requested, layout) <= _IMBALANCE * max(
         _longest_message(requested, cyclic), _STEP
     ):
         return bounds
-    return dataclasses.replace(bounds, layout=cyclic)
+    return replace(bounds, layout=cyclic)
 
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
@@ -115,7 +115,7 @@ def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) 
 def with_safe_capacity(bounds: Bounds) -> Bounds:
     """Returns bounds on hosts with the capacity that no batch would exceed on devices."""
     layout = bounds_layout(bounds)
-    return dataclasses.replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))
+    return replace(bounds, capacity=min((bounds.requested or 0) // layout.devices, layout.shard_rows))
 
 
 def limited(bounds: Bounds, rows: float) -> Bounds:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -121,7 +120,7 @@ def decide_family(
 
     lifted = functools.partial(_lifted, program, space, source, choices.waits(space))
     hosted = any(k in choices.hosts for k in space.tables)
-    space = dataclasses.replace(space, refusal=_refusal(program, space, choices))
+    space = replace(space, refusal=_refusal(program, space, choices))
     if space.refusal is not None:
         named = "hosts" if hosted else next((m for m, by_name in requested if by_name and m in ROW_METHODS[1:]), None)
         if named is not None:
@@ -167,7 +166,7 @@ def decide_family(
     safe, tight = _sharded(program, space, ids, choices, stored, cyclic=together > 1)
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
-    sizes = dataclasses.replace(_sizes(program, space, ids, tight, choices), together=together)
+    sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     why = sharded
     if method == "auto":
@@ -338,15 +337,15 @@ def _sharded(
     """
     bounds = device_bounds(space, ids, "ps", choices.devices)
     if cyclic:
-        bounds = dataclasses.replace(bounds, layout=dataclasses.replace(bounds_layout(bounds), cyclic=True))
+        bounds = replace(bounds, layout=replace(bounds_layout(bounds), cyclic=True))
     earlier = choices.told(space)
     earlier = earlier if earlier is not None and earlier.method == "ps" and stored is None else None
     if stored is not None:
-        bounds = dataclasses.replace(bounds, layout=stored)
+        bounds = replace(bounds, layout=stored)
     elif earlier is not None:
         layout = bounds_layout(bounds)
-        layout = dataclasses.replace(layout, cyclic=earlier.cyclic or layout.cyclic)
-        bounds = dataclasses.replace(bounds, layout=layout)
+        layout = replace(layout, cyclic=earlier.cyclic or layout.cyclic)
+        bounds = replace(bounds, layout=layout)
     # A step that exceeds a capacity is repeated, which effects, or ids that depend on other rows, forbid.
     if not choices.repeatable or space.depends_on:
         return bounds, bounds
@@ -358,7 +357,7 @@ def _sharded(
         return bounds, bounds
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
     safe = with_layout(bounds, loads) if stored is None and earlier is None else bounds
-    safe = dataclasses.replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
+    safe = replace(safe, imbalance=imbalance(loads, bounds_layout(safe)))
     return safe, tightened(safe, loads, choices.options.headroom)
 
 
@@ -389,23 +388,23 @@ def _sizes(program: Program, space: RowSpace, ids: RowIds, sharded: Bounds, choi
 
 def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, choices: Choices) -> Sizes:
     """Returns the sizes of a family on hosts, measured on the example if there is one."""
-    sizes = _sizes(program, space, ids, dataclasses.replace(bounds, capacity=0), choices)
+    sizes = _sizes(program, space, ids, replace(bounds, capacity=0), choices)
     by_first = not choices.options.optimizes("owner") and bool(after_the_sum(program, space.family)[1])
     is_whole = bounds_layout(bounds).owner is not None
     # As many as a rank asks for, on average.
-    sizes = dataclasses.replace(sizes, owned=sizes.requested, by_first=by_first, whole=is_whole)
+    sizes = replace(sizes, owned=sizes.requested, by_first=by_first, whole=is_whole)
     if space.is_pulled:
         pulled, pushed = (size // space.extent for size in _moved(space))
-        return dataclasses.replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)
+        return replace(sizes, row_bytes=pulled, gradient_bytes=pushed, spread=True, constant=True)
     flat = None if space.depends_on else choices.measured.ids.get(space.family)
     if flat is None:
         return sizes
     loads = device_ids(flat, ids.batched, choices.devices, space.extent)
-    spread = dataclasses.replace(bounds, layout=dataclasses.replace(bounds_layout(bounds), owner=None))
+    spread = replace(bounds, layout=replace(bounds_layout(bounds), owner=None))
     limit = tightened(with_safe_capacity(spread), loads, choices.options.headroom).capacity or 0
     requested = max(rows.size for rows in loads)
     owned = requested if is_whole else int(owner_loads(loads, bounds_layout(bounds)).max())
-    return dataclasses.replace(sizes, requested=requested, owned=owned, capacity=limit)
+    return replace(sizes, requested=requested, owned=owned, capacity=limit)
 
 
 def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:
@@ -427,7 +426,7 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
     counted = np.min_scalar_type(max(one.length for one in bags)).itemsize
     nbytes = placed * (number + weight) + n * count * counted
-    pooled = dataclasses.replace(sizes, bags=count, bag_ids=placed, bag_bytes=nbytes)
+    pooled = replace(sizes, bags=count, bag_ids=placed, bag_bytes=nbytes)
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:
         return sizes, ""

@@ -7,9 +7,8 @@ values are scalars that were broadcast before they met a row; they are kept as s
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -122,7 +121,7 @@ def read_untouched_update(
             what = "the number of the row" if number else f"rows of another array ({plain_name(equation.op)})"
             raise NotDeferrable(space.leaves, Refusal(f"what becomes of untouched rows depends on {what}", None, LAZY))
         inputs = tuple(renamed.get(a, a) for a in equation.inputs)
-        equation = dataclasses.replace(equation, inputs=inputs)
+        equation = replace(equation, inputs=inputs)
         # The step computes values that depend on no row, once for all rows, and writes down those that rows need.
         if dependent.intersection(inputs):
             row_equations.append(equation)
@@ -191,14 +190,14 @@ class _Step:
             return
         known = [a for a in scalars if a is not None]
         if equation.op in ELEMENTWISE and out.shape != () and len(known) == len(scalars):
-            made = Var(dataclasses.replace(out.type, shape=()))
+            made = Var(replace(out.type, shape=()))
             params = {**equation.params, "sharding": None} if "sharding" in equation.params else equation.params
-            self.scope.append(dataclasses.replace(equation, inputs=tuple(known), outputs=(made,), params=params))
+            self.scope.append(replace(equation, inputs=tuple(known), outputs=(made,), params=params))
             self.scalars[out] = made
             return
         outputs = tuple(Var(v.type) for v in equation.outputs)
         inputs = tuple(self.array(a) for a in equation.inputs)
-        self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=outputs))
+        self.scope.append(replace(equation, inputs=inputs, outputs=outputs))
         self.arrays.update(zip(equation.outputs, outputs, strict=True))
 
     def _inverse(self, equation: Equation) -> Atom | None:
@@ -215,7 +214,7 @@ class _Step:
         if divisor not in self.inverses:
             inverse = self.inverses[divisor] = Var(ArrayType((), dtype))
             inputs = (Literal.scalar(1, dtype), divisor)
-            self.scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(inverse,)))
+            self.scope.append(replace(equation, inputs=inputs, outputs=(inverse,)))
         return self.inverses[divisor]
 
     def boundary(
@@ -250,11 +249,11 @@ class _Step:
             by = self._inverse(equation) if equation.inputs[0] in dependent else None
             if by is None:
                 inputs = tuple(take(a) for a in equation.inputs)
-                body.append(dataclasses.replace(equation, inputs=inputs))
+                body.append(replace(equation, inputs=inputs))
             else:  # a division by a number of the step: one in the step, in place of one for each element
-                factor = body.full(given(by), dataclasses.replace(equation.outputs[0].type, weak_type=False))
+                factor = body.full(given(by), replace(equation.outputs[0].type, weak_type=False))
                 inputs = take(equation.inputs[0]), factor
-                body.append(dataclasses.replace(equation, op="mul", primitive=jax.lax.mul_p, inputs=inputs))
+                body.append(replace(equation, op="mul", primitive=jax.lax.mul_p, inputs=inputs))
         outputs = tuple(take(a) for a in results)
         return Block((*rows, *names.values()), tuple(body.equations), outputs), values
 
@@ -313,7 +312,7 @@ class StepUpdateLog:
         replay = update.replay
         read = {k: scope.lifting.inputs[k] for k in update.read}
         segment = Var(ArrayType((), _INT))
-        records = [Var(dataclasses.replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
+        records = [Var(replace(t, shape=(replay.length, *t.shape))) for t in replay.records]
         segments = [Var(t) for t in replay.segments]
         self.old = [self.stamps, self.now, segment, *records, *segments]
         params = {"replay": replay, "family": self.family}
@@ -353,7 +352,7 @@ class StepUpdateLog:
         body, _ = clone(update.body)
         inputs = (*raw, *also, stamped, *self.old[1:])
         params = {"replay": update.replay, "families": (self.family,)}
-        done = dataclasses.replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
+        done = replace(self.waiting, inputs=inputs, params=params, bodies=(body,))
         scope.equations[index : index + 1] = [*pulls, done]
 
     def inputs(self) -> list[Input]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +54,7 @@ def _lift_barrier(scope: Scope, equation: Equation) -> None:
             scope.dense[old] = outputs[-1]
         else:
             scope.rows[old, row.axis, row.family] = outputs[-1]
-    scope.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=tuple(outputs)))
+    scope.append(replace(equation, inputs=tuple(inputs), outputs=tuple(outputs)))
 
 
 def _lift_lookup(scope: Scope, equation: Equation) -> None:
@@ -78,7 +77,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
     taken = scope.emit("ap.lookup_ids", (rows, route, ids), taken_type, {"axis": row.axis})
     if equation.op == "dynamic_slice":  # other axes may be sliced as well
         starts[row.axis] = Literal.scalar(0, starts[row.axis].dtype)
-        cut = dataclasses.replace(equation, inputs=(taken, *starts), outputs=(Var(out.type),))
+        cut = replace(equation, inputs=(taken, *starts), outputs=(Var(out.type),))
     else:
         p = equation.params
         strides = None if p["strides"] is None else tuple(resized(p["strides"], row.axis, 1))
@@ -87,7 +86,7 @@ def _lift_lookup(scope: Scope, equation: Equation) -> None:
             "limit_indices": resized(p["limit_indices"], row.axis, ids.shape[0]),
             "strides": strides,
         }
-        cut = dataclasses.replace(equation, inputs=(taken,), outputs=(Var(out.type),), params=params)
+        cut = replace(equation, inputs=(taken,), outputs=(Var(out.type),), params=params)
     scope.append(cut)
     scope.dense[out] = cut.outputs[0]
 
@@ -127,7 +126,7 @@ def _lift_push(scope: Scope, equation: Equation) -> None:
         examples = [d for d in range(len(updates.shape)) if d not in window]
         ours = {**equation.params, **_layout(scope, access, params, examples), "op": equation.op}
         pushed = scope.emit("ap.push", (base, scope.route(row.family), index, updates), type_, ours)
-        scope.equations[-1] = dataclasses.replace(scope.equations[-1], primitive=equation.primitive)
+        scope.equations[-1] = replace(scope.equations[-1], primitive=equation.primitive)
         scope.rows[key] = pushed
         return
     updates = scope.get(equation.inputs[1 if equation.op == "dynamic_update_slice" else 0])
@@ -178,7 +177,7 @@ def _lift_contract(scope: Scope, equation: Equation) -> None:
     inputs = tuple(scope.at_rows(a, axis, family) for a, axis in sources)
     if scope.lifting.untouched.keeps_zero(scope, sources, family):
         out = scope.dense[equation.outputs[0]] = Var(equation.outputs[0].type)
-        scope.append(dataclasses.replace(equation, inputs=inputs, outputs=(out,)))
+        scope.append(replace(equation, inputs=inputs, outputs=(out,)))
         return
     product, axis = _product_by_row(equation, inputs, [axis for _, axis in sources])
     scope.append(product)
@@ -195,9 +194,9 @@ def _product_by_row(equation: Equation, inputs: Sequence[Atom], axes: Sequence[i
     out, at = equation.outputs[0], len(batch[0])
     shape = (*out.shape[:at], inputs[0].shape[axes[0]], *out.shape[at:])
     dtype = jnp.promote_types(out.dtype, np.float32) if jax_compat.is_float(out.dtype) else out.dtype
-    type_ = dataclasses.replace(out.type, shape=shape, dtype=dtype)
+    type_ = replace(out.type, shape=shape, dtype=dtype)
     params = {**equation.params, "dimension_numbers": (kept, batched), "preferred_element_type": dtype}
-    return dataclasses.replace(equation, inputs=tuple(inputs), outputs=(Var(type_),), params=params), at
+    return replace(equation, inputs=tuple(inputs), outputs=(Var(type_),), params=params), at
 
 
 #: Role of an equation, by analysis -> its rewrite.
@@ -358,7 +357,7 @@ def emit_scan(
     """Appends a scan with a new body; returns its carries and stacked results."""
     carry, length = len(starts), like.params["length"]
     outputs = [Var(a.type) for a in body.outputs[:carry]]
-    outputs += [Var(dataclasses.replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
+    outputs += [Var(replace(a.type, shape=(length, *a.shape))) for a in body.outputs[carry:]]
     scope.append(like.with_operands([body], outputs, consts=consts, carries=starts, xs=xs))
     return tuple(outputs)
 
@@ -399,7 +398,7 @@ class _Loop:
         # Ids that differ from turn to turn are computed before the loop; each turn takes its own.
         for access in self._varying_indices():
             stacked = scope.index(access)
-            child.indices[access] = one = Var(dataclasses.replace(stacked.type, shape=stacked.shape[1:]))
+            child.indices[access] = one = Var(replace(stacked.type, shape=stacked.shape[1:]))
             xs.append(stacked)
             x_vars.append(one)
         for inner in body.equations:
@@ -416,7 +415,7 @@ class _Loop:
         scope.bind(equation.outputs, results)
         for untouched in pending:
             stacked = tuple(results[exported[a]] for a in untouched.exports)
-            lifting.templates[equation, untouched.family] = dataclasses.replace(untouched, stacked=stacked)
+            lifting.templates[equation, untouched.family] = replace(untouched, stacked=stacked)
 
     def _varying_indices(self) -> list[Equation]:
         indices = self.scope.lifting.indices.items()
@@ -559,10 +558,8 @@ def _join_branches(untouched_values: Sequence[Template], exported: Mapping[Atom,
     exports = tuple(dict.fromkeys(a for untouched in untouched_values for a in untouched.exports))
     types = {name: var.type for rows in named for name, var in rows.items()}
     bodies = tuple(
-        dataclasses.replace(
-            untouched.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports))
-        )
+        replace(untouched.bodies[0], inputs=tuple(rows.get(k) or Var(types[k]) for k in (*imports, *exports)))
         for untouched, rows in zip(untouched_values, named, strict=True)
     )
     stacked = tuple(exported[a] for a in exports)
-    return dataclasses.replace(untouched_values[0], bodies=bodies, imports=imports, stacked=stacked)
+    return replace(untouched_values[0], bodies=bodies, imports=imports, stacked=stacked)

@@ -5,9 +5,8 @@ The body of a scan or remat has a scope of its own, which imports values from th
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from autopar.analysis.batch import result_axis
@@ -255,7 +254,7 @@ class Scope(Writer):
         resize = RESIZE.get(equation.op)
         params = resize(equation, axis, self.rows_of(family)) if resize else equation.params
         outputs = tuple(Var(self.at(v.type, axis, family)) for v in equation.outputs)
-        self.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, params=params, original=None))
         return outputs[0]
 
     def _whole(self, var: Var) -> Atom:

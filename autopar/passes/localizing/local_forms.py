@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.deferred import Replay
@@ -113,7 +112,7 @@ class Forms(ZeroWriter, abc.ABC):
         """Returns a new variable for an old one."""
         type_ = var.type
         if isinstance(type_, RouteType):
-            new = Var(dataclasses.replace(type_, rows=type_.rows // self._owners(type_.family)))
+            new = Var(replace(type_, rows=type_.rows // self._owners(type_.family)))
         else:
             new = Var(self._local_type(type_, state))
         self.env[var] = new, state
@@ -141,7 +140,7 @@ class Forms(ZeroWriter, abc.ABC):
         if isinstance(have, Spread) and have.sums:
             self.add_up(atom, have)
             return self.as_state(atom, wanted, source)
-        if isinstance(wanted, Spread) and wanted.sums and have == dataclasses.replace(wanted, sums=False):
+        if isinstance(wanted, Spread) and wanted.sums and have == replace(wanted, sums=False):
             return self._once_a_rank(new)
         if isinstance(have, Partial) and wanted is not None:
             return self._convert(self.whole(atom, source), atom, wanted)
@@ -176,7 +175,7 @@ class Forms(ZeroWriter, abc.ABC):
                 whole = inputs[0].type.resized(axis, type_.shape[have.axis])
                 inputs = (self._all_of(inputs[0], whole, have.moved(axis), source), *inputs[1:])
             out, params = Var(type_), {**made.params, "shape": type_.shape}
-            self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
+            self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             if not have.owner:
                 op, where = (source.op, source.source) if source else ("", None)
@@ -197,7 +196,7 @@ class Forms(ZeroWriter, abc.ABC):
             made, _ = self.sooner[atom]
             inputs = tuple(self.as_state(a, None, source) for a in made.inputs)
             self.reduced.add(atom)
-            self.append(dataclasses.replace(made, inputs=inputs, outputs=(self.define(atom, None),)))
+            self.append(replace(made, inputs=inputs, outputs=(self.define(atom, None),)))
             return self.read(atom)
         return self.reduced_value(atom, self.read(atom), "sum", source)
 
@@ -248,7 +247,7 @@ class Forms(ZeroWriter, abc.ABC):
     def add_up(self, atom: Atom, have: Spread) -> None:
         """Adds up a rank's devices' partial sums of an old value."""
         assert isinstance(atom, Var), "constants are whole"
-        self.env[atom] = self.of_rank(self.read(atom)), dataclasses.replace(have, sums=False)
+        self.env[atom] = self.of_rank(self.read(atom)), replace(have, sums=False)
 
     def _once_a_rank(self, new: Atom) -> Var:
         return self.emit(self.shared.op("once_rank"), (new,), new.type)
@@ -267,7 +266,7 @@ class Forms(ZeroWriter, abc.ABC):
                 whole = Var(inputs[k].type)
                 self.env[whole] = self.whole(inputs[k], equation), None
                 inputs[k] = whole
-        return dataclasses.replace(equation, inputs=tuple(inputs))
+        return replace(equation, inputs=tuple(inputs))
 
     def _convert(self, new: Atom, atom: Atom, wanted: State) -> Atom:
         """Returns a whole value as a shard or a partial sum."""
@@ -307,7 +306,7 @@ class Forms(ZeroWriter, abc.ABC):
                 inputs = tuple(self._convert(a, a, wanted) if a.shape else a for a in inputs)
             else:
                 params = {**params, "shape": type_.shape}
-            self.append(dataclasses.replace(made, inputs=inputs, outputs=(out,), params=params))
+            self.append(replace(made, inputs=inputs, outputs=(out,), params=params))
         else:
             size = {"size": type_.shape[wanted.axis]} if wanted.examples else {}
             out = self.emit(self.shared.op("shard"), (new,), type_, {"axis": wanted.axis, **size, **self._by(wanted)})
@@ -342,7 +341,7 @@ def _requested(walk: Forms, equation: Equation) -> State:
 
 def _sums(walk: Forms, equation: Equation) -> State:
     state = _requested(walk, equation)
-    return dataclasses.replace(state, sums=state.rank) if isinstance(state, Spread) else state
+    return replace(state, sums=state.rank) if isinstance(state, Spread) else state
 
 
 def _examples(walk: Forms, axis: int | None, atom: Atom) -> State:
@@ -397,7 +396,7 @@ def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
 
 def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iterable[State]) -> None:
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
-    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs))
+    walk.append(replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
 def _push(walk: Forms, equation: Equation) -> None:
@@ -426,7 +425,7 @@ def _deliver_partial(walk: Forms, push: Equation) -> None:
     type_, state = push.outputs[0].type.resized(axis, requested), _sums(walk, push)
     start = walk.zeros(type_.resized(axis, requested // walk.shared.owners))
     sums = Var(type_)
-    aggregate = dataclasses.replace(push, op="ap.aggregate", outputs=(sums,))
+    aggregate = replace(push, op="ap.aggregate", outputs=(sums,))
     _write(walk, aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
     on = () if walk.is_zero(walk.read(base)) else (base,)
     _each("requested read rows", "rows")(walk, Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
@@ -476,7 +475,7 @@ def _row_ids(walk: Forms, equation: Equation) -> None:
     each = out.shape[0] // (index.shape[state.axis] + params.get("more", 0))  # ids of an element along the axis
     padded = Var(ids.type)
     walk.append(
-        dataclasses.replace(
+        replace(
             equation,
             inputs=(part,),
             outputs=(padded,),
@@ -490,7 +489,7 @@ def _row_ids(walk: Forms, equation: Equation) -> None:
 def _row_iota(walk: Forms, equation: Equation) -> None:
     out = walk.define(equation.outputs[0], _rows(walk, equation))
     params = {**equation.params, "shape": out.shape}
-    walk.append(dataclasses.replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
+    walk.append(replace(equation, inputs=(walk.read(equation.inputs[0]),), outputs=(out,), params=params))
 
 
 def _reduce_rows(walk: Forms, equation: Equation) -> None:
@@ -502,7 +501,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     if more:
         beside, inner = _untouched_form(walk, equation, (), more)
         (result,) = equation.bodies[0].outputs
-        equation = dataclasses.replace(equation, bodies=(inner([state], (result,)),))
+        equation = replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
         _write(walk, equation, [*inputs, *beside], [None])
         return
@@ -510,13 +509,13 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
     if beside and _family(walk, equation).on_hosts:  # no program has the untouched rows
         needed, *read = beside
         routed = Var(part.type)
-        alone = dataclasses.replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
-        walk.append(dataclasses.replace(alone, inputs=(*inputs, needed)))
+        alone = replace(equation, op="ap.reduce_part", outputs=(routed,), bodies=())
+        walk.append(replace(alone, inputs=(*inputs, needed)))
         others = (routed, inputs[1], needed, *read)
-        walk.append(dataclasses.replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
+        walk.append(replace(equation, op="ap.reduce_others", inputs=others, outputs=(part,)))
     else:
         operands = (*inputs, *beside)
-        walk.append(dataclasses.replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
+        walk.append(replace(equation, op="ap.reduce_part", inputs=operands, outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, equation.params["op"], equation, owners=True), None
 
 
@@ -534,7 +533,7 @@ def _reduce_table(walk: Forms, equation: Equation) -> None:
         else:
             inputs.append(walk.as_state(atom, None if axis is None else Spread(axis, owner=True), equation))
     part = Var(equation.outputs[0].type)
-    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=(part,)))
+    walk.append(replace(equation, inputs=tuple(inputs), outputs=(part,)))
     walk.env[equation.outputs[0]] = walk.reduce(part, p["op"], equation, owners=True), None
 
 
@@ -559,7 +558,7 @@ def _sweep(walk: Forms, equation: Equation) -> None:
     inputs, inner = _untouched_form(walk, equation, axes, equation.inputs)
     outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=True))
     body = inner(states, equation.bodies[0].outputs)
-    walk.append(dataclasses.replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
+    walk.append(replace(equation, inputs=tuple(inputs), outputs=outputs, bodies=(body,)))
 
 
 def _untouched_form(
@@ -611,7 +610,7 @@ def _replicate(walk: Forms, equation: Equation) -> None:
         walk.env[equation.outputs[0]] = walk.whole(atom), None
         return
     out = walk.define(equation.outputs[0], None)
-    walk.append(dataclasses.replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
+    walk.append(replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
 
 
 def _spread(walk: Forms, equation: Equation) -> None:

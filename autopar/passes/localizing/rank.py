@@ -7,7 +7,7 @@ all ranks' devices run together.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import replace
 
 from autopar.errors import StrategyError
 from autopar.ir.local import NotLocal, Spread
@@ -28,7 +28,7 @@ def localize_rank(program: Program, bound: ProgramPlan) -> tuple[Program, Progra
         except NotLocal as error:
             if bound.rank_devices == 1:
                 raise
-            bound, reason = dataclasses.replace(bound, rank_devices=1), f"one process, on one device: {error}"
+            bound, reason = replace(bound, rank_devices=1), f"one process, on one device: {error}"
             local, note = localize(program, bound, examples=False)
         return local, bound.noting(reduction_backend="", reduction_reason=reason), note
     try:
@@ -82,7 +82,7 @@ def localize_worker(program: Program, bound: ProgramPlan, devices: int) -> Local
     worker = known(program.served).worker
     pairs = zip(program.block.inputs, bound.placements, strict=False)
     axes = {v: axis for v, axis in pairs if axis is not None and v.shape[axis] % devices == 0}
-    over = dataclasses.replace(bound, plan=dataclasses.replace(bound.plan, devices=devices))
+    over = replace(bound, plan=replace(bound.plan, devices=devices))
     walk = Localizer(Shared(over, True))
     inputs = tuple(walk.define(v, Spread(axes[v]) if v in axes else None) for v in worker.inputs)
     walk.rewrite(worker)

@@ -10,9 +10,8 @@ Source: Megatron-LM (Shoeybi et al., 2019), section 3.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.ir.local import LocalFacts, Reduction, Spread, State
 from autopar.ir.operations import PREFIX
@@ -46,8 +45,8 @@ def localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]
     block, _ = eliminate_dead(Block(tuple(inputs), tuple(walk.equations), tuple(outputs)))
     shared = walk.shared
     facts = LocalFacts(tuple(returned), frozenset(), tuple(shared.reductions), tuple(shared.gathered))
-    local = dataclasses.replace(known(program.local), reductions=tuple(_reductions(block)), tensor=facts)
-    return dataclasses.replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
+    local = replace(known(program.local), reductions=tuple(_reductions(block)), tensor=facts)
+    return replace(program, block=block, local=local), f"{len(shared.reductions)} sums of divided products"
 
 
 def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tuple[StagedStep, str]:
@@ -64,14 +63,14 @@ def localize_stages(staged: StagedStep, bound: ProgramPlan, devices: int) -> tup
         walk.rewrite(block)
         outputs = tuple(walk.as_state(v, states.get(v), nearest_line(block, v)) for v in program.outputs)
         local, _ = eliminate_dead(Block(inputs, tuple(walk.equations), outputs))
-        programs.append(dataclasses.replace(program, local=local))
+        programs.append(replace(program, local=local))
     note = f"{len(shared.reductions)} sums of divided products"
-    return dataclasses.replace(staged, programs=tuple(programs)), note
+    return replace(staged, programs=tuple(programs)), note
 
 
 def _shared(bound: ProgramPlan, devices: int) -> Shared:
-    alone = dataclasses.replace(bound.plan, devices=devices)
-    over = dataclasses.replace(bound, plan=alone, families=(), shards={}, undivided=0)
+    alone = replace(bound.plan, devices=devices)
+    over = replace(bound, plan=alone, families=(), shards={}, undivided=0)
     return Shared(over, True, "tensor_")
 
 

@@ -14,8 +14,8 @@ So do those whose indices are constants that keep to each example's own part of 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ from autopar.jax_types import Leaf
 from autopar.passes.rewriting import Rewriter
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Names:
     """Names of corresponding dimension numbers of gathers and scatters."""
 
@@ -87,7 +87,7 @@ class _Batch(Rewriter):
         return None
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _OwnPart:
     """Examples' parts of a dimension of an operand."""
 

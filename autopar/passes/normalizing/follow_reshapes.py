@@ -12,11 +12,10 @@ branches in their own shape.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -82,14 +81,14 @@ class _Walk(LookupRewriter):
                 self.pure.add(out)
             if is_viewed and len(shapes) == 1 and None not in shapes:
                 bodies = [_ending(body, k, *form) for body, form in zip(bodies, forms, strict=True)]
-                outputs[k] = view = Var(dataclasses.replace(out.type, shape=shapes.pop()))
+                outputs[k] = view = Var(replace(out.type, shape=shapes.pop()))
                 behind += _reshaped(equation, view, out)
                 self.views[out] = view
                 self.pure.add(view)
         if not views and not behind:
             return [equation.with_bodies(bodies)]
         ours = {"inputs": tuple(operands), "outputs": tuple(outputs), "bodies": tuple(bodies), "original": None}
-        return [*ahead, dataclasses.replace(equation, **ours), *behind]
+        return [*ahead, replace(equation, **ours), *behind]
 
     def _body(self, equation: Equation, body: Block, views: Mapping[int, Atom], known: int) -> Block:
         """Returns a nested block with tables in their own shape.
@@ -101,7 +100,7 @@ class _Walk(LookupRewriter):
         operands = equation.inputs[equation.border.head :]
         self.pure.update(v for v, a in zip(inputs[:known], operands, strict=False) if a in self.pure)
         for k, view in views.items():
-            inputs[k] = Var(dataclasses.replace(body.inputs[k].type, shape=view.shape))
+            inputs[k] = Var(replace(body.inputs[k].type, shape=view.shape))
             start += _reshaped(equation, inputs[k], body.inputs[k])
             self.views[body.inputs[k]] = inputs[k]
             self.pure.add(inputs[k])

@@ -7,9 +7,8 @@ minibatch, like an activation, as the forward there saw it.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +66,7 @@ class _Cutter:
         inputs = self._program.block.inputs
         clock = Block(tuple(v for v in inputs if v in self._read(needed)), tuple(needed), tuple(self._clocks.values()))
         asynchronous = Asynchronous(
-            calls=dataclasses.replace(self._soonest, updates=calls, last=max(p.call for p in self._programs)),
+            calls=replace(self._soonest, updates=calls, last=max(p.call for p in self._programs)),
             news=news,
             clock=clock,
             clocks=self._clocks,
@@ -75,7 +74,7 @@ class _Cutter:
             results={v: results.get(v, v) for v in self._results},
             differences={},
         )
-        return dataclasses.replace(
+        return replace(
             self._staged,
             programs=tuple(self._programs),
             homes=self._homes,
@@ -118,7 +117,7 @@ class _Cutter:
     def _with_block(self, program: StageProgram, block: Block) -> StageProgram:
         block, used = eliminate_dead(block)
         inputs = tuple(v for v, is_used in zip(block.inputs, used, strict=True) if is_used)
-        return dataclasses.replace(program, block=Block(inputs, block.equations, block.outputs))
+        return replace(program, block=Block(inputs, block.equations, block.outputs))
 
     def _news(self) -> Iterator[tuple[Var, Var]]:
         """Yields each leaf that moves with its new value, which the update of its stage makes for it alone."""
@@ -181,7 +180,7 @@ class _Cutter:
                 block = program.block
                 inputs = tuple(dict.fromkeys((*block.inputs, leaf)))
                 block = Block(inputs, (*block.equations, equation), (*block.outputs, *equation.outputs))
-                self._programs[k] = dataclasses.replace(program, block=block)
+                self._programs[k] = replace(program, block=block)
                 return
         block = Block((leaf,), (equation,), equation.outputs)
         self._programs.insert(0, StageProgram("F", stage, 0, block))
@@ -236,15 +235,14 @@ class _Cutter:
             )
         of_phase = {"before": forward, "F": forward, "B": backward}
         self._programs = [
-            dataclasses.replace(p, call=calls[p] if p.phase == "update" else of_phase[p.phase][p.stage])
-            for p in self._programs
+            replace(p, call=calls[p] if p.phase == "update" else of_phase[p.phase][p.stage]) for p in self._programs
         ]
         return tuple(updates)
 
 
 def _reading(program: StageProgram, old: Var, new: Var) -> StageProgram:
     block = substituted(program.block, {old: new})
-    return dataclasses.replace(program, block=block)
+    return replace(program, block=block)
 
 
 def substituted(block: Block, names: Mapping[Var, Var]) -> Block:
@@ -253,7 +251,7 @@ def substituted(block: Block, names: Mapping[Var, Var]) -> Block:
     def of(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
         return tuple(names.get(a, a) if isinstance(a, Var) else a for a in atoms)
 
-    equations = tuple(dataclasses.replace(e, inputs=of(e.inputs)) for e in block.equations)
+    equations = tuple(replace(e, inputs=of(e.inputs)) for e in block.equations)
     inputs = tuple(dict.fromkeys(names.get(v, v) for v in block.inputs))
     return Block(inputs, equations, of(block.outputs))
 
@@ -290,15 +288,13 @@ def with_prediction(staged: StagedStep, ahead: Sequence[tuple[int, int]]) -> Sta
         homes |= dict.fromkeys(change.leaves, homes[x])
         if x in staged.divided:
             divided |= dict.fromkeys((change.values, news[change.values]), staged.divided[x])
-    asynchronous = dataclasses.replace(
+    asynchronous = replace(
         staged.asynchronous,
         news=news,
         differences={x: change.leaves for x, change in changes.items()},
         ahead=tuple(map(tuple, ahead)),
     )
-    return dataclasses.replace(
-        staged, programs=tuple(programs), homes=homes, divided=divided, asynchronous=asynchronous
-    )
+    return replace(staged, programs=tuple(programs), homes=homes, divided=divided, asynchronous=asynchronous)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,13 +345,13 @@ def _predicting(program: StageProgram, changes: Mapping[Var, _Change], steps: in
         x = equation.inputs[0] if equation.op == "ap.pull" else None
         ahead += _pulling_ahead(equation, read[x], steps) if x in read else [equation]
     inputs = (*block.inputs, *(leaf for change in read.values() for leaf in change.leaves))
-    return dataclasses.replace(program, block=Block(inputs, tuple(ahead), body.outputs))
+    return replace(program, block=Block(inputs, tuple(ahead), body.outputs))
 
 
 def _pulling_ahead(pull: Equation, change: _Change, steps: int) -> Iterator[Equation]:
     """Yields a pull of rows, of which those that the last update touched are predicted."""
     (leaf, route), axis, pulled = pull.inputs, pull.params["axis"], Var(pull.outputs[0].type)
-    yield dataclasses.replace(pull, outputs=(pulled,))
+    yield replace(pull, outputs=(pulled,))
     numbers = _numbers(pull, leaf.shape[axis], route)
     yield numbers
 
@@ -396,7 +392,7 @@ def _telling_changes(
         touched = made[change.leaves[1]] = Var(change.leaves[1].type)
         equations += expand(in_order, change.commit, equations[-1].outputs, touched)
     outputs = (*block.outputs, *made.values())
-    return dataclasses.replace(program, block=Block(tuple(dict.fromkeys(inputs)), tuple(equations), outputs)), made
+    return replace(program, block=Block(tuple(dict.fromkeys(inputs)), tuple(equations), outputs)), made
 
 
 def _numbers(like: Equation, extent: int, route: Atom) -> Equation:
@@ -406,4 +402,4 @@ def _numbers(like: Equation, extent: int, route: Atom) -> Equation:
 
 
 def _like(like: Equation, op: str, inputs: tuple[Atom, ...], output: Var, params: Params) -> Equation:
-    return dataclasses.replace(like, op=op, inputs=inputs, outputs=(output,), params=params)
+    return replace(like, op=op, inputs=inputs, outputs=(output,), params=params)

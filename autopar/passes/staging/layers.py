@@ -8,9 +8,8 @@ Equations without a rule (`analysis.local.follow_spread`) read the concatenated 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -112,21 +111,21 @@ def cut_layers(program: Program, ends: Mapping[Var, Ends]) -> CutProgram:
     numbers: dict[int, int] = {}
     for k, (var, leaf) in enumerate(program.named_inputs):
         numbers[k] = len(own)
-        own += [dataclasses.replace(leaf, path=p) for p in layers_path(leaf.path, ends[var])] if var in ends else [leaf]
+        own += [replace(leaf, path=p) for p in layers_path(leaf.path, ends[var])] if var in ends else [leaf]
     outputs: list[Atom | tuple[Atom, ...]] = []
     new: list[Output] = []
     for atom, out in zip(program.block.outputs, program.outputs, strict=True):
         var = None if out.state is None else program.block.inputs[out.state]
         if var is None or var not in ends:
             outputs.append(cutter.whole(atom))
-            new.append(out if out.state is None else dataclasses.replace(out, state=numbers[out.state]))
+            new.append(out if out.state is None else replace(out, state=numbers[out.state]))
             continue
         outputs.append(cutter.pieces(atom, 0, ends[var]).atoms)
         paths = layers_path(out.path, ends[var])
         new += [Output(path, numbers[out.state or 0] + k) for k, path in enumerate(paths)]
     flat = tuple(a for each in outputs for a in (each if isinstance(each, tuple) else (each,)))
     block = Block(tuple(v for each in inputs for v in _listed(each)), tuple(cutter.equations), flat)
-    cut = dataclasses.replace(program, block=block, inputs=tuple(own), outputs=tuple(new))
+    cut = replace(program, block=block, inputs=tuple(own), outputs=tuple(new))
     return CutProgram(cut, inputs, tuple(outputs), cutter.parts)
 
 
@@ -190,7 +189,7 @@ class _Cutter:
         elif equation.bodies or equation.effects or not self._plain(equation, cut):
             self._spoil(equation, cut.values())
             inputs = tuple(self.whole(a) for a in equation.inputs)
-            self.equations.append(dataclasses.replace(equation, inputs=inputs))
+            self.equations.append(replace(equation, inputs=inputs))
 
     def whole(self, atom: Atom) -> Atom:
         """Returns a value with its parts concatenated."""
@@ -236,7 +235,7 @@ class _Cutter:
             value = self.value(atom) if axis is None else self.whole(atom)
             if isinstance(value, _Pieces):
                 parts = tuple(Var(a.type) for a in value.atoms)
-                inner._env[var] = dataclasses.replace(value, atoms=parts)
+                inner._env[var] = replace(value, atoms=parts)
                 inputs += [(outer, part, None) for outer, part in zip(value.atoms, parts, strict=True)]
             else:
                 inputs.append((value, var, axis))
@@ -247,7 +246,7 @@ class _Cutter:
             value = inner.value(atom) if isinstance(join, str) else inner.whole(atom)
             if isinstance(value, _Pieces):
                 parts = tuple(Var(a.type) for a in value.atoms)
-                self._env[var] = dataclasses.replace(value, atoms=parts)
+                self._env[var] = replace(value, atoms=parts)
                 outputs += [(own, part, join) for own, part in zip(value.atoms, parts, strict=True)]
             else:
                 outputs.append((value, var, join))
@@ -260,7 +259,7 @@ class _Cutter:
             "joins": tuple(join for _, _, join in outputs),
         }
         self.equations.append(
-            dataclasses.replace(
+            replace(
                 equation,
                 inputs=tuple(a for a, _, _ in inputs),
                 outputs=tuple(v for _, v, _ in outputs),
@@ -291,7 +290,7 @@ class _Cutter:
             carries = carries if k == last else tuple(Var(v.type) for v in carries)
             ys = tuple(Var(v.type.resized(0, sizes[k])) for v in equation.outputs[border.carries :])
             self.equations.append(
-                dataclasses.replace(
+                replace(
                     equation,
                     inputs=(*consts, *carry, *(x[k] for x in xs)),
                     outputs=(*carries, *ys),
@@ -329,9 +328,7 @@ class _Cutter:
             params = equation.params if is_sum else resized_params(equation, along, placed.axis, size)
             inputs = tuple(operands[j][k] if j in operands else a for j, a in enumerate(equation.inputs))
             made.append(tuple(map(Var, types)))
-            self.equations.append(
-                dataclasses.replace(equation, inputs=inputs, outputs=made[-1], params=params, original=None)
-            )
+            self.equations.append(replace(equation, inputs=inputs, outputs=made[-1], params=params, original=None))
         if is_sum:
             self._joined(equation, [part for (part,) in made])
             return True

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.analysis.flow import dependent
 from autopar.analysis.primitives import MOVES
@@ -152,10 +151,10 @@ def untied(parts: Parts, homes: Mapping[Var, int], stages: int) -> Parts:
 def _added_later(parts: Parts, k: int, equation: Equation) -> Parts:
     step, body = parts.step, parts.body
     sums = tuple(Var(step.outputs[k].type) for _ in equation.inputs)
-    later = dataclasses.replace(equation, inputs=sums, outputs=(step.outputs[k],))
+    later = replace(equation, inputs=sums, outputs=(step.outputs[k],))
     outputs = (*body.outputs[:k], *equation.inputs, *body.outputs[k + 1 :])
     joins = step.params["joins"]
-    new = dataclasses.replace(
+    new = replace(
         step,
         outputs=(*step.outputs[:k], *sums, *step.outputs[k + 1 :]),
         params={**step.params, "joins": (*joins[:k], "sum", "sum", *joins[k + 1 :])},
@@ -182,9 +181,9 @@ def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> t
             copier.append(equation, label)
         else:
             inputs = tuple(copier.again(a, label) for a in equation.inputs)
-            copier.append(dataclasses.replace(equation, inputs=inputs), label)
+            copier.append(replace(equation, inputs=inputs), label)
     block = Block(parts.body.inputs, tuple(copier.labels), parts.body.outputs)
-    return Parts(parts.before, dataclasses.replace(parts.step, bodies=(block,)), parts.after), copier.labels
+    return Parts(parts.before, replace(parts.step, bodies=(block,)), parts.after), copier.labels
 
 
 class _Copier:

@@ -7,12 +7,11 @@ restored into a template.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -168,7 +167,7 @@ class Manifest:
 
     def write(self, version: Location) -> int:
         """Writes it to a version's directory and flushes it; returns its checksum."""
-        fields = dataclasses.asdict(self)
+        fields = asdict(self)
         for leaf in (*fields["leaves"], *fields["beside"]):
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
