@@ -31,15 +31,12 @@ class Followed:
     needed: Mapping[int, int] = field(default_factory=dict)
 
 
-def follow_spread(
-    equation: Equation, spread: Mapping[int, int], devices: int, *, padded: bool = False, examples: int = 0
-) -> Followed:
+def follow_spread(equation: Equation, spread: Mapping[int, int], devices: int, *, examples: int = 0) -> Followed:
     """Returns where equal shards of some operands end up, in an equation without bodies.
 
     Args:
       spread: Operand -> the axis along which it is spread.
       devices: The number of devices.
-      padded: Shards needn't divide an axis, since padding is cut off from the results.
       examples: B, if the devices don't divide it (`Spread`).
 
     Raises:
@@ -72,8 +69,7 @@ def follow_spread(
     out = equation.outputs[0]
     if at == SUMMED:
         return _agreed(equation, spread, needed, at)
-    kept = padded and all(equation.inputs[k].shape[axis] == out.shape[at] for k, axis in spread.items())
-    if (out.shape[at] % parts and not kept) or (op == "reshape" and not _equal_shards(equation, spread[0], at)):
+    if out.shape[at] % parts or (op == "reshape" and not _equal_shards(equation, spread[0], at)):
         raise NotLocal(f"{op} takes the examples apart", equation.source)
     return _agreed(equation, spread, needed, at)
 

@@ -126,13 +126,13 @@ class Families:
 
     @functools.cached_property
     def _made(self) -> Mapping[Atom, Equation]:
-        return _producers(self.program.block)
+        return self.program.block.makers()
 
     def _producers(self, access: Access) -> Mapping[Atom, Equation]:
         if not access.path:
             return self._made
         bodies = access.path[-1].bodies
-        return _producers(next(b for b in bodies if any(e is access.equation for e in b.equations)))
+        return next(b for b in bodies if any(e is access.equation for e in b.equations)).makers()
 
     def _is_worth_lifting(self, leaves: Sequence[int]) -> bool:
         block, new = self.program.block, self.program.new_states
@@ -152,16 +152,13 @@ class Families:
 
     def causes(self, space: RowSpace) -> dict[int, Refusal]:
         """Returns leaves that keep the family from being lifted, with the reason."""
-        refusal = self._met(space)
+        refusal = next((r for f, r in self.flow.refusals if self.flow.find(f) == space.family), None)
+        refusal = refusal if refusal or self.lazy else self._carried(space)
         changed = {} if refusal else {k: r for k in space.leaves if (r := self._changes(space, k)) is not None}
         if changed:
             return changed
         refusal = refusal or self._unliftable(space)
         return {} if refusal is None else dict.fromkeys(space.leaves, refusal)
-
-    def _met(self, space: RowSpace) -> Refusal | None:
-        refusal = next((r for f, r in self.flow.refusals if self.flow.find(f) == space.family), None)
-        return refusal if refusal or self.lazy else self._carried(space)
 
     def _unliftable(self, space: RowSpace) -> Refusal | None:
         """Returns why the family stays dense although its new rows are known."""
@@ -313,10 +310,6 @@ class Families:
             for body in equation.bodies:
                 families |= self._families_in(body.equations)
         return families
-
-
-def _producers(block: Block) -> Mapping[Atom, Equation]:
-    return {v: e for e in block.equations for v in e.outputs}
 
 
 def _closed(spaces: list[RowSpace]) -> list[RowSpace]:
@@ -636,7 +629,9 @@ class RowFlow(Interpreter[Value]):
     def _read_whole(self, equation: Equation, values: Sequence[Value], mixes: Mixes) -> None:
         """Handles an equation that needs all rows: reads them, or refuses their families."""
         rows = [(a, v) for a, v in zip(equation.inputs, values, strict=True) if isinstance(v, Row)]
-        refusal = self._refusal(equation, mixes, max((a.shape[v.axis] for a, v in rows), default=0))
+        extent = max((a.shape[v.axis] for a, v in rows), default=0)
+        summed = why_summed(equation, mixes.reason, extent, self._equations) if mixes.kind == "sum" else None
+        refusal = summed or Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
         possible = all(a in self.whole and not (self.path and self.whole[a]) for a, _ in rows)
         for _, row in rows:
             (self.dense_reads if possible else self.refusals).append((row.family, refusal))
@@ -659,10 +654,6 @@ class RowFlow(Interpreter[Value]):
                 waiting += ((a, family) for a in sources)
             elif all(a in self.whole and not (self.path and self.whole[a]) for a in sources):
                 self.could_read_whole.append((family, equation))
-
-    def _refusal(self, equation: Equation, mixes: Mixes, rows: int) -> Refusal:
-        summed = why_summed(equation, mixes.reason, rows, self._equations) if mixes.kind == "sum" else None
-        return summed or Refusal(mixes.reason, equation.source, mixes.remedy, mixes.kind)
 
     def _after(self, equation: Equation) -> None:
         if self.path:

@@ -246,13 +246,9 @@ def _spec(array: jax.Array) -> P:
 
 
 def _part(array: jax.Array, like: jax.Array) -> jax.Array:
-    parts = [shard.data.reshape(own.data.shape) for shard, own in _paired(array, like)]
+    shapes = {shard.device: shard.data.shape for shard in like.addressable_shards}
+    parts = [shard.data.reshape(shapes[shard.device]) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(like.shape, like.sharding, parts)
-
-
-def _paired(array: jax.Array, like: jax.Array) -> list[tuple[Leaf, Leaf]]:
-    own = {shard.device: shard for shard in like.addressable_shards}
-    return [(shard, own[shard.device]) for shard in array.addressable_shards]
 
 
 @functools.lru_cache(maxsize=64)

@@ -9,7 +9,9 @@ assignment); a nested block reads nothing but its own inputs; types agree at eve
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
@@ -245,6 +247,14 @@ class Block:
             yield equation
             for body in equation.bodies:
                 yield from body.walk()
+
+    def makers(self) -> dict[Atom, Equation]:
+        """Maps values to the equations that make them."""
+        return {v: e for e in self.equations for v in e.outputs}
+
+    def uses(self) -> Counter[Atom]:
+        """Counts how often each value is read; the block reads its outputs."""
+        return Counter(itertools.chain(*(e.inputs for e in self.equations), self.outputs))
 
     def with_equations(self, equations: Sequence[Equation]) -> Block:
         """Returns the block with other equations; itself if they are unchanged."""

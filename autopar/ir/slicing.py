@@ -192,7 +192,7 @@ def free_values(equations: Iterable[Equation], outputs: Iterable[Atom] = ()) -> 
 
 def nearest_line(block: Block, atom: Atom) -> Equation | None:
     """Returns the nearest equation with a user's line behind a value; behind an input, the first one made of it."""
-    made: dict[Atom, Equation] = {v: e for e in block.equations for v in e.outputs}
+    made = block.makers()
     waiting, seen = [atom], set[Atom]()
     while waiting:
         equation = made.get(waiting.pop(0))

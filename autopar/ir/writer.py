@@ -101,6 +101,5 @@ def expand(
 
 @functools.lru_cache(maxsize=256)
 def _traced(fun: Callable[..., Pytree], shapes: tuple[jax.ShapeDtypeStruct, ...], x64: bool) -> Block:
-    return eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))[
-        0
-    ]  # a scatter of no updates leaves ids that none reads
+    block, _ = eliminate_dead(block_of(jax.make_jaxpr(fun)(*shapes)))  # a scatter of no updates reads no ids
+    return block

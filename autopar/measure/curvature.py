@@ -13,9 +13,7 @@ from autopar.jax_types import Array
 _PRODUCTS, _TOLERANCE = 64, 1e-3
 
 
-def slope_of(
-    step: Callable[..., Sequence[Array]], leaves: Sequence[Array], weights: Mapping[int, int], *, seed: int = 0
-) -> float:
+def slope_of(step: Callable[..., Sequence[Array]], leaves: Sequence[Array], weights: Mapping[int, int]) -> float:
     """Returns the largest eigenvalue of I - dx'/dx, where the step maps weights x to x'.
 
     With SGD x' = x - eta g(x), so it is eta h with h the largest eigenvalue of the loss's Hessian on this batch; with
@@ -26,7 +24,6 @@ def slope_of(
       step: The plain step, on flat arrays.
       leaves: Its arguments.
       weights: Floating-point arguments -> the results that are their new values.
-      seed: Of the first direction.
     """
     numbers = list(weights)
 
@@ -40,7 +37,7 @@ def slope_of(
         return [a - b for a, b in zip(along, change, strict=True)]
 
     x = [jnp.asarray(leaves[k]) for k in numbers]
-    keys = jax.random.split(jax.random.key(seed), len(x))
+    keys = jax.random.split(jax.random.key(0), len(x))
     start = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, x, strict=True)]
     largest = _dominant(lambda along: product(x, along, leaves), start)
     if largest >= 0:

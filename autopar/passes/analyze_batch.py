@@ -208,7 +208,10 @@ def _follow(program: Program, starts: Mapping[Var, int], devices: int) -> BatchA
         guesses = Guesses(uniform, {v: 1 << n for n, v in enumerate(leaves)})
         axes: BatchAxes = {**starts, **{v: waiting[v][0] for v in leaves}}
         follow_batch(program.block.equations, axes, guesses if leaves else None, devices=devices)
-        wrong = _wrong(guesses, _unconfirmed(program, leaves, axes, guesses))
+        unconfirmed = _unconfirmed(program, leaves, axes, guesses)
+        alone = [some for some in guesses.refuted if some & (some - 1) == 0]
+        totals = (functools.reduce(operator.or_, some, 0) for some in (alone, [unconfirmed], guesses.refuted))
+        wrong = next(filter(None, totals), 0)
         if not wrong:
             return axes
         for n, v in enumerate(leaves):
@@ -226,12 +229,6 @@ def _candidates(program: Program, sizes: set[int]) -> dict[Var, list[int]]:
         if axes and k not in taken and isinstance(var.type, ArrayType):
             candidates[var] = axes
     return candidates
-
-
-def _wrong(guesses: Guesses, unconfirmed: int) -> int:
-    alone = [some for some in guesses.refuted if some & (some - 1) == 0]
-    totals = (functools.reduce(operator.or_, some, 0) for some in (alone, [unconfirmed], guesses.refuted))
-    return next(filter(None, totals), 0)
 
 
 def _unconfirmed(program: Program, leaves: Sequence[Var], axes: BatchAxes, guesses: Guesses) -> int:

@@ -408,7 +408,7 @@ _text = functools.cache(str)
 def _with_slots(program: Program, leaf: int) -> frozenset[int]:
     """Returns the leaf, and the leaves of its shape that elementwise updates tie to it."""
     block, new = program.block, program.new_states
-    producers = {v: e for e in block.equations for v in e.outputs}
+    producers = block.makers()
     numbers = {v: k for k, v in enumerate(block.inputs)}
     shape = block.inputs[leaf].shape
     together, waiting = {leaf}, [leaf]

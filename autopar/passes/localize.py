@@ -11,7 +11,7 @@ aggregation).
 
 from __future__ import annotations
 
-import collections
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -143,10 +143,7 @@ class Localizer(Forms):
 
     def copy(self, equation: Equation, states: Sequence[State] | None = None) -> None:
         """Writes an equation unchanged, its results in these states; whole by default."""
-        inputs = tuple(self.read(a) for a in equation.inputs)
-        pairs = zip(equation.outputs, states or [None] * len(equation.outputs), strict=True)
-        outputs = tuple(self.define(v, s) for v, s in pairs)
-        self.append(replace(equation, inputs=inputs, outputs=outputs))
+        self.write(equation, map(self.read, equation.inputs), states or itertools.repeat(None))
 
     @property
     def delays_sums(self) -> bool:
@@ -220,8 +217,7 @@ class Localizer(Forms):
                 self.scale_partial(equation, partial.index(True))
                 return True
         inputs = [self.as_state(a, PARTIAL) if k in others else self.read(a) for k, a in enumerate(equation.inputs)]
-        outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
-        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs))
+        self.write(equation, inputs, itertools.repeat(PARTIAL))
         self.note_sooner(equation)
         return True
 
@@ -353,10 +349,9 @@ class Localizer(Forms):
         sequences = len(equation.inputs) - border.fixed
         states = (*[None] * border.consts, *[PARTIAL] * border.carries, *[along] * sequences)
         inputs = tuple(self.as_state(a, s, equation) for a, s in zip(equation.inputs, states, strict=True))
-        made: list[State] = [PARTIAL if k < border.carries else along for k in range(len(equation.outputs))]
-        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, made, strict=True))
+        made = itertools.chain([PARTIAL] * border.carries, itertools.repeat(along))
         params = {**equation.params, "length": along.size(length, self.shared.parts(along))}
-        self.append(replace(equation, inputs=inputs, outputs=outputs, params=params, original=None))
+        self.write(equation, inputs, made, params=params, original=None)
 
     def _scan(self, equation: Equation) -> None:
         if along := self._mapped(equation):
@@ -580,9 +575,7 @@ class Localizer(Forms):
 
     def _microbatch(self, equation: Equation) -> None:
         (atom,), axis = equation.inputs, equation.params["axis"]
-        part = self.as_state(atom, Spread(axis), equation)
-        outputs = tuple(self.define(v, Spread(axis)) for v in equation.outputs)
-        self.append(replace(equation, inputs=(part,), outputs=outputs))
+        self.write(equation, [self.as_state(atom, Spread(axis), equation)], itertools.repeat(Spread(axis)))
 
     def _branches(self, equation: Equation) -> None:
         skipped = equation.border.head
@@ -630,12 +623,7 @@ class Localizer(Forms):
         assert isinstance(state, Spread), "its rows are spread"
         inputs = (self.read(operand), self.whole(index, equation))
         params = {**equation.params, "axis": state.axis, "size": operand.shape[state.axis]}
-        outputs = tuple(self.define(v, PARTIAL) for v in equation.outputs)
-        self.append(
-            replace(
-                equation, op=self.shared.op("lookup_part"), inputs=inputs, outputs=outputs, params=params, original=None
-            )
-        )
+        self.write(equation, inputs, [PARTIAL], op=self.shared.op("lookup_part"), params=params, original=None)
 
     def take_part(self, var: Var, state: Spread) -> None:
         """Replaces an old value that a device is given whole by its part, from here on."""
@@ -664,8 +652,7 @@ def _only_sums(loop: Equation) -> bool:
     them."""
     (body,), border = loop.bodies, loop.border
     carries = body.inputs[border.consts : border.fixed]
-    made = {v: e for e in body.equations for v in e.outputs}
-    uses = collections.Counter(a for e in body.equations for a in e.inputs) + collections.Counter(body.outputs)
+    made, uses = body.makers(), body.uses()
     return all(
         out in made
         and made[out].op in ("add", "add_any")

@@ -124,15 +124,8 @@ def _delivery(body: Block, k: int, carry: Var | None) -> Equation | None:
     made = _Editor.of(body).producer(out, "ap.deliver")
     if made is None or made.inputs[1] not in body.inputs or made.inputs[2:] != (() if carry is None else (carry,)):
         return None
-    uses = _uses(body)
+    uses = body.uses()
     return None if carry is not None and max(uses[carry], uses[out]) > 1 else made
-
-
-def _uses(block: Block) -> collections.Counter[Atom]:
-    uses = collections.Counter(block.outputs)
-    for equation in block.equations:
-        uses.update(equation.inputs)
-    return uses
 
 
 class _Editor(ZeroWriter):
@@ -180,7 +173,7 @@ class _Editor(ZeroWriter):
 
 def _merge_sums(block: Block, zeros: frozenset[Var]) -> Block:
     """Delivers sums of delivered rows once, and writes sums of values and pushes as pushes into those values."""
-    uses = _uses(block)
+    uses = block.uses()
     editor = _Editor(known_zeros=set(zeros))
     terms: dict[Atom, list[Atom]] = {}
     for equation in block.equations:

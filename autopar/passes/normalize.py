@@ -45,19 +45,15 @@ def normalize(program: Program) -> tuple[Program, str]:
     block = merge_equal(block)
     after = count_equations(block)
     note = f"{before} equations; {before - live} dead and {live - after} repeated ones removed"
-    if sums:
-        note += f"; {sums} sums over devices moved into what they add up"
-    if batched:
-        note += f"; {batched} gathers and scatters by numbers of examples are batched"
-    if lookups:
-        note += f"; {lookups} products with one-hot matrices are lookups and their gradients"
-    if joined:
-        note += f"; {joined} lookups in joined tables, and scatters of their gradients, are in the parts"
-    if reshaped:
-        note += f"; {reshaped} lookups in reshaped tables, and scatters of their gradients, are in the tables"
-    if pads:
-        note += f"; {pads} sums of padded slices are gathers"
-    return replace(program, block=block), note
+    changes = (
+        (sums, "sums over devices moved into what they add up"),
+        (batched, "gathers and scatters by numbers of examples are batched"),
+        (lookups, "products with one-hot matrices are lookups and their gradients"),
+        (joined, "lookups in joined tables, and scatters of their gradients, are in the parts"),
+        (reshaped, "lookups in reshaped tables, and scatters of their gradients, are in the tables"),
+        (pads, "sums of padded slices are gathers"),
+    )
+    return replace(program, block=block), "; ".join([note, *(f"{count} {what}" for count, what in changes if count)])
 
 
 def merge_equal(block: Block) -> Block:
@@ -121,16 +117,6 @@ class _ExpandBroadcasts(Rewriter):
 
 
 def _broadcast(atom: Atom, out: Var, like: Equation) -> Equation:
-    shape = out.shape
-    params = {"shape": shape, "broadcast_dimensions": tuple(range(len(shape))), "sharding": None}
-    primitive = jax.lax.broadcast_in_dim_p
-    return Equation(
-        primitive.name,
-        (atom,),
-        (out,),
-        params,
-        primitive=primitive,
-        context=like.context,
-        info=like.info,
-        origin=like.origin,
-    )
+    params = {"shape": out.shape, "broadcast_dimensions": tuple(range(len(out.shape))), "sharding": None}
+    made = jax.lax.broadcast_in_dim_p
+    return replace(like, op=made.name, inputs=(atom,), outputs=(out,), params=params, primitive=made, original=None)

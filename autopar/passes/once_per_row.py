@@ -336,7 +336,7 @@ class _Rewrite(Writer):
     constant: dict[Atom, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.producers = {v: e for e in self.block.equations for v in e.outputs}
+        self.producers = self.block.makers()
         self.defined.update(self.block.inputs)
         for equation in self.block.equations:
             bits = constant_axes(equation, self.constant)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
@@ -424,7 +423,7 @@ class _Gradients:
     def _sums_of_pushes(self, pushes: set[Equation]) -> dict[Atom, list[Equation]]:
         """Maps sums of pushes, and of nothing else, to these."""
         block = self.program.block
-        uses = Counter((*(a for e in block.equations for a in e.inputs), *block.outputs))
+        uses = block.uses()
         sums: dict[Atom, list[Equation]] = {}
         for e in block.equations:
             terms = e.inputs[:1] if e in pushes else e.inputs if e.op in _ADDS else ()

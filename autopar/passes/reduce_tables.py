@@ -103,7 +103,8 @@ class Body(Writer):
     def of(self, equation: Equation, by_rows: Mapping[int, int]) -> Equation:
         """Returns the `reduce_table` equation of a reduction."""
         self._collect(equation, by_rows)
-        self._size = self._block_rows()
+        layout, widest = self._like.layout, max(a.type.size // self._like.layout.extent for a in self._cut)
+        self._size = max(1, min(layout.shard_rows, _BLOCK_ELEMENTS // max(widest, 1)))
         numbers = Var(ArrayType((self._size,), np.dtype(np.int32)))
         self._numbers = numbers
         self._env: dict[Atom, Var] = {}
@@ -176,11 +177,6 @@ class Body(Writer):
             return "touched", source.atoms
         self.stored.append(source)
         return "stored", source.atoms
-
-    def _block_rows(self) -> int:
-        extent = self._like.layout.extent
-        widest = max(a.type.size // extent for a in self._cut)
-        return max(1, min(self._like.layout.shard_rows, _BLOCK_ELEMENTS // max(widest, 1)))
 
     def _type(self, atom: Atom, rows: TableRows) -> ArrayType:
         return atom.type.resized(rows.axis, self._size * rows.factor)
@@ -313,7 +309,8 @@ class _Walk(Tables):
         if equation.op in _WRITES:
             self._write(equation)
         elif equation.op == "ap.changes":
-            self._watch(equation)
+            space = next(s for s in self.program.facts.spaces if s.family == equation.params["family"])
+            self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
         elif equation.op == "ap.whole" and equation.inputs[0] in self.sources:
             (stored,), (out,) = equation.inputs, equation.outputs
             self.rows[out], self.sources[out] = self.rows[stored], self.sources[stored]
@@ -332,10 +329,6 @@ class _Walk(Tables):
             if atom in self.rows and (source is None or source.leaf is None):
                 raise read_refusal(self.rows[atom], "its update needs them", equation)
         self.append(equation)
-
-    def _watch(self, equation: Equation) -> None:
-        space = next(s for s in self.program.facts.spaces if s.family == equation.params["family"])
-        self._take(self._waiting_for(equation, [self.program.block.inputs[k] for k in space.leaves]))
 
     def _waiting_for(self, equation: Equation, leaves: Sequence[Var]) -> Equation:
         parts = split(equation.op, equation.params, equation.inputs)
@@ -376,7 +369,8 @@ class _Walk(Tables):
     def _densified(self, equation: Equation, rows: Atom, axis: int, leaves: Sequence[Var]) -> None:
         """Notes all rows made of the touched ones; they are stored if they are a leaf's new value."""
         (out,) = equation.outputs
-        like = self._family(equation)
+        spaces, family = self.program.facts.spaces, equation.inputs[1].type.family
+        like = self.rows.get(self.program.block.inputs[next(s.tables for s in spaces if s.family == family)[0]])
         if like is None:
             return
         self.rows[out] = replace(like, axis=axis)
@@ -385,11 +379,6 @@ class _Walk(Tables):
             self.written.add(leaves[0])
         else:
             self.sources[out] = RowSource((rows, equation.inputs[1]))
-
-    def _family(self, equation: Equation) -> TableRows | None:
-        family = equation.inputs[1].type.family
-        leaves = next(s.tables for s in self.program.facts.spaces if s.family == family)
-        return self.rows.get(self.program.block.inputs[leaves[0]])
 
     def _barrier(self, equation: Equation) -> None:
         """Leaves values of whole tables out of a barrier."""

@@ -113,17 +113,15 @@ def _split(program: Program, bound: ProgramPlan, count: int, own_statistics: boo
         params["statistics"] = tuple(map(str, statistics))
     step = Equation("ap.microbatches", (*(parts[v] for v in used), *whole), tuple(results), params, (microbatch,))
     ends = dict(zip(stacked, results[len(joined) :], strict=True))
-    first = [_with_own_bodies(e) for e in needed_equations(program.block.equations, walk.whole_values)]
+    first = [
+        e.with_bodies([clone(body)[0] for body in e.bodies])
+        for e in needed_equations(program.block.equations, walk.whole_values)
+    ]
     equations = (*first, *before, step, *after)
     block = Block(program.block.inputs, equations, tuple(ends.get(a, a) for a in outputs))
     return replace(program, block=eliminate_dead(block)[0]), (
         f"{count} microbatches: {len(joined)} reductions over them, then the update"
     )
-
-
-def _with_own_bodies(equation: Equation) -> Equation:
-    bodies = tuple(clone(body)[0] for body in equation.bodies)
-    return replace(equation, bodies=bodies) if bodies else equation
 
 
 def _with_same_apart(local: Block) -> Block:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import collections
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,8 @@ from autopar.jax_types import Array
 from autopar.passes.choose import input_placements
 from autopar.passes.choosing.alike import FEWEST, ROWWISE, Member, alike_tables, kind_of
 from autopar.passes.choosing.capacity import host_bounds, joined
+
+A = TypeVar("A", bound=Atom)
 
 
 def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program], Program]) -> StackedProgram | None:
@@ -200,14 +203,10 @@ class _Stack:
         #: reductions aren't added up.
         self.sums = self._sums(program)
 
-    def new(self, atom: Atom) -> Atom:
+    def new(self, atom: A) -> A | Var:
         """Returns what stands for an operand of the first table's equations."""
         name = self.members[0].names.get(atom)
         return atom if name is None else self._vars[name]
-
-    def _new_var(self, var: Var) -> Var:
-        name = self.members[0].names.get(var)
-        return var if name is None else self._vars[name]
 
     def _sums(self, program: Program) -> dict[Equation, Atom] | None:
         uses: dict[Atom, list[Equation | None]] = {}
@@ -250,7 +249,7 @@ class _Stack:
     def equations(self) -> Iterator[Equation]:
         """Yields the stack's equations; their order is that of the first table's."""
         for nodes in zip(*(m.nodes for m in self.members), strict=True):
-            first, outputs = nodes[0], tuple(self._new_var(v) for v in nodes[0].outputs)
+            first, outputs = nodes[0], tuple(self.new(v) for v in nodes[0].outputs)
             if first.op == "scatter-add":
                 yield from self._push(nodes, outputs[0])
                 continue

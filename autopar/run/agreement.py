@@ -61,7 +61,8 @@ def check_same_call(
         )
     k = _other(all_, "arguments")
     if k is not None:
-        a, b = _first_difference(all_[0]["arguments"], all_[k]["arguments"])
+        pairs = itertools.zip_longest(all_[0]["arguments"], all_[k]["arguments"], fillvalue="nothing")
+        a, b = next((a.strip(), b.strip()) for a, b in pairs if a != b)
         raise ArgumentsError(
             f"{name} got other arguments on {processes.name(k)} ({b}) than on "
             f"{processes.name(0)} ({a}). Arguments mean the global state and batch, the same on all processes; "
@@ -129,12 +130,6 @@ def _compare(processes: StoreGroup, name: str, text: list[str]) -> tuple[str, st
     number = next(n for n, (a, b) in enumerate(itertools.zip_longest(all_[0], all_[k])) if a != b)
     lines = processes.values(text[number].strip() if number < len(text) else "nothing", about)
     return processes.name(k), lines[0], lines[k]
-
-
-def _first_difference(a: Sequence[str], b: Sequence[str]) -> tuple[str, str]:
-    pairs = itertools.zip_longest(a, b, fillvalue="nothing")
-    x, y = next((x, y) for x, y in pairs if x != y)
-    return x.strip(), y.strip()
 
 
 def _other(all_: Sequence[dict[str, Any]], key: str) -> int | None:

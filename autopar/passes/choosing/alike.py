@@ -94,7 +94,7 @@ class _Finder:
 
     def __init__(self, program: Program) -> None:
         self._program, self._facts = program, program.facts
-        self._makers: dict[Atom, Equation] = {v: e for e in program.block.equations for v in e.outputs}
+        self._makers = program.block.makers()
         self._equations: dict[int, list[Equation]] = {}
         for equation in program.block.equations:
             for family in {_family(self._facts, a) for a in (*equation.inputs, *equation.outputs)}:

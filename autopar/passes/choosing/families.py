@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -529,7 +528,7 @@ def _total(block: Block, access: Access) -> tuple[Var, int]:
     path, total = list(access.path), access.equation.outputs[0]
     while True:
         block = blocks[-1]
-        uses = Counter((*(a for e in block.equations for a in e.inputs), *block.outputs))
+        uses = block.uses()
         user = next((e for e in block.equations if total in e.inputs), None)
         if uses[total] == 1 and user is not None and _adds(user, total):
             total = user.outputs[0]

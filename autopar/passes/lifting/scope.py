@@ -119,7 +119,7 @@ class Scope(Writer):
     stored: dict[Atom, tuple[Atom, RowLayout, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.producers = {v: e for e in self.block.equations for v in e.outputs}
+        self.producers = self.block.makers()
 
     @property
     def may_import(self) -> bool:

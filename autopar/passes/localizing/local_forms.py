@@ -8,6 +8,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.analysis.primitives import PLACED_ELEMENTWISE
 from autopar.ir.deferred import Replay
@@ -123,6 +124,11 @@ class Forms(ZeroWriter, abc.ABC):
     def _owners(self, family: int) -> int:
         planned = self.shared.bound.family(family)
         return 1 if planned is None or planned.layout is None else self.shared.owners
+
+    def write(self, equation: Equation, inputs: Iterable[Atom], states: Iterable[State], **changes: Any) -> None:
+        """Writes an equation with new operands; its results are in these states."""
+        outputs = tuple(self.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
+        self.append(replace(equation, inputs=tuple(inputs), outputs=outputs, **changes))
 
     @abc.abstractmethod
     def body(self, body: Block, operands: Sequence[Atom], states: Sequence[State]) -> tuple[Forms, list[Var]]:
@@ -389,14 +395,9 @@ def _each(operands: str, result: str) -> Callable[[Forms, Equation], None]:
         for atom, name in zip(equation.inputs, itertools.chain(names, itertools.repeat(last)), strict=False):
             wanted = None if name == "read" else _STATES[name](walk, equation)
             inputs.append(walk.read(atom) if name == "read" else walk.as_state(atom, wanted, equation))
-        _write(walk, equation, inputs, itertools.repeat(_STATES[result](walk, equation)))
+        walk.write(equation, inputs, itertools.repeat(_STATES[result](walk, equation)))
 
     return rewrite
-
-
-def _write(walk: Forms, equation: Equation, inputs: Iterable[Atom], states: Iterable[State]) -> None:
-    outputs = tuple(walk.define(v, s) for v, s in zip(equation.outputs, states, strict=False))
-    walk.append(replace(equation, inputs=tuple(inputs), outputs=outputs))
 
 
 def _push(walk: Forms, equation: Equation) -> None:
@@ -426,7 +427,7 @@ def _deliver_partial(walk: Forms, push: Equation) -> None:
     start = walk.zeros(type_.resized(axis, requested // walk.shared.owners))
     sums = Var(type_)
     aggregate = replace(push, op="ap.aggregate", outputs=(sums,))
-    _write(walk, aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
+    walk.write(aggregate, [start, walk.read(route), walk.as_state(index, None), walk.read(updates)], [state])
     on = () if walk.is_zero(walk.read(base)) else (base,)
     _each("requested read rows", "rows")(walk, Equation("ap.deliver", (sums, route, *on), push.outputs, {"axis": axis}))
 
@@ -441,7 +442,7 @@ def push_partial(walk: Forms, equation: Equation) -> None:
         return
     index = walk.as_state(index, _examples(walk, p["batch"], index), equation)
     values = _summed(walk, equation) if batched else walk.read(updates)
-    _write(walk, equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
+    walk.write(equation, [walk.as_state(base, PARTIAL), walk.read(route), index, values], [PARTIAL])
 
 
 def _summed(walk: Forms, equation: Equation) -> Atom:
@@ -460,7 +461,7 @@ def _aggregate(walk: Forms, equation: Equation) -> None:
     state = _sums(walk, equation)
     inputs = [walk.as_state(base, state, equation), walk.read(route)]
     inputs += [walk.as_state(index, _STATES["index"](walk, equation), equation), _summed(walk, equation)]
-    _write(walk, equation, inputs, [state])
+    walk.write(equation, inputs, [state])
 
 
 def _row_ids(walk: Forms, equation: Equation) -> None:
@@ -469,7 +470,7 @@ def _row_ids(walk: Forms, equation: Equation) -> None:
     state = _STATES["index"](walk, equation)
     part = walk.as_state(index, state, equation)
     if not isinstance(state, Spread) or not state.examples:
-        _write(walk, equation, [part], [None if state is None else Spread(0)])
+        walk.write(equation, [part], [None if state is None else Spread(0)])
         return
     ids = walk.define(out, Spread(0))
     each = out.shape[0] // (index.shape[state.axis] + params.get("more", 0))  # ids of an element along the axis
@@ -503,7 +504,7 @@ def _reduce_rows(walk: Forms, equation: Equation) -> None:
         (result,) = equation.bodies[0].outputs
         equation = replace(equation, bodies=(inner([state], (result,)),))
     if state is None:
-        _write(walk, equation, [*inputs, *beside], [None])
+        walk.write(equation, [*inputs, *beside], [None])
         return
     part = Var(equation.outputs[0].type)
     if beside and _family(walk, equation).on_hosts:  # no program has the untouched rows
@@ -549,7 +550,7 @@ def _changes(walk: Forms, equation: Equation) -> None:
     inputs += [walk.whole(a, equation) for a in parts["frontier"]]
     for atom in (*parts["finite"], *parts["nonzero"]):  # a sum may be 0 although no device's part is, and conversely
         inputs.append(walk.whole(atom, equation) if isinstance(walk.state(atom), Partial) else walk.read(atom))
-    _write(walk, equation, [*inputs, *map(walk.read, (*parts["guard"], *parts["first"]))], [None])
+    walk.write(equation, [*inputs, *map(walk.read, (*parts["guard"], *parts["first"]))], [None])
 
 
 def _sweep(walk: Forms, equation: Equation) -> None:
@@ -592,14 +593,14 @@ def _of_log(walk: Forms, equation: Equation) -> None:
     wanted = itertools.chain((_owned(f, axis) for f in families for axis in replay.axes), stamps, entries)
     inputs = [walk.as_state(a, s, equation) for a, s in zip(equation.inputs, wanted, strict=False)]
     changed = (_owned(f, axis) for f in families for axis in replay.axes[: replay.changed])
-    _write(walk, equation, inputs, itertools.chain(changed, stamps, entries))
+    walk.write(equation, inputs, itertools.chain(changed, stamps, entries))
 
 
 def _select(walk: Forms, equation: Equation) -> None:
     which, new, old = equation.inputs
     state = walk.state(old)
     inputs = [walk.whole(which), walk.as_state(new, state, equation), walk.as_state(old, state, equation)]
-    _write(walk, equation, inputs, [state])
+    walk.write(equation, inputs, [state])
 
 
 def _replicate(walk: Forms, equation: Equation) -> None:
@@ -609,8 +610,7 @@ def _replicate(walk: Forms, equation: Equation) -> None:
     if not isinstance(state, Spread):
         walk.env[equation.outputs[0]] = walk.whole(atom), None
         return
-    out = walk.define(equation.outputs[0], None)
-    walk.append(replace(equation, inputs=(walk.read(atom),), outputs=(out,)))
+    walk.write(equation, [walk.read(atom)], [None])
 
 
 def _spread(walk: Forms, equation: Equation) -> None:
@@ -624,12 +624,12 @@ def _whole_table(walk: Forms, equation: Equation) -> None:
         raise NotLocal("all rows of a table are read at once", equation.source)
     layout, axis = equation.params["layout"], equation.params["axis"]
     rows = walk.as_state(equation.inputs[0], Spread(axis, owner=True), equation)
-    _write(walk, equation, [rows], [Spread(axis, examples=layout.extent if layout.extent % layout.devices else 0)])
+    walk.write(equation, [rows], [Spread(axis, examples=layout.extent if layout.extent % layout.devices else 0)])
 
 
 def _plus(walk: Forms, equation: Equation) -> None:
     wanted = joined(map(walk.state, equation.inputs))
-    _write(walk, equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
+    walk.write(equation, [walk.as_state(a, wanted, equation) for a in equation.inputs], [wanted])
 
 
 LOCAL_ROW_OPS: Mapping[str, Callable[[Forms, Equation], None]] = {

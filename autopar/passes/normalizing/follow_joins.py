@@ -8,7 +8,6 @@ The scatters of their gradients, of which a slice is taken for each part, become
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -237,7 +236,7 @@ class _Join(Rewriter):
         self._pads: dict[Atom, Sequence[Equation]] = {}  #: Sum -> what it consists of.
 
     def block(self, block: Block) -> Block:
-        uses = Counter(a for e in block.equations for a in e.inputs) + Counter(block.outputs)
+        uses = block.uses()
         makers: dict[Atom, Equation] = {e.outputs[0]: e for e in block.equations if e.op in (*_ADDS, "pad")}
         partial = {a for e in block.equations if e.op in _ADDS for a in e.inputs if uses[a] == 1 and a in makers}
 

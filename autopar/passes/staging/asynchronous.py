@@ -171,7 +171,9 @@ class _Cutter:
             copy = Var(leaf.type)
             equation = Equation("copy", (leaf,), (copy,), primitive=jax.lax.copy_p)
             self._append(home, leaf, equation)
-            self._programs = [_reading(p, leaf, copy) if p in readers else p for p in self._programs]
+            self._programs = [
+                replace(p, block=substituted(p.block, {leaf: copy})) if p in readers else p for p in self._programs
+            ]
 
     def _append(self, stage: int, leaf: Var, equation: Equation) -> None:
         """Adds an equation to the forward of a stage."""
@@ -238,11 +240,6 @@ class _Cutter:
             replace(p, call=calls[p] if p.phase == "update" else of_phase[p.phase][p.stage]) for p in self._programs
         ]
         return tuple(updates)
-
-
-def _reading(program: StageProgram, old: Var, new: Var) -> StageProgram:
-    block = substituted(program.block, {old: new})
-    return replace(program, block=block)
 
 
 def substituted(block: Block, names: Mapping[Var, Var]) -> Block:

@@ -66,12 +66,7 @@ def used_weights(program: Program, parts: Parts) -> list[Var]:
 
 def homes_before(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, int]:
     """Returns the stage of leaves, and of functions of them before the microbatches: that of the deepest leaf."""
-    stages = dict(homes)
-    for equation in parts.before:
-        deepest = max((stages.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
-        if deepest != NOWHERE:
-            stages.update(dict.fromkeys(equation.outputs, deepest))
-    return stages
+    return _depends(parts.before, homes)
 
 
 def label_parts(
@@ -81,17 +76,13 @@ def label_parts(
     `splits_backward`: gradients of weights are "W", apart from those of inputs."""
     body, outer, depths = parts.body, read_by(parts), homes_before(parts, homes)
     weights = {inner: depths[leaf] for inner, leaf in outer.items() if leaf in depths}
-    trained = _reached_weights(parts, homes)
+    groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
+    reached = {groups[v]: v for v in reversed(list(homes)) if v in groups}
+    trained = {v: reached[groups[v]] for v in parts.step.outputs if groups.get(v) in reached}
     pairs = zip(body.outputs, parts.step.outputs, strict=True)
     gradients = {inner: homes[trained[outer]] for inner, outer in pairs if outer in trained}
     labels = label_equations(body, weights, gradients, stages)
     return split_backward(body, labels) if splits_backward else labels
-
-
-def _reached_weights(parts: Parts, homes: Mapping[Var, int]) -> dict[Var, Var]:
-    groups = _elementwise((*parts.before, *parts.after), [*homes, *parts.step.outputs])
-    weights = {groups[v]: v for v in reversed(list(homes)) if v in groups}
-    return {v: weights[groups[v]] for v in parts.step.outputs if groups.get(v) in weights}
 
 
 def _elementwise(equations: Iterable[Equation], starts: Iterable[Var]) -> dict[Var, int]:
@@ -134,7 +125,7 @@ def untied(parts: Parts, homes: Mapping[Var, int], stages: int) -> Parts:
     """Splits gradients that are sums over stages into a result for each stage; the update adds them."""
     while True:
         labels = label_parts(parts, homes, stages)
-        body, made = parts.body, {v: e for e in parts.body.equations for v in e.outputs}
+        body, made = parts.body, parts.body.makers()
         for k, atom in enumerate(body.outputs):
             equation = made.get(atom) if isinstance(atom, Var) else None
             if equation is None or equation.op not in ("add_any", "add") or parts.step.params["joins"][k] != "sum":
@@ -178,10 +169,10 @@ def with_remat(parts: Parts, labels: Mapping[Equation, Label], stages: int) -> t
     for equation in parts.body.equations:
         label = labels[equation]
         if label.direction == "F" or label.stage < 0 or label.stage == stages - 1 > 0:
-            copier.append(equation, label)
+            copier.labels[equation] = label
         else:
             inputs = tuple(copier.again(a, label) for a in equation.inputs)
-            copier.append(replace(equation, inputs=inputs), label)
+            copier.labels[replace(equation, inputs=inputs)] = label
     block = Block(parts.body.inputs, tuple(copier.labels), parts.body.outputs)
     return Parts(parts.before, replace(parts.step, bodies=(block,)), parts.after), copier.labels
 
@@ -196,11 +187,8 @@ class _Copier:
             label = labels[equation]
             if label.direction == "F" and label.stage >= 0:
                 self._forward.update(dict.fromkeys(equation.outputs, (equation, label.stage)))
-        self._for_inputs = self._read_for("B", parts, labels)
+        self._for_inputs = self._read_for_inputs(parts, labels)
         self._new: dict[Var, Var] = {}
-
-    def append(self, equation: Equation, label: Label) -> None:
-        self.labels[equation] = label
 
     def again(self, atom: Atom, reader: Label) -> Atom:
         """Returns a value for a backward to read, recomputed if the same stage's forward has made it."""
@@ -210,23 +198,23 @@ class _Copier:
         if atom not in self._new:
             equation = made[0]
             # Recomputation for gradients of inputs isn't delayed to "W".
-            label = Label("B", reader.stage) if id(equation) in self._for_inputs else reader
+            label = Label("B", reader.stage) if equation in self._for_inputs else reader
             copy = copied(equation, [self.again(a, reader) for a in equation.inputs])
             self._new.update(zip(equation.outputs, copy.outputs, strict=True))
-            self.append(copy, label)
+            self.labels[copy] = label
         return self._new[atom]
 
-    def _read_for(self, direction: str, parts: Parts, labels: Mapping[Equation, Label]) -> set[int]:
-        """Returns the forward equations that equations of a direction read, directly or not."""
-        found: set[int] = set()
+    def _read_for_inputs(self, parts: Parts, labels: Mapping[Equation, Label]) -> set[Equation]:
+        """Returns the forward equations that "B" equations read, directly or not."""
+        found: set[Equation] = set()
         for equation in parts.body.equations:
             label = labels[equation]
-            wanted = list(equation.inputs) if label.direction == direction else []
+            wanted = list(equation.inputs) if label.direction == "B" else []
             while wanted:
                 atom = wanted.pop()
                 made = self._forward.get(atom) if isinstance(atom, Var) else None
-                if made is not None and made[1] == label.stage and id(made[0]) not in found:
-                    found.add(id(made[0]))
+                if made is not None and made[1] == label.stage and made[0] not in found:
+                    found.add(made[0])
                     wanted += made[0].inputs
         return found
 
@@ -265,7 +253,7 @@ def label_equations(
       stages: S.
     """
     last = stages - 1
-    depends = _depends(block, weights)
+    depends = _depends(block.equations, weights)
     feeds, measured = _feeds(block, gradients, last)
     labels: dict[Equation, Label] = {}
     homes: dict[Var, int] = dict(weights)
@@ -322,9 +310,10 @@ def split_backward(block: Block, labels: Mapping[Equation, Label]) -> dict[Equat
     return split
 
 
-def _depends(block: Block, weights: Mapping[Var, int]) -> dict[Var, int]:
+def _depends(equations: Iterable[Equation], weights: Mapping[Var, int]) -> dict[Var, int]:
+    """Maps values to the deepest stage whose weights they depend on; `weights`: those of which that is known."""
     depths = dict(weights)
-    for equation in block.equations:
+    for equation in equations:
         deepest = max((depths.get(a, NOWHERE) for a in equation.inputs if isinstance(a, Var)), default=NOWHERE)
         if deepest != NOWHERE:
             depths.update(dict.fromkeys(equation.outputs, deepest))
