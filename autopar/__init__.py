@@ -52,14 +52,12 @@ _HOMES = {
     "state.checkpointer": "Checkpointer",
     "state.init": "init",
     "state.resize": "resize",
-    "tables.deferred": "DeferredTable",
     "tables.host": "HostTable",
     "tables.kinds": "materialize",
     "tables.pending": "PendingArray drain ended paired",
     "tables.replica": "Replica average",
     "tables.served": "ServedLeaf",
-    "tables.sharded": "Table",
-    "tables.stacked": "TablePart",
+    "tables.sharded": "DeferredTable Table TablePart",
     "tables.staged": "StageArray",
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}

@@ -65,7 +65,6 @@ from autopar.state.checkpoint import save as save
 from autopar.state.checkpointer import Checkpointer as Checkpointer
 from autopar.state.init import init as init
 from autopar.state.resize import resize as resize
-from autopar.tables.deferred import DeferredTable as DeferredTable
 from autopar.tables.host import HostTable as HostTable
 from autopar.tables.kinds import materialize as materialize
 from autopar.tables.pending import PendingArray as PendingArray
@@ -75,8 +74,9 @@ from autopar.tables.pending import paired as paired
 from autopar.tables.replica import Replica as Replica
 from autopar.tables.replica import average as average
 from autopar.tables.served import ServedLeaf as ServedLeaf
+from autopar.tables.sharded import DeferredTable as DeferredTable
 from autopar.tables.sharded import Table as Table
-from autopar.tables.stacked import TablePart as TablePart
+from autopar.tables.sharded import TablePart as TablePart
 from autopar.tables.staged import StageArray as StageArray
 
 __version__: str

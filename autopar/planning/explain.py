@@ -31,6 +31,7 @@ from autopar.planning.notes import (
     hot_rows_notes,
     memory_notes,
     owner_balance_notes,
+    owner_notes,
     predicted_note,
     replica_notes,
     server_notes,
@@ -38,7 +39,6 @@ from autopar.planning.notes import (
     stage_lines,
     tensor_notes,
 )
-from autopar.planning.owner_notes import owner_notes
 from autopar.planning.plan import elsewhere, plan_of
 from autopar.planning.predictions import predict
 from autopar.planning.switch_notes import switch_notes

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from rich.console import RenderableType
 
+from autopar.analysis.after_sums import after_the_sum
 from autopar.cost.exchange import ID_BYTES, step_seconds
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import format_bytes
 from autopar.ir.plan import PipelinePlan, Plan, ServedPlan, SyncPlan, TensorGroupPlan
+from autopar.ir.program import Equation
 from autopar.ir.schedule import Task
 from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
@@ -27,7 +29,7 @@ from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope
 
-#: Lines that are listed without `verbose`.
+#: Lines that are listed without `verbose`; operations and names of owners.
 _SHOWN = 8
 #: Names that the weights of a stage are folded into, if possible.
 _WEIGHTS = 4
@@ -507,3 +509,31 @@ def _asynchronous_notes(plan: PipelinePlan) -> Sequence[str]:
         f"A call returns the results of the minibatch that came {last} call{'s' * (last != 1)} before, None as long as "
         "there is none: autopar.paired(step, state, batches). autopar.drain(state) finishes those on their way.",
     ]
+
+
+# --- what the owners of rows compute between the sum of a gradient and the update ---
+
+
+def owner_notes(planned: PlannedStep) -> Iterator[str]:
+    """Yields lines on what owners of rows compute, and what crosses between them, for tables whose rows are spread."""
+    program, bound = planned.compiled.analysed, planned.compiled.bound
+    told: dict[str, list[str]] = {}
+    for family in bound.families:
+        if bound.devices > 1 and family.method == "ps":
+            space = next(s for s in program.facts.spaces if s.family == family.family)
+            paths = [program.inputs[k].path for k in space.tables]
+            told.setdefault(_described(*after_the_sum(program, family.family)), []).extend(paths)
+    for text, paths in told.items():
+        names = ", ".join(fold_paths(dict.fromkeys(paths, 0), _SHOWN))
+        yield f"From the sum of gradients to the update the owners of {names} compute {text}."
+
+
+def _described(by_row: list[Equation], sums: list[Equation]) -> str:
+    ops = list(dict.fromkeys(e.op for e in by_row))
+    more = f" and {len(ops) - _SHOWN} more" if len(ops) > _SHOWN else ""
+    text = f"{', '.join(ops[:_SHOWN]) or 'nothing'}{more}, each of its own rows"
+    if not sums:
+        return f"{text}; nothing crosses between them"
+    lines = ", ".join(dict.fromkeys(f"{e.op} ({e.where})" for e in sums))
+    nbytes = format_bytes(sum(v.type.nbytes for e in sums for v in e.outputs))
+    return f"{text}; of {lines} each one's partial sums cross, {nbytes}"

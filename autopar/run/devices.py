@@ -45,10 +45,9 @@ from autopar.run.buffers import with_own_buffers
 from autopar.run.kept_placements import KeptPlacements, forget
 from autopar.run.planned_step import Runner
 from autopar.run.stacked import Moves, StackedLeaves, alone
-from autopar.tables.deferred import DeferredTable, common_log
 from autopar.tables.kinds import copied, is_table
 from autopar.tables.leaf import TableLeaf
-from autopar.tables.sharded import Table
+from autopar.tables.sharded import DeferredTable, Table, common_log
 
 #: Calls before the program with the fallback is compiled, as many steps run for a few batches only; and calls after
 #: which several processes, which must change over together, wait for it.

@@ -7,8 +7,8 @@ examples, one program of global arrays that is planned like any other.
 
 Arguments are those of a global step: the state once (not replicated), and the whole batch (not reshaped). To find the
 state, the step is first traced with all arguments whole on each device (with its shard, where `state_argnums` names the
-state); this first look also finds single keys (`analysis.keys`), which every device has whole. Results that are equal
-on all devices are returned once, others stacked as by `pmap`, [N, ...]. A state that differs between devices is
+state); this first look also finds single keys (`analysis.per_device`), which every device has whole. Results that are
+equal on all devices are returned once, others stacked as by `pmap`, [N, ...]. A state that differs between devices is
 refused.
 """
 
@@ -22,8 +22,7 @@ from typing import Any
 import jax
 
 from autopar import jax_compat
-from autopar.analysis.keys import may_be_words, use_as_key
-from autopar.analysis.own_sums import own_sums
+from autopar.analysis.per_device import may_be_words, own_sums, use_as_key
 from autopar.backends.emit import emit
 from autopar.errors import ArgumentsError, StateError, StepError
 from autopar.ir.paths import BatchAxis, example_axes, matches, path_name

@@ -21,8 +21,7 @@ from autopar.ir.program import Atom
 from autopar.ir.stacked import StackedProgram, StackedTable, StackIndex
 from autopar.jax_types import Array, Leaf
 from autopar.tables.leaf import current
-from autopar.tables.sharded import Table
-from autopar.tables.stacked import TablePart
+from autopar.tables.sharded import Table, TablePart
 
 #: Calls that move tables, of which the last one is warned of: one may follow a checkpoint, or another step once.
 _CALLS = 3

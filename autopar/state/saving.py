@@ -35,8 +35,7 @@ from autopar.tables.kinds import current, is_table, materialize
 from autopar.tables.leaf import PlacedLeaf, Shards
 from autopar.tables.replica import Replica, average, replicas_of, settled
 from autopar.tables.served import session_of
-from autopar.tables.sharded import shards_of
-from autopar.tables.stacked import TablePart
+from autopar.tables.sharded import TablePart, shards_of
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from autopar.ir.stacked import StackIndex
 from autopar.jax_types import Leaf, Pytree
 from autopar.tables.leaf import ArrayHome, Home, NumpyHome, PlacedLeaf, TableLeaf, copied, current
 from autopar.tables.pending import drain
-from autopar.tables.stacked import TablePart
+from autopar.tables.sharded import TablePart
 
 
 def is_table(leaf: Leaf) -> bool:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.tables.stacked import TablePart
+from autopar.tables.sharded import TablePart
 from tests.support.meshes import mesh_of
 from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, assert_same, batch, stacks, start, step_of, trained
 

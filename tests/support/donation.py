@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar
-from autopar.tables.deferred import DeferredTable
-from autopar.tables.sharded import Table
+from autopar.tables.sharded import DeferredTable, Table
 
 ROWS, WIDTH = 4096, 8
 IDS = np.array([1, 5, 5, 4095, 17, 17, 300, 8], np.int32)

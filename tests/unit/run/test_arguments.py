@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.analysis.keys import use_as_key
+from autopar.analysis.per_device import use_as_key
 from autopar.ir.trace import block_of
 from autopar.run import step as step_module
 from tests.support.explained import explained

@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentsError, AutoparError, StabilityWarning
-from autopar.measure.curvature import slope_of
+from autopar.run.replicas import slope_of
 from autopar.servers.center import Center
 from autopar.servers.messages import Exchange, Pulled, Read
 from autopar.sync import Elastic, stable_alpha
