@@ -26,7 +26,6 @@ import numpy as np
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.cost.exchange import ID_TERMS
-from autopar.errors import ArgumentsError
 from autopar.ir.figures import format_bytes
 from autopar.ir.plan import DensePlan, PipelinePlan, Plan, TablePlan, TensorPlan
 from autopar.ir.program import Block, Equation
@@ -38,7 +37,7 @@ from autopar.measure.figures import NOWHERE
 from autopar.planning.plan import plan_of
 from autopar.planning.predictions import predict_method
 from autopar.run.asynchronous import AsynchronousRunner
-from autopar.run.object_step import AnyStep, require_step, unwrapped
+from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.pipeline import PipelineRunner
 from autopar.run.planned_step import PlannedStep
 from autopar.run.stage_executor import StageExecutor
@@ -123,9 +122,6 @@ def check(step: AnyStep, *args: Pytree, **kwargs: Pytree) -> Check:
       ArgumentsError: no arguments, or the step has tables on hosts, or a state that servers keep (`sync=Async(...)`),
         whose exchanges aren't in compiled programs.
     """
-    require_step(step, "check")
-    if not args and not kwargs:
-        raise ArgumentsError(f"check takes a step's arguments as well: check({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "check")
     return compare_step(pure.planned_for(*arrays, **named), step.name)
 

@@ -40,7 +40,7 @@ from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster
 from autopar.measure.figures import NOWHERE, Machine
 from autopar.passes.choosing.capacity import device_ids
-from autopar.run.object_step import AnyStep, require_step, unwrapped
+from autopar.run.object_step import AnyStep, unwrapped
 from autopar.run.planned_step import PlannedStep
 from autopar.run.step import ParallelStep
 
@@ -65,9 +65,6 @@ def plan(
     Raises:
       ArgumentsError: no arguments, `step` is no step of `parallelize`, or `alphas` doesn't have a table.
     """
-    require_step(step, "plan")
-    if not args and not kwargs:
-        raise ArgumentsError(f"plan takes a step's arguments as well: plan({step.name}, state, batch)")
     pure, arrays, named = unwrapped(step, args, kwargs, "plan")
     planned = (pure if cluster is None else elsewhere(pure, cluster)).planned_for(*arrays, **named)
     return plan_of(planned, step.name, pure.leaves(arrays, named), cluster, alphas)

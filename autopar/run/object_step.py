@@ -119,8 +119,10 @@ def unwrapped(
     step: AnyStep, args: Sequence[Pytree], kwargs: Mapping[str, Pytree], what: str
 ) -> tuple[ParallelStep, Sequence[Pytree], Mapping[str, Pytree]]:
     """Returns the step of arrays behind any kind of step, and its arguments; raises ArgumentsError if `step` is no
-    planned step; `what` names the function that wants one."""
+    planned step, or there are none. `what` names the function that wants one."""
     require_step(step, what)
+    if not args and not kwargs:
+        raise ArgumentsError(f"{what} takes a step's arguments as well: {what}({step.name}, state, batch)")
     if isinstance(step, MethodStep):
         return unwrapped(step.step, (step.instance, *args), kwargs, what)
     return step.pure(args, kwargs) if isinstance(step, ObjectStep) else (step, args, kwargs)
