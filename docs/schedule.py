@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import autopar
-from autopar.report.stages import schedule_figure
+from autopar.report.devices import schedule_figure
 
 STAGES, MICROBATCHES, WIDTH = 4, 8, 64
 

@@ -83,7 +83,7 @@ def report(
       ['bytes_by_alpha', 'bytes_by_devices', 'table_3', 'parts', 'methods', 'speedup']
     """
     try:
-        from autopar.report import clients, devices, stages  # they draw
+        from autopar.report import clients, devices  # they draw
     except ImportError as error:
         raise ArgumentsError(
             f"reports need matplotlib, which can't be imported ({error}): pip install 'autopar[report]'"
@@ -97,7 +97,7 @@ def report(
         _check_timeline(plan, timeline)
     made.tables["parameters"] = parameter_rows(plan)
     if plan.pipeline is not None:
-        title = stages.add_stages(made, plan.pipeline, staleness)
+        title = devices.add_stages(made, plan.pipeline, staleness)
     elif plan.clients_plan is not None:
         title = clients.add_clients(made, plan, cluster, timeline)
     else:
