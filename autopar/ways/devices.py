@@ -3,7 +3,7 @@ it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -12,6 +12,7 @@ import jax
 from autopar.backends.devices import Devices
 from autopar.compile import Pass
 from autopar.cost.rates import UNMEASURED, Measurements
+from autopar.errors import StrategyError
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
 from autopar.ir.program import Program
@@ -27,7 +28,7 @@ from autopar.run.planned_step import OneDeviceRunner, PlannedStep, Runner
 from autopar.run.planner import Planner
 from autopar.tables.leaf import ArrayHome, Home
 from autopar.tables.sharded import RowsHome
-from autopar.ways.way import Way, in_microbatches, lifting, rewriting, without_own_program
+from autopar.ways.way import Way, in_microbatches, lifting, rewriting
 
 
 class OnDevices(Way):
@@ -52,9 +53,9 @@ class OnDevices(Way):
         if bound.plan.microbatches > 1:
             made.append(("split_update", rewriting(in_microbatches)))
         if bound.devices * self.options.tensor > 1:
-            made.append(("localize", rewriting(_localize)))
+            made.append(("localize", rewriting(partial(_checked, localize))))
         if bound.tensors:
-            made.append(("localize_tensor", rewriting(_localize_tensor)))
+            made.append(("localize_tensor", rewriting(partial(_checked, localize_tensor))))
         return tuple(made)
 
     def stacked(self, program: Program, bound: ProgramPlan) -> StackedProgram | None:
@@ -93,15 +94,12 @@ def _runs_tables(planned: PlannedStep) -> Runner:
     return DevicesRunner(planned.run_on_tables, planned.compiled, one, planned.out_tree, planned.donate)
 
 
-def _localize(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
+def _checked(
+    run: Callable[[Program, ProgramPlan], tuple[Program, str]], program: Program, bound: ProgramPlan
+) -> tuple[Program, str]:
+    """Runs a pass and turns `NotLocal` into the user's error."""
     try:
-        return localize(program, bound)
+        return run(program, bound)
     except NotLocal as error:
-        raise without_own_program(program, error) from error
-
-
-def _localize_tensor(program: Program, bound: ProgramPlan) -> tuple[Program, str]:
-    try:
-        return localize_tensor(program, bound)
-    except NotLocal as error:
-        raise without_own_program(program, error) from error
+        what = f"{program.name} can't be written as the program of one device of several: {error}"
+        raise StrategyError(what) from error

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, ClassVar
 from autopar.compile import Analysed, Analysis, Pass
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
-from autopar.ir.local import NotLocal
 from autopar.ir.options import Options
 from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
@@ -300,7 +299,3 @@ def in_microbatches(
             "a whole. Leave microbatches= out, or the tables on the devices"
         )
     return split_update(program, bound, own_statistics=own_statistics, option=option)
-
-
-def without_own_program(program: Program, error: NotLocal) -> StrategyError:
-    return StrategyError(f"{program.name} can't be written as the program of one device of several: {error}")

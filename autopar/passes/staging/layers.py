@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,6 +23,7 @@ from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, So
 from autopar.ir.slicing import clone
 from autopar.passes.staging.parts import find_parts, used_weights
 
+T = TypeVar("T")
 #: Reduction -> the primitive that joins its parts.
 _JOINS = {"sum": jax.lax.add_p, "max": jax.lax.max_p, "min": jax.lax.min_p, "prod": jax.lax.mul_p}
 #: The end of each part of a leaf, in layers; the last one is the number of layers.
@@ -232,32 +233,17 @@ class _Cutter:
         inner = _Cutter({}, is_body=True)
         inputs: list[tuple[Atom, Var, int | None]] = []
         for atom, var, axis in zip(equation.inputs, body.inputs, axes, strict=True):
-            value = self.value(atom) if axis is None else self.whole(atom)
-            if isinstance(value, _Pieces):
-                parts = tuple(Var(a.type) for a in value.atoms)
-                inner._env[var] = replace(value, atoms=parts)
-                inputs += [(outer, part, None) for outer, part in zip(value.atoms, parts, strict=True)]
-            else:
-                inputs.append((value, var, axis))
+            inputs += inner._crossing(self.value(atom) if axis is None else self.whole(atom), var, axis)
         for each in body.equations:
             inner.add(each)
         outputs: list[tuple[Atom, Var, str | int]] = []
         for atom, var, join in zip(body.outputs, equation.outputs, joins, strict=True):
-            value = inner.value(atom) if isinstance(join, str) else inner.whole(atom)
-            if isinstance(value, _Pieces):
-                parts = tuple(Var(a.type) for a in value.atoms)
-                self._env[var] = replace(value, atoms=parts)
-                outputs += [(own, part, join) for own, part in zip(value.atoms, parts, strict=True)]
-            else:
-                outputs.append((value, var, join))
+            outputs += self._crossing(inner.value(atom) if isinstance(join, str) else inner.whole(atom), var, join)
         self.scans += inner.scans
         self.spoiled |= inner.spoiled
         block = Block(tuple(v for _, v, _ in inputs), tuple(inner.equations), tuple(a for a, _, _ in outputs))
-        params = {
-            **equation.params,
-            "axes": tuple(axis for _, _, axis in inputs),
-            "joins": tuple(join for _, _, join in outputs),
-        }
+        axes, joins = tuple(axis for _, _, axis in inputs), tuple(join for _, _, join in outputs)
+        params = {**equation.params, "axes": axes, "joins": joins}
         self.equations.append(
             replace(
                 equation,
@@ -267,6 +253,14 @@ class _Cutter:
                 bodies=(block,),
             )
         )
+
+    def _crossing(self, value: Atom | _Pieces, var: Var, how: T) -> list[tuple[Atom, Var, T]]:
+        """Returns a value that comes in as `var`, with its name here; each of its parts by itself."""
+        if not isinstance(value, _Pieces):
+            return [(value, var, how)]
+        parts = tuple(Var(a.type) for a in value.atoms)
+        self._env[var] = replace(value, atoms=parts)
+        return [(atom, part, how) for atom, part in zip(value.atoms, parts, strict=True)]
 
     def _scan(self, equation: Equation, cut: Mapping[int, _Pieces]) -> bool:
         """Writes a scan cut between iterations, where its operands are; returns whether it is one."""
