@@ -23,6 +23,7 @@ BENCHMARKS = {
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
     "memories": ("memories",),
+    "ablation": ("ablation",),
     "soak": ("soak",),
 }
 

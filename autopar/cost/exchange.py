@@ -71,7 +71,8 @@ def host_terms(sizes: Sizes, rates: HostRates = NO_HOST_TIME) -> tuple[Term, ...
     if s.by_first:
         nbytes = s.devices * owned * s.sent_gradient
         back = int(wire_bytes("all-to-all", s.devices, nbytes))  # the first rank's, the busiest one's
-        sums = Term("sums to the first rank", host.all_to_all(nbytes)), Term("and back", host.all_to_all(nbytes), back)
+        way = rates.to_first(nbytes)
+        sums = Term("sums to the first rank", way), Term("and back", way, back)
         update = *sums, *update
     if s.bags:
         return (*ids, *_bag_terms(sizes, rates), *update)

@@ -172,11 +172,13 @@ class HostRates:
 
     host: Rates  #: Rates of a rank's share of its host, and of MPI between ranks.
     copy: Curve  #: Seconds by bytes between a rank's device and its host's memory, one way.
+    #: Seconds by the bytes of all ranks, for one rank to get them, or to send each its own.
+    to_first: Curve = FREE
 
     @property
     def bound(self) -> HostRates:
         """Rates by bandwidths alone."""
-        return HostRates(self.host.bound, self.copy.bound)
+        return HostRates(self.host.bound, self.copy.bound, self.to_first.bound)
 
 
 #: Rates of hosts that take no time.
@@ -226,7 +228,9 @@ def planned_host_rates(cluster: ClusterSpec) -> HostRates:
         all_reduce=Curve(tuple((float(size), host_all_reduce_s(ranks, size)) for size in _SIZES)),
         **_in_memory(each),
     )
-    return HostRates(host, _line(cluster.to_host))
+    far, near = (n - cluster.devices) / n, (cluster.devices - 1) / n
+    to_first = _line(lambda size: max(cluster.between(far * size) if far else 0.0, ranks.inside(near * size)))
+    return HostRates(host, _line(cluster.to_host), to_first)
 
 
 def _line(seconds: Callable[[float], float]) -> Curve:
