@@ -19,6 +19,7 @@ BENCHMARKS = {
     "hosts": ("hosts", "binding"),
     "torchrec": ("torchrec", "one_table", "one_device"),
     "exchange": ("exchange", "rings", "overlap"),
+    "prefetch": ("prefetch",),
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),

@@ -22,10 +22,6 @@ class RequestedPart:
     requested: Requested  #: The request of these alone; `requested.rows` are those of the whole request.
     positions: np.ndarray  #: `[n]`, intp, sorted: where they are among the rows that this rank asked for.
 
-    def fetch(self, exchange: Exchange, rows: np.ndarray, out: np.ndarray) -> None:
-        """Writes the rows that this rank asked for to their places in `out`; `rows` as for `Exchange.fetch`."""
-        out[self.positions] = exchange.fetch(self.requested, rows)
-
 
 def divide(exchange: Exchange, requested: Requested, written: np.ndarray) -> tuple[RequestedPart, RequestedPart]:
     """Divides a request into rows that stay as they are, and rows that are written before they are needed. Collective.

@@ -17,11 +17,12 @@ Invariants:
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal
@@ -116,6 +117,16 @@ class Exchange:
     @property
     def polling(self) -> bool:
         return self._waiting.polling
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Leaves the rank's cores to its programs while it waits. All ranks do so between the same calls."""
+        mine, near = self._waiting, self.near._waiting
+        self._waiting = self.near._waiting = BESIDE
+        try:
+            yield
+        finally:
+            self._waiting, self.near._waiting = mine, near
 
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
         """Tells owners which rows this rank wants, and learns which of its own are wanted.

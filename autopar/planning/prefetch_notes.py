@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.analysis.prefix import prefix_of
+from autopar.ir.optimizations import is_on
 from autopar.ir.program import family_of, known
 from autopar.ir.segments import ExchangeSegment
+from autopar.launch.group import everyone
+from autopar.mpi.machines import exchange
 from autopar.run.planned_step import PlannedStep
 
 
@@ -30,6 +33,10 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     pooled = {family_of(e) for e in exchanges if e.op == "ap.pool"}
     prefix = prefix_of(compiled.program, items, hosted)
     fetched, asked = (set(map(family_of, of)) for of in ((prefix.fetches, prefix.routes) if prefix else ((), ())))
+    usual = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
+    by_leaders = everyone().size == ran.bound.devices and not usual.knows_lists
+    if by_leaders:
+        fetched = set()
     paths: dict[str, list[str]] = {}
     for space in ran.analysed.facts.spaces:
         text = "rows of the next batch are asked for beside a step, and fetched as far as it doesn't write them"
@@ -40,6 +47,7 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
                 "rows that a step doesn't touch move, too" if space.deferred else "what is sent depends on the state"
             )
             reason = "owners add up bags of them" if space.family in pooled else reason
+            reason = "node leaders fetch them for several ranks" if by_leaders else reason
             text = f"rows of the next batch are asked for beside a step, but not fetched, as {reason}"
         if space.family in hosted:
             paths.setdefault(text, []).append(ran.analysed.inputs[space.tables[0]].path)

@@ -49,13 +49,7 @@ class HostRunner(Runner):
     several_programs = "with tables on hosts"
 
     def __init__(
-        self,
-        compiled: Compiled,
-        in_buckets: Callable[[int | None], Way],
-        out_tree: PyTreeDef,
-        donate: bool,
-        *,
-        prefetch: bool,
+        self, compiled: Compiled, in_buckets: Callable[[int | None], Way], out_tree: PyTreeDef, donate: bool
     ) -> None:
         self._out_tree = out_tree
         self._local = known(compiled.program.local)
@@ -77,7 +71,7 @@ class HostRunner(Runner):
             exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
         self._way = in_buckets(bucket_bytes)
-        self._prefetches = prefetch
+        self._prefetches = is_on(compiled.plan.optimize, "prefetch")
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
         self._tables = _hosted(self._program, bound)

@@ -115,8 +115,7 @@ class OnHosts(Way):
         def in_buckets(nbytes: int | None) -> Way:
             return replace(self, bucket_bytes=nbytes)
 
-        prefetch = self.options.optimizes("prefetch")
-        return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate, prefetch=prefetch)
+        return HostRunner(planned.compiled, in_buckets, planned.out_tree, planned.donate)
 
     def homes(self, planned: PlannedStep) -> Mapping[int, Home]:
         from autopar.state.init import hosted_inputs

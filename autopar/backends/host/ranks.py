@@ -88,7 +88,8 @@ class Ranks:
         return self._exchanged("delivering gradients", self.exchange.deliver, requested, sums, out)
 
     def fetch_part(self, part: RequestedPart, rows: np.ndarray, out: np.ndarray) -> None:
-        self._exchanged("fetching rows", part.fetch, self.exchange, rows, out)
+        memory = self.buffers.take("rows of a part", (len(part.positions), *rows.shape[1:]), rows.dtype)
+        out[part.positions] = self._exchanged("fetching rows", self.exchange.fetch, part.requested, rows, memory)
 
     def divide(self, requested: Requested, written: np.ndarray) -> tuple[RequestedPart, RequestedPart]:
         return self._exchanged("telling which rows are written", divide, self.exchange, requested, written)
@@ -233,15 +234,16 @@ class Ranks:
 
         return result
 
-    def in_thread(self, call: Callable[[], T]) -> T:
-        """Calls a function in another thread: on CPUs a thread's programs wait for those that it called before."""
+    def in_thread(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Calls a function in the thread of the reductions, after those before; returns a function that waits for it.
+        Until it is done the rank exchanges nothing else."""
         wide = jax_compat.uses_x64()
 
         def called() -> T:
             with jax_compat.enable_x64(wide):
                 return call()
 
-        return self._thread.submit(called).result()
+        return self._thread.submit(called).result
 
     def agree(self, needs: tuple[int, int], *, first: bool) -> tuple[int, int]:
         """Returns the largest of all ranks' needs if their programs must have one shape, or if it is the `first` step:

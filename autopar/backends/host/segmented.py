@@ -85,6 +85,7 @@ class RunningStep:
       ahead: What was done of it beside the step before.
       looks_ahead: Whether the next step's prefix is run beside it, on all ranks or none.
       following: The next step, if its batch is known here.
+      under_way: Waits for what is done of the next step, in a thread.
     """
 
     values: dict[Atom, Leaf]
@@ -99,6 +100,7 @@ class RunningStep:
     ahead: Ahead | None = None
     looks_ahead: bool = False
     following: Ahead | None = None
+    under_way: Callable[[], None] | None = None
 
 
 @dataclass(eq=False)
@@ -196,8 +198,11 @@ class SegmentedProgram:
         step.values = dict(zip(self._inputs, inputs, strict=True))
         if step.ahead is not None and step.ahead.segmented is self:
             step.values |= step.ahead.values
-        for act in self._actions:
-            act(step)
+        try:
+            for act in self._actions:
+                act(step)
+        finally:  # after an error, too: nothing else is exchanged meanwhile
+            self._await_following(step)
         return [a.value if isinstance(a, Literal) else step.values[a] for a in self._outputs]
 
     def fits(self, needs: Rows) -> bool:
@@ -212,7 +217,7 @@ class SegmentedProgram:
         run = getattr(self, "_" + plain_name(item.op))
 
         def act(step: RunningStep) -> None:
-            self._await_reductions(step)
+            self._await_thread(step)
             if item.op == "ap.route":
                 self._route(item.equations, step)
                 return
@@ -290,8 +295,15 @@ class SegmentedProgram:
 
     def _run_ahead(self, prefix: Prefix, step: RunningStep) -> None:
         """Asks for the next step's rows and fetches those that this step doesn't write, if all ranks know the batch."""
-        if not step.looks_ahead:
-            return
+        if step.looks_ahead:
+
+            def ask() -> None:
+                with self._ranks.exchange.beside():
+                    self._ask_ahead(prefix, step)
+
+            step.under_way = self._ranks.in_thread(ask)
+
+    def _ask_ahead(self, prefix: Prefix, step: RunningStep) -> None:
         ahead = step.following
         if not self._ranks.least(ahead is not None) or ahead is None:
             return
@@ -308,8 +320,8 @@ class SegmentedProgram:
         for equation in prefix.pulls:
             leaf, route = (running.values[a] for a in equation.inputs)
             running.values |= zip(equation.outputs, self._pull(equation, running, leaf, route), strict=True)
-        if self._owners_ahead:
-            self._ranks.in_thread(lambda: [act(running) for act in self._owners_ahead])
+        for act in self._owners_ahead:  # on CPUs a thread's programs wait for those that it called before, no others
+            act(running)
         parts: dict[int, tuple[RequestedPart, RequestedPart]] = {}
         for equation in prefix.fetches:
             rows, route = (self._value(running, a) for a in equation.inputs)
@@ -347,7 +359,7 @@ class SegmentedProgram:
 
     def _reduce(self, item: ExchangeSegment, step: RunningStep) -> None:
         if item.gradient_bucket is None:
-            self._await_reductions(step)
+            self._await_thread(step)
         for op in dict.fromkeys(e.params["op"] for e in item.equations):
             some = [e for e in item.equations if e.params["op"] == op]
             key = item.level, item.gradient_bucket, op
@@ -356,9 +368,15 @@ class SegmentedProgram:
                 step.reduced[key] = self._ranks.reduce(values, op, beside=item.gradient_bucket is not None)
             step.beside.append((some, step.reduced[key]))
         if item.gradient_bucket is None:
-            self._await_reductions(step)
+            self._await_thread(step)
 
-    def _await_reductions(self, step: RunningStep) -> None:
+    def _await_following(self, step: RunningStep) -> None:
+        if step.under_way is not None:
+            ask, step.under_way = step.under_way, None
+            ask()
+
+    def _await_thread(self, step: RunningStep) -> None:
+        self._await_following(step)
         for equations, result in step.beside:
             step.values.update(zip((e.outputs[0] for e in equations), result(), strict=True))
         step.beside.clear()

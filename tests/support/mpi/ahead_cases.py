@@ -17,6 +17,7 @@ import optax
 
 from autopar.backends.host import ranks
 from autopar.backends.host.ranks import Ranks
+from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.mpi.ahead import divide
 from autopar.mpi.machines import exchange
 
@@ -262,3 +263,21 @@ def check_a_loop_that_is_left() -> None:
         assert position is not None and len(losses) == 12
         results.append((losses, jax.tree.map(np.asarray, autopar.materialize(state))))
     assert_same_bits(*results)
+
+
+def check_what_is_told() -> None:
+    """`explain` names what is fetched ahead, what isn't and why, and what is switched off."""
+
+    def told(optimize: Any, *names: str) -> str:
+        step, state = make(*names, optimize=optimize)
+        return " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
+
+    text = told("all", "adagrad", "adamw")
+    assert "of params/tables/adagrad rows of the next batch are asked for beside a step, and fetched" in text
+    assert "of params/tables/adamw rows of the next batch are asked for beside a step, but not fetched" in text
+    others = [name for name in OPTIMIZATIONS if name != "prefetch"]
+    text = told(others)
+    assert "Batches of autopar.shard" not in text
+    assert "leaves out 'prefetch': with it of params/tables/adagrad rows of the next batch" in text
+    _, fetches = run_both(lambda: batches(3), optimize=others)
+    assert (fetches.whole, fetches.late) == (3, 0)

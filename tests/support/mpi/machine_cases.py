@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import autopar  # first: it makes the ranks JAX's processes
 
 # isort: split
 import jax
 import numpy as np
 
+from autopar.backends.host.ranks import Ranks
 from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.mpi import machines
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import LeaderExchange, exchange
-from tests.support.mpi import host_cases
+from tests.support.mpi import ahead_cases, host_cases
 from tests.support.mpi.host_cases import (
     HOSTS,
     RANK,
@@ -75,6 +78,16 @@ def check_without_leaders() -> None:
     assert exchange().sent_bytes == before[1]
     text = " ".join(str(autopar.explain(naive)).split())
     assert "optimize= leaves out 'local': with it rows that ranks of a machine want alike cross machines once" in text
+
+
+def check_rows_are_asked_for_ahead() -> None:
+    """By way of node leaders, too, though no rows are fetched then."""
+    with mock.patch.object(Ranks, "ask", autospec=True, side_effect=Ranks.ask) as ask:
+        _, fetches = ahead_cases.run_both(lambda: ahead_cases.batches(6))
+    assert (fetches.whole, fetches.late, ask.call_count) == (6, 0, 6 + 6)
+    step, state = ahead_cases.make()
+    text = str(autopar.explain(step, state, next(ahead_cases.batches(1))))
+    assert "node leaders fetch them for several ranks" in " ".join(text.split())
 
 
 def check_contract() -> None:

@@ -1,0 +1,145 @@
+"""Rows of the next batch that are fetched beside a step, on hosts that are network namespaces: how much of the time of
+exchanges is hidden. Both ways take turns in the same processes."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.network import ENVIRONMENT, hosts
+from benchmarks.ranks import RANK, serve, started
+
+RANKS, ROWS, DIM, EXAMPLES, LENGTH, WIDTH = 2, 200_000, 128, 1024, 16, 256
+STEPS, TURNS = 10, 3
+RATES = ("10gbit", "1gbit")
+#: Exponents of Zipf distributed ids; None: any row as likely as any other.
+EXPONENTS = {"uniform": None, "Zipf (1.1)": 1.1}
+
+
+def prefetch() -> None:
+    """A step on 2 hosts with a table in their memory: ids and rows in the step that needs them, or beside the one
+    before."""
+    for rate in RATES:
+        with tempfile.TemporaryDirectory() as folder, hosts(RANKS, Path(folder), rate=rate) as made:
+            options: Any = {"wrapper": made.wrapper, "environment": {**ENVIRONMENT, "PJRT_NPROC": "1"}}
+            options["environment"]["XDG_CACHE_HOME"] = folder
+            with started("hosts", RANKS, "benchmarks.prefetch", **options) as ranks:
+                for name, exponent in EXPONENTS.items():
+                    size, again = ranks("prepare", exponent=exponent)[0]
+                    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+                    for _ in range(TURNS):
+                        for way, taken in found.items():
+                            taken.append(max(ranks("train", way=way)))
+                    (on, _), (off, exchanged) = (map(statistics.median, zip(*found[way], strict=True)) for way in found)
+                    print(
+                        f"{rate}, {name}: a rank gets {size:.1f} MB a step, {again:.0%} of them written by the step "
+                        f"before; {off:.1f} ms a step, of which {exchanged:.1f} for ids and rows; beside the step "
+                        f"before {on:.1f} ms: {(off - on) / exchanged:.0%} are hidden",
+                        flush=True,
+                    )
+
+
+class _Rank:
+    """The steps of one rank, by whether rows are fetched beside the step before."""
+
+    def __init__(self) -> None:
+        self._steps: dict[bool, Any] = {}
+        self._exchanged_s = 0.0
+
+    def prepare(self, exponent: float | None) -> tuple[float, float]:
+        """Makes both steps and runs them; returns MB of rows that the rank gets in a step, and the share of them that
+        the step before writes."""
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        import autopar
+        from autopar.backends.host.ranks import Ranks
+        from autopar.ir.optimizations import OPTIMIZATIONS
+
+        for name in ("ask", "fetch"):
+            setattr(Ranks, name, self._timed(getattr(Ranks, name)))
+        optimizer = optax.adagrad(0.01)
+
+        def loss(params: Any, batch: Any) -> Any:
+            x = jnp.tanh(params["words"][batch["ids"]]).reshape(-1, LENGTH * DIM) @ params["in"]
+            for layer in params["layers"]:
+                x = x + jax.nn.relu(x @ layer)
+            return ((x.mean(-1) - batch["y"]) ** 2).mean()
+
+        def step(state: Any, batch: Any) -> Any:
+            value, gradients = jax.value_and_grad(loss)(state["params"], batch)
+            updates, slots = optimizer.update(gradients, state["slots"], state["params"])
+            return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, value
+
+        def make() -> Any:
+            keys = jax.random.split(jax.random.key(0), 5)
+            layers = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys[2:]]
+            first = jax.random.normal(keys[1], (LENGTH * DIM, WIDTH)) / WIDTH**0.5
+            params = {"words": jax.random.normal(keys[0], (ROWS, DIM)), "in": first, "layers": layers}
+            return {"params": params, "slots": optimizer.init(params)}
+
+        rng = np.random.default_rng(0)
+        shape = EXAMPLES, LENGTH
+        draw = functools.partial(rng.integers, 0, ROWS) if exponent is None else functools.partial(rng.zipf, exponent)
+        self._batches = [
+            {"ids": (draw(size=shape) % ROWS).astype(np.int32), "y": np.zeros(EXAMPLES, np.float32)}
+            for _ in range(STEPS + 1)
+        ]
+        others = [name for name in OPTIMIZATIONS if name != "prefetch"]
+        for way in (False, True):
+            optimize = "all" if way else others
+            planned = autopar.parallelize(step, strategy={"params/words": ("ps", "hosts")}, optimize=optimize)
+            self._steps[way] = planned, make()
+            self.train(way)
+        asked = [np.unique(np.split(batch["ids"], RANKS)[RANK]) for batch in self._batches]
+        pairs = zip(asked[1:], self._batches, strict=False)
+        again = statistics.mean(np.isin(ids, batch["ids"]).mean() for ids, batch in pairs)
+        far = statistics.mean(np.count_nonzero(ids % RANKS != RANK) for ids in asked)
+        return 4 * DIM * far / 1e6, again
+
+    def _timed(self, call: Any) -> Any:
+        @functools.wraps(call)
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments)
+            finally:
+                self._exchanged_s += time.perf_counter() - start
+
+        return timed
+
+    def train(self, way: bool) -> tuple[float, float]:
+        """Milliseconds of a step, and of exchanges of ids and rows, whether or not they are beside a step."""
+        import jax
+
+        import autopar
+
+        planned, state = self._steps[way]
+        start = 0.0
+        for k, batch in enumerate(autopar.shard(self._batches, step=planned)):
+            if k == 1:  # nothing of the first one was done ahead
+                start, self._exchanged_s = time.perf_counter(), 0.0
+            state, value = planned(state, batch)
+            float(value)
+        jax.block_until_ready(state)
+        taken = time.perf_counter() - start
+        self._steps[way] = planned, state
+        return taken / STEPS * 1e3, self._exchanged_s / STEPS * 1e3
+
+
+def main(address: str) -> None:
+    """Serves the steps of one rank at an address."""
+    rank = _Rank()
+    serve(address, RANK, {name: getattr(rank, name) for name in ("prepare", "train")})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
