@@ -17,7 +17,7 @@ from benchmarks.network import ENVIRONMENT, hosts
 from benchmarks.ranks import RANK, serve, started
 
 RANKS, ROWS, DIM, EXAMPLES, LENGTH, WIDTH = 2, 200_000, 128, 1024, 16, 256
-STEPS, TURNS = 10, 3
+STEPS, TURNS = 10, 7
 RATES = ("10gbit", "1gbit")
 #: Exponents of Zipf distributed ids; None: any row as likely as any other.
 EXPONENTS = {"uniform": None, "Zipf (1.1)": 1.1}

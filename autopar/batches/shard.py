@@ -98,6 +98,7 @@ def shard(
     clients = None if step is None else _clients_of(step, batch_size, per_process, last, mesh)
     announce = None
     if step is not None and clients is None:
+        devices.processes.values(True, "shard(step=)")  # steps look ahead on all processes or none
         announce = step.announce
         announce(None, None)
     devices, group = (devices, devices.processes) if clients is None else (clients.devices, clients.processes)
