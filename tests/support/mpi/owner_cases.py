@@ -75,6 +75,7 @@ def check_bags_of_whole_tables() -> None:
     sent = {kind: n - before[kind] for kind, n in exchange().sent_bytes.items()}
     own, bag, bags = _owners(state).count(RANK), 4 * 8, EXAMPLES // RANKS
     assert sent["rows"] == (0 if RANKS == 1 else own * (EXAMPLES - bags) * bag), sent
+    assert autopar.verify(planned, state, batch_of(9)).ok
     flags = RANKS - 1  # whether all ids of a message get a gradient
     assert sent["gradients"] == (0 if RANKS == 1 else (len(forms) - own) * bags * bag + flags), sent
 
