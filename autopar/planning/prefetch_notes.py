@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.analysis.prefix import prefix_of
+from autopar.backends.host.ranks import Ranks
 from autopar.ir.optimizations import is_on
 from autopar.ir.program import family_of, known
 from autopar.ir.segments import ExchangeSegment
@@ -26,6 +27,9 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     hosted = {f.family for f in ran.bound.families if f.on_hosts and not f.table.pulled}
     if ran.bound.devices == 1 or not hosted or not compiled.analysed.new_states:
         return []
+    usual, is_here = exchange(by_leaders=is_on(compiled.plan.optimize, "local")), everyone().size == ran.bound.devices
+    if is_here and not Ranks.hides_exchanges(usual):
+        return ["nothing is fetched ahead, as all ranks are on one machine, whose cores compute and exchange"]
     if compiled.plan.reduction_backend != "mpi":
         return ["nothing is fetched ahead, as the devices of all ranks run their programs together"]
     items = known(compiled.program.segments).items
@@ -33,8 +37,7 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     pooled = {family_of(e) for e in exchanges if e.op == "ap.pool"}
     prefix = prefix_of(compiled.program, items, hosted)
     fetched, asked = (set(map(family_of, of)) for of in ((prefix.fetches, prefix.routes) if prefix else ((), ())))
-    usual = exchange(by_leaders=is_on(compiled.plan.optimize, "local"))
-    by_leaders = everyone().size == ran.bound.devices and not usual.knows_lists
+    by_leaders = is_here and not usual.knows_lists
     if by_leaders:
         fetched = set()
     paths: dict[str, list[str]] = {}

@@ -84,6 +84,6 @@ _STAKES: Mapping[str, _Stake] = {
     "local": _local,
     "owner": _owner,
     "border": _border,
-    "prefetch": lambda planned, *_: prefetches(planned),
+    "prefetch": lambda planned, *_: [each for each in prefetches(planned) if not each.startswith("nothing")],
     "once": _once,
 }

@@ -71,7 +71,7 @@ class HostRunner(Runner):
             exchange_.rings_from, bucket_bytes = reductions_here()
         self._ranks = Ranks(exchange_, joint=compiled.plan.reduction_backend != "mpi", devices=bound.rank_devices)
         self._way = in_buckets(bucket_bytes)
-        self._prefetches = is_on(compiled.plan.optimize, "prefetch")
+        self._prefetches = is_on(compiled.plan.optimize, "prefetch") and Ranks.hides_exchanges(exchange_)
         copies = [bound.rank_devices if along is None else 1 for along in bound.placements]
         self._kept = KeptPlacements(self._program, copies)
         self._tables = _hosted(self._program, bound)

@@ -78,6 +78,12 @@ class Ranks:
 
     # --- exchanges ---
 
+    @staticmethod
+    def hides_exchanges(exchange: Exchange) -> bool:
+        """Says whether exchanges take time in which the devices can compute: on wires, or on cores that these leave
+        alone. CPUs of one machine have neither."""
+        return exchange.near.size < exchange.size or jax.local_devices()[0].platform != "cpu"
+
     def ask(self, indices: np.ndarray, shard_rows: int) -> Requested:
         return self._exchanged("asking for rows", self.exchange.ask, indices, shard_rows)
 

@@ -281,3 +281,18 @@ def check_what_is_told() -> None:
     assert "leaves out 'prefetch': with it of params/tables/adagrad rows of the next batch" in text
     _, fetches = run_both(lambda: batches(3), optimize=others)
     assert (fetches.whole, fetches.late) == (3, 0)
+
+
+#: Ranks of one machine exchange ahead as well: these are cases of what is sent, not of what it takes.
+ANYWHERE = mock.patch.object(Ranks, "hides_exchanges", staticmethod(lambda exchange: True))
+for _name in [name for name in globals() if name.startswith("check_")]:
+    globals()[_name] = ANYWHERE(globals()[_name])
+
+
+def check_one_machine_does_nothing_ahead() -> None:
+    """Its cores would compute and exchange at once."""
+    _, fetches = run_both(lambda: batches(3))
+    assert (fetches.whole, fetches.late) == (3, 0)
+    step, state = make()
+    text = " ".join(str(autopar.explain(step, state, next(batches(1)))).split())
+    assert "nothing is fetched ahead, as all ranks are on one machine" in text
