@@ -37,9 +37,8 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
     pooled = {family_of(e) for e in exchanges if e.op == "ap.pool"}
     prefix = prefix_of(compiled.program, items, hosted)
     fetched, asked = (set(map(family_of, of)) for of in ((prefix.fetches, prefix.routes) if prefix else ((), ())))
-    by_leaders = is_here and not usual.knows_lists
-    if by_leaders:
-        fetched = set()
+    if is_here and not usual.knows_lists:
+        return ["nothing is fetched ahead, as node leaders fetch for several ranks"]
     paths: dict[str, list[str]] = {}
     for space in ran.analysed.facts.spaces:
         text = "rows of the next batch are asked for beside a step, and fetched as far as it doesn't write them"
@@ -50,8 +49,8 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
                 "rows that a step doesn't touch move, too" if space.deferred else "what is sent depends on the state"
             )
             reason = "owners add up bags of them" if space.family in pooled else reason
-            reason = "node leaders fetch them for several ranks" if by_leaders else reason
             text = f"rows of the next batch are asked for beside a step, but not fetched, as {reason}"
+            text = text if fetched else f"nothing is fetched ahead, as {reason}"
         if space.family in hosted:
             paths.setdefault(text, []).append(ran.analysed.inputs[space.tables[0]].path)
     return [f"of {', '.join(of)} {text}" for text, of in paths.items()]

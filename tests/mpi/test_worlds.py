@@ -223,7 +223,7 @@ def test_several_machines(devices: int, tmp_path: Path) -> None:
         "check_without_leaders",
         "check_init_of_several_tables",
         "check_growth" if devices == 1 else "check_results",
-        "check_rows_are_asked_for_ahead",
+        "check_nothing_is_asked_for_ahead",
     )
     run_cases({"machine_cases": names}, 4, devices, tmp_path, timeout_s=400)
 

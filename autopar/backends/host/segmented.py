@@ -173,7 +173,10 @@ class SegmentedProgram:
         routes = [k for k, item in enumerate(items) if isinstance(item, ExchangeSegment) and item.op == "ap.route"]
         last_route = max(routes, default=-1)  # from there on the run isn't begun again
         actions = [self._action(item, may_donate=k > last_route) for k, item in enumerate(items)]
-        self._prefix = None if ranks.is_joint or ranks.exchange.size == 1 else prefix_of(program, items, self._layouts)
+        alone = ranks.is_joint or ranks.exchange.size == 1 or not ranks.exchange.knows_lists
+        prefix = None if alone else prefix_of(program, items, self._layouts)
+        #: What runs ahead, if rows do: ids alone aren't worth that the ranks agree on them.
+        self._prefix = prefix if prefix is not None and prefix.fetches else None
         self._ids_ahead, self._owners_ahead = list[_Action](), list[_Action]()
         #: Inputs of the batch that the prefix reads, and tables that rows are pulled of.
         self.ahead_inputs: tuple[int, ...] | None = None
@@ -314,7 +317,7 @@ class SegmentedProgram:
         tables = {e.inputs[0]: step.values[e.inputs[0]] for e in prefix.pulls}
         can_fetch = ahead.fits and step.lagging.isdisjoint(tables.values())
         ahead.is_there = True
-        if not prefix.fetches or not self._ranks.exchange.knows_lists or not self._ranks.least(can_fetch):
+        if not self._ranks.least(can_fetch):
             return
         running.values |= tables
         for equation in prefix.pulls:

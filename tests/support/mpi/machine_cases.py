@@ -80,14 +80,14 @@ def check_without_leaders() -> None:
     assert "optimize= leaves out 'local': with it rows that ranks of a machine want alike cross machines once" in text
 
 
-def check_rows_are_asked_for_ahead() -> None:
-    """By way of node leaders, too, though no rows are fetched then."""
+def check_nothing_is_asked_for_ahead() -> None:
+    """By way of node leaders no rows could be fetched."""
     with mock.patch.object(Ranks, "ask", autospec=True, side_effect=Ranks.ask) as ask:
         _, fetches = ahead_cases.run_both(lambda: ahead_cases.batches(6))
     assert (fetches.whole, fetches.late, ask.call_count) == (6, 0, 6 + 6)
     step, state = ahead_cases.make()
     text = str(autopar.explain(step, state, next(ahead_cases.batches(1))))
-    assert "node leaders fetch them for several ranks" in " ".join(text.split())
+    assert "nothing is fetched ahead, as node leaders fetch for several ranks" in " ".join(text.split())
 
 
 def check_contract() -> None:
