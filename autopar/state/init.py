@@ -299,11 +299,12 @@ class HostMaker(Maker):
         ranks = self.ranks.exchange
         if self.devices is None or self.whole:
             return HostRows.of(leaf, table.axis, table.layout, ranks.rank, table.path)
+        even = RowLayout(table.layout.extent, table.layout.devices, cyclic=False)
         storage, shard = self._empty(table, leaf), np.moveaxis(np.asarray(leaf.addressable_data(0)), table.axis, 0)
 
         def read(numbers: np.ndarray) -> np.ndarray:
             indices, back = np.unique(numbers, return_inverse=True)
-            requested = ranks.ask(indices, table.layout.shard_rows)
+            requested = ranks.ask(indices, even.shard_rows)
             return ranks.fetch(requested, shard[requested.rows])[back]
 
         storage.fill(read)
