@@ -57,6 +57,8 @@ def prefix_of(
                 (ids if item.side == "device" else owners).append(k)
             continue
         for equation in item.equations if item.op in made else ():
+            if item.op == "ap.pull" and equation.inputs[0] not in tables:
+                continue  # an array of the batch with the table's rows
             read = [a for a in equation.inputs if isinstance(a, Var) and (item.op != "ap.pull" or a not in tables)]
             if read and found.issuperset(read):
                 made[item.op].append(equation)

@@ -51,8 +51,10 @@ def _connected() -> Exchange:
 
 @functools.cache
 def _connected_without_leaders() -> Exchange:
-    here = world()
-    return Exchange(here.rank, here.size, here.comm.Dup())
+    here, usual = world(), _connected()
+    found = Exchange(here.rank, here.size, here.comm.Dup())
+    found.near, found.near_ranks = usual.near, usual.near_ranks
+    return found
 
 
 def connect(here: World, machines: Sequence[Hashable] | None = None) -> Exchange:

@@ -45,9 +45,8 @@ def prefetches(planned: PlannedStep) -> Sequence[str]:
         if space.family not in asked:
             text = "nothing is asked for ahead, as ids depend on the state"
         elif space.family not in fetched:
-            reason = (
-                "rows that a step doesn't touch move, too" if space.deferred else "what is sent depends on the state"
-            )
+            reason = "what is sent depends on other values than rows of tables"
+            reason = "rows that a step doesn't touch move, too" if space.deferred else reason
             reason = "owners add up bags of them" if space.family in pooled else reason
             text = f"rows of the next batch are asked for beside a step, but not fetched, as {reason}"
             text = text if fetched else f"nothing is fetched ahead, as {reason}"

@@ -151,10 +151,12 @@ class HostRunner(Runner):
         needs = {f: self._needed[f] for f in self._routes}
         step = RunningStep({}, dict(self._routes), needs, lagging=lagging, is_first=self._is_first)
         self._is_first = False  # on all ranks, whatever comes of it
-        step.looks_ahead = self._prefetches and self.upcoming is not None
+        known = self.upcoming if self._prefetches else None
+        step.looks_ahead = known is not None
+        upcoming = {} if known is None else known.after(leaves)
         self._use_ahead(step, leaves, tables)
         try:
-            results = self._ran(inputs, step)
+            results = self._ran(inputs, step, upcoming)
             results = self._written(results, logs)
             returned = [before[out] if out in before else self._result(out, x) for out, x in enumerate(results)]
             if self._way.options.are_results_whole(self._program):
@@ -173,13 +175,13 @@ class HostRunner(Runner):
         wanted |= {self._updated[k]: table for k, table in new.items()}
         return self._out_tree.unflatten([wanted[k] for k in range(len(wanted))])
 
-    def _ran(self, inputs: Sequence[Leaf], step: RunningStep) -> Sequence[Leaf]:
+    def _ran(self, inputs: Sequence[Leaf], step: RunningStep, upcoming: Mapping[int, Leaf]) -> Sequence[Leaf]:
         """Runs the step and returns its results. It begins in the last step's program, and changes to another where
-        rows don't fit."""
+        rows don't fit. `upcoming`: by number, the next call's arguments as far as they are known."""
         segmented = self._segmented or self._compiled_for(self._buckets.least)
         while True:
             is_known = self._segmented in (None, segmented)  # the caller announces the first compilation
-            following, given = self._following(segmented)
+            following, given = self._following(segmented, upcoming)
             step.following = following
             try:
                 with nullcontext() if is_known else compiling(self._program.name):
@@ -196,9 +198,11 @@ class HostRunner(Runner):
 
     # --- what is done of a step beside the one before it ---
 
-    def _following(self, segmented: SegmentedProgram) -> tuple[Ahead | None, Mapping[int, weakref.ref[Leaf]]]:
+    def _following(
+        self, segmented: SegmentedProgram, upcoming: Mapping[int, Leaf]
+    ) -> tuple[Ahead | None, Mapping[int, weakref.ref[Leaf]]]:
         """Begins with the next step, if its batch is known; returns the leaves of the batch that this is for, too."""
-        numbers, upcoming = segmented.ahead_inputs or (), (self.upcoming if self._prefetches else None) or {}
+        numbers = segmented.ahead_inputs or ()
         given = {k: at for k in numbers if isinstance(at := self._given[k], int) and at in upcoming}
         if not numbers or len(given) < len(numbers):
             return None, {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,6 +32,7 @@ from autopar.passes.analyze_batch import parameters_of
 from autopar.run.arguments import Call, States
 from autopar.run.buffers import is_shared_buffer, with_own_buffers
 from autopar.run.stacked import on_ordinary_tables
+from autopar.run.upcoming import Upcoming
 from autopar.tables.kinds import materialize
 from autopar.ways.way import Way
 
@@ -199,9 +200,9 @@ class Runner(abc.ABC):
     #: How a step is said to be that runs in several programs.
     several_programs: ClassVar[str] = ""
 
-    #: By number of the input, the leaves of the next call's batch, as far as `autopar.shard` has told them; None on all
-    #: ranks if it tells nothing of this step.
-    upcoming: Mapping[int, Leaf] | None = None
+    #: The batches of the next calls, as far as `autopar.shard` has told them; None on all ranks if it tells nothing of
+    #: this step.
+    upcoming: Upcoming | None = None
 
     @abc.abstractmethod
     def __call__(self, leaves: Sequence[Leaf]) -> Pytree:

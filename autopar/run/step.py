@@ -214,8 +214,7 @@ class ParallelStep(PickledByOptions):
                 self._replace(ready.planned, grown)
                 warn(told, CapacityWarning)
                 runner, has_run = grown.runner, False
-        if self.upcoming is not None:
-            runner.upcoming = {} if ready.is_explicit else self.upcoming.after(leaves)
+        runner.upcoming = self.upcoming
         mark(self._calls, self.name)
         self._calls += 1
         try:

@@ -338,6 +338,7 @@ class SegmentedProgram:
             self._ranks.fetch_part(early, first, out)
             ahead.fetched[equation] = out, late
         ahead.versions.update((table, table.version) for table in tables.values())
+        running.values.clear()  # no table is kept alive for a step that may never come
 
     # --- exchanges ---
 

@@ -205,6 +205,7 @@ def stacked(members: Sequence[HostRows], layout: RowLayout, starts: Sequence[int
         part = stack.rows[start : start + len(member.rows)]
         np.copyto(part, member.rows)
         member.rows, member.stack, member.start = part, stack, start
+    stack._has_written()  # no member has a version again that it had before
     return stack
 
 

@@ -3,6 +3,8 @@ is sent."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
@@ -263,6 +265,45 @@ def check_a_loop_that_is_left() -> None:
         assert position is not None and len(losses) == 12
         results.append((losses, jax.tree.map(np.asarray, autopar.materialize(state))))
     assert_same_bits(*results)
+
+
+def check_arrays_of_the_batch_with_a_row_for_each() -> None:
+    """They are another batch's: rows that are multiplied by them are fetched after the update."""
+    results = []
+    for ahead in (False, True):
+        paths = {"batch/scale": None}
+
+        @autopar.parallelize(strategy={"table": HOSTS}, batch_axis=paths)
+        def step(state: Any, batch: Any) -> Any:
+            def loss_of(table: jax.Array) -> jax.Array:
+                rows = jnp.tanh((table * batch["scale"])[batch["ids"]])
+                return ((rows.mean(1).sum(-1) - batch["y"]) ** 2).mean()
+
+            loss, grad = jax.value_and_grad(loss_of)(state["table"])
+            return {"table": state["table"] - 0.1 * grad}, loss
+
+        rng = np.random.default_rng(2)
+        state = {"table": jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)}
+        given = ({**b, "scale": rng.normal(size=(ROWS, WIDTH)).astype(np.float32)} for b in batches(6))
+        losses = []
+        for batch in autopar.shard(given, step=step if ahead else None, batch_axis=paths):
+            state, loss = step(state, batch)
+            losses.append(np.asarray(loss))
+        results.append((losses, np.asarray(state["table"])))
+    assert_same_bits(*results)
+
+
+def check_nothing_is_kept_alive() -> None:
+    """A loop is left, and its state and batches are let go: a step that was begun keeps neither."""
+    step, state = make()
+    given = autopar.shard(batches(6), step=step)
+    for _ in range(3):
+        state, _ = step(state, next(given))
+    table, (_, following) = state["params"]["tables"]["adagrad"], given._waiting[0]
+    kept = [weakref.ref(table.storage), weakref.ref(following["ids"])]
+    del state, given, table, following
+    gc.collect()
+    assert [ref() for ref in kept] == [None, None]
 
 
 def check_what_is_told() -> None:

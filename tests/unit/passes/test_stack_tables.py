@@ -16,6 +16,8 @@ import optax
 import pytest
 
 import autopar
+from autopar.backends.host.storage import HostRows, stacked
+from autopar.ir.layout import RowLayout
 from tests.support import many_tables
 from tests.support.stacked_tables import LOOKUPS, OPTIMIZERS, assert_same, batch, stacks, start, step_of, trained
 
@@ -213,3 +215,13 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 3 * rows * 64 * 4, done.stdout
+
+
+def test_a_moved_shard_never_has_a_version_again() -> None:
+    """Else rows that were fetched before another step wrote to it would be taken for the current ones."""
+    one, two = RowLayout(3, 1, False), RowLayout(6, 1, False)
+    first, second, third = (HostRows.of(np.zeros((3, 2), np.float32), 0, one, 0, str(k)) for k in range(3))
+    before = first.version
+    stacked([first, second], two, [0, 3], "train").commit(np.arange(3), 3, np.ones((3, 2), np.float32))
+    stacked([first, third], two, [0, 3], "finetune")
+    assert first.rows.all() and first.version != before
