@@ -171,6 +171,8 @@ class Manifest:
         for leaf in (*fields["leaves"], *fields["beside"]):
             if leaf["layout"] is not None:
                 leaf["layout"][_CYCLIC] = leaf["layout"].pop("cyclic")
+                if leaf["layout"]["owner"] is None:  # as in files of versions that know no owner
+                    del leaf["layout"]["owner"]
         data = (json.dumps(fields, indent=1) + "\n").encode()
         write_file(version / NAME, data)
         return zlib.crc32(data)

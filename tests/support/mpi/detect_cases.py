@@ -104,7 +104,7 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
     assert "gradients are summed in buckets of 4.0 KiB or more" in explained(planned, params, batches[0])
     theirs, plain = params, jax.jit(step)
     begun, later = [], threading.Event()
-    reduce, wait = exchange().reduce, SegmentedProgram._await_reductions
+    reduce, wait = exchange().reduce, SegmentedProgram._await_thread
 
     def watched(arrays: Any, *options: Any, beside: bool = False) -> Any:
         assert beside == (threading.current_thread() is not threading.main_thread())
@@ -119,14 +119,14 @@ def check_gradients_are_added_up_while_others_are_computed() -> None:
         wait(self, state)
         later.clear()
 
-    exchange().reduce, SegmentedProgram._await_reductions = watched, awaiting
+    exchange().reduce, SegmentedProgram._await_thread = watched, awaiting
     try:
         for batch in batches:
             params, value = planned(params, batch)
             theirs, their_value = plain(theirs, batch)
             np.testing.assert_allclose(value, their_value, rtol=1e-5)
     finally:
-        exchange().reduce, SegmentedProgram._await_reductions = reduce, wait
+        exchange().reduce, SegmentedProgram._await_thread = reduce, wait
     for name in (*names, "emb"):
         np.testing.assert_allclose(np.asarray(params[name]), theirs[name], rtol=1e-5, atol=1e-7)
     size = params["layer 0"].nbytes
