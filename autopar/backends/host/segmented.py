@@ -155,7 +155,7 @@ class SegmentedProgram:
         self.once_per_row = program.once_per_row
         self._inputs = program.block.inputs
         items, self._outputs = returned_by_programs(program)
-        self.segments = tuple(map(str, items))
+        self.segments = list(map(str, items))
         states = {program.block.inputs[k]: program.block.outputs[out] for k, out in program.new_states.items()}
         self._states = {new: old for old, new in states.items()}
         self._reusable = {v: states[v] for k, v in enumerate(program.block.inputs) if k in donated and v in states}
@@ -190,6 +190,7 @@ class SegmentedProgram:
             for k in prefix.ids:
                 actions[k] = _unless_known(actions[k], items[k])
             actions.insert(prefix.start + 1, functools.partial(self._run_ahead, prefix))
+            self.segments.insert(prefix.start + 1, "ask for the next step's rows")
         self._actions = actions
 
     def run(self, inputs: Sequence[Leaf], step: RunningStep) -> list[Leaf]:
