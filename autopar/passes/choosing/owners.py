@@ -24,7 +24,7 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
     """Returns the decisions in which some tables are whole on one rank.
 
     Those are the ones that the strategy names, and of those left to "auto" the ones by which fewer bytes are sent, if
-    the ranks' work can be balanced. Rows that come in a layout keep it, and so do those of an earlier plan.
+    the ranks' work can be balanced. Rows of these that come in a layout keep it, and so do those of an earlier plan.
     """
     spaces = program.facts.spaces
     plans = {k: t for k, (_, (t, *_)) in enumerate(decided) if t.where == "hosts" and not t.pulled and t.sizes}
