@@ -218,3 +218,55 @@ def test_a_rank_may_take_its_time(run_ranks: Run) -> None:
     script = with_fault(fault).replace("step == 5 and", "step in (5, 7) and")
     job = run_ranks(2, script, AUTOPAR_WATCHDOG="2")
     assert job.code == 0 and "autopar:" not in job.output, job.output
+
+
+#: Five steps with a table on hosts. Beside step 3 ids and rows of the next one are exchanged; within PLACE rank 1 does
+#: what is put in place of FAULT.
+AHEAD = """
+import os, threading
+import autopar
+import jax, jax.numpy as jnp, numpy as np
+from autopar.backends.host.ranks import Ranks
+from autopar.launch.progress import PROGRESS
+from autopar.mpi.exchange import Exchange
+
+Ranks.hides_exchanges = staticmethod(lambda exchange: True)  # of one machine as well
+usual = Exchange.PLACE
+
+def at_fault(exchange, *args):
+    is_beside = threading.current_thread() is not threading.main_thread()
+    if is_beside and PROGRESS.last.step == 3 and jax.process_index() == 1:
+        os.write(1, b"fault\\n")
+        FAULT
+    return usual(exchange, *args)
+
+Exchange.PLACE = at_fault
+
+@autopar.parallelize(strategy=("ps", "hosts"))
+def train_step(state, ids):
+    loss, slope = jax.value_and_grad(lambda table: jnp.mean(jnp.tanh(table[ids]) ** 2))(state)
+    return state - 0.1 * slope, loss
+
+state = jnp.ones((60, 4))
+batches = [np.arange(12, dtype=np.int32) + 4 * k for k in range(5)]
+for ids in autopar.shard(batches, step=train_step):
+    state, loss = train_step(state, ids)
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "message", "code"),
+    [
+        ("ask", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(asking for rows\)", 137),
+        ("fetch", "os.kill(os.getpid(), 9)", r"was killed by SIGKILL .*in step 3 \(fetching rows\)", 137),
+        long("fetch", "raise ValueError('no rows')", r"failed, in step 3 \(fetching rows\)(.*\n)*.*no rows", 1),
+    ],
+)
+def test_a_rank_that_is_gone_while_rows_are_fetched_ahead(
+    launch: Run, place: str, fault: str, message: str, code: int
+) -> None:
+    job = launch(["-n", "2"], AHEAD.replace("PLACE", place).replace("FAULT", fault))
+    check_ended(job)
+    assert re.search(rf"rank 1 \(process \d+ on \S+\) {message}", job.output), job.output
+    assert job.code == code, job.output
+    assert len(re.findall(r"autopar: rank", job.output)) == 1, job.output

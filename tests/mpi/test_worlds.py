@@ -80,6 +80,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "bag_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_bags_of_several_machines")},
     "border_cases": {(2, 1): ()},
     "ahead_cases": {(2, 1): (), (3, 1): ("check_bytes", "check_other_numbers_of_rows")},
+    "many_steps_cases": {(2, 1): ("check_some_steps",)},
     "switch_cases": {(2, 1): ()},
     "followed_cases": {(2, 1): ("check_some_are_followed",)},
     "dense_cases": {
@@ -160,6 +161,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
     },
     "bag_cases": {(3, 1): (), (4, 1): ()},
     "ahead_cases": {(2, 2): (), (3, 1): ()},
+    "many_steps_cases": {(2, 1): ("check_many_steps",)},
     "switch_cases": {(1, 1): (), (3, 1): ()},
     "owner_cases": {(3, 1): ()},
     "followed_cases": {world: ("check_all_are_followed",) for world in ((2, 1), (2, 2), (3, 1))},

@@ -3,9 +3,14 @@ is sent."""
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
+import signal
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,9 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from autopar import interrupts
 from autopar.backends.host import ranks
 from autopar.backends.host.ranks import Ranks
 from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.ir.program import known
 from autopar.mpi.ahead import divide
 from autopar.mpi.machines import exchange
 
@@ -265,6 +272,59 @@ def check_a_loop_that_is_left() -> None:
         assert position is not None and len(losses) == 12
         results.append((losses, jax.tree.map(np.asarray, autopar.materialize(state))))
     assert_same_bits(*results)
+
+
+def check_interrupts() -> None:
+    """Ctrl-C on one rank while ids and rows are under way: whoever goes on, or restores what is saved then, gets the
+    bits of a run that nobody interrupts."""
+    source = [{k: x.copy() for k, x in batch.items()} for batch in batches(14)]
+    step, state = make()
+    losses, whole = train(step, state, iter(source), ahead=True)
+    folder = Path(os.environ["XDG_CACHE_HOME"]).parent / "interrupted ahead"
+    #: In turn: ids that are asked for, rows that are fetched, rows that were written, and between two steps.
+    places = ("ask", "fetch_part", "fetch_part", None) * 2
+    step, state = make()
+    given, found = autopar.shard(source, step=step), list[np.ndarray]()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with Fetches() as fetches, mock.patch.object(interrupts, "LATE_S", 0.0):
+        for k, place in enumerate((*places, "")):
+            with contextlib.suppress(KeyboardInterrupt), _interrupted(place, beside=k % 4 < 2, rank=k % RANKS):
+                for batch in given:
+                    state, loss = step(state, batch)
+                    found.append(np.asarray(loss))
+                    if place is None:
+                        _interrupt(k % RANKS)
+            assert len(found) == (k + 1 if place != "" else len(source)), (k, place, len(found))
+            autopar.save(folder, state, position=given.state())
+            if place is None:
+                state, position = autopar.restore(folder, jax.eval_shape(lambda: make()[1]), step=step, batch=source[0])
+                given = autopar.shard(source, step=step)
+                given.restore(known(position))
+    assert_same_bits((found, jax.tree.map(np.asarray, autopar.materialize(state))), (losses, whole))
+    assert (fetches.whole, fetches.late) == (1 + 2, len(source) - 1 + len(source) - 1 - 2)
+
+
+def _interrupt(rank: int) -> None:
+    if rank == RANK:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _interrupted(place: str | None, *, beside: bool, rank: int) -> Iterator[None]:
+    """Interrupts a rank once, in a call of one of `Ranks`' functions; `beside`: in the thread beside a step."""
+    if not place:
+        yield
+        return
+    usual, times = getattr(Ranks, place), [1]
+
+    def call(*args: Any) -> Any:
+        if beside == (threading.current_thread() is not threading.main_thread()) and times:
+            times.pop()
+            _interrupt(rank)
+        return usual(*args)
+
+    with mock.patch.object(Ranks, place, call):
+        yield
 
 
 def check_arrays_of_the_batch_with_a_row_for_each() -> None:
