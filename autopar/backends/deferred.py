@@ -40,6 +40,8 @@ _GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
 _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Replayed steps between two checks whether rows have faded.
 _STRIDE = 16
+#: Steps that a loop replays at a time: elements stay in registers in between, at the price of longer programs.
+_UNROLLED = 4
 #: A stamp that no row has.
 NEVER = np.iinfo(np.int32).max
 
@@ -255,17 +257,22 @@ class Deferred:
 
         every = jax.vmap(one, in_axes=(*(0,) * len(rows), *(None,) * len(values)))
 
-        def step(begin: Array, state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
-            k, changed = state
+        def step(begin: Array, until: Array, k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
             at = [jax.lax.dynamic_index_in_dim(v, k, 0, keepdims=False) for v in values]
             new = every(*changed, *read, *at)
-            moves = begin <= k
-            return k + 1, tuple(
+            moves = (begin <= k) & (k < until)
+            return tuple(
                 jnp.where(beside(moves, old), x.astype(old.dtype), old) for x, old in zip(new, changed, strict=True)
             )
 
         def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
-            return jax.lax.while_loop(lambda state: state[0] < until, functools.partial(step, begin), (k, changed))[1]
+            def some(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+                k, changed = state
+                for ahead in range(_UNROLLED):
+                    changed = step(begin, until, k + ahead, changed)
+                return k + _UNROLLED, changed
+
+            return jax.lax.while_loop(lambda state: state[0] < until, some, (k, changed))[1]
 
         # All rows of a group are computed from its earliest step on; a row moves from its own.
         start = jnp.minimum(jnp.min(begin), now)

@@ -375,8 +375,10 @@ class HostRunner(Runner):
 
     def _whole(self, k: int, along: int | None, leaf: Leaf) -> Leaf:
         ranks = self._ranks
+        if ranks.is_alone and ranks.is_single:
+            return leaf
         leaf = ranks.own(leaf)
-        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        if across.is_global(leaf):
             raise ArgumentsError(
                 f"{self._program.inputs[k].path} is spread over the processes, but every rank needs all of it: give "
                 "it whole to each, jax.device_put with a replicated sharding"

@@ -48,6 +48,7 @@ class Ranks:
       device_view, owner_view: The devices as programs of either side see them.
       mesh: The mesh of the device programs: the rank's own devices, or all ranks'.
       is_joint, is_single: Whether device programs run on several ranks together, or on one device.
+      is_alone: There is no other process.
       host: The device of the owner's programs; None: the default one.
       own_devices: This rank's devices that run device programs.
       buffers: Two sets of buffers, used by steps in turn.
@@ -65,6 +66,7 @@ class Ranks:
             grid = np.array(jax.devices()).reshape(exchange.size, -1)[:, :devices]
         self.mesh = Mesh(grid, ("ranks", "local"), axis_types=(AxisType.Auto,) * 2)
         self.is_single = grid.size == 1
+        self.is_alone = jax.process_count() == 1
         own = None if self.is_joint else exchange.rank
         self.owner_view = RankView(self.mesh, "ranks", exchange.rank, exchange.size)
         several = RankDevice(self.mesh, "ranks", rank=own, ranks=exchange.size)
@@ -211,7 +213,7 @@ class Ranks:
 
     def own(self, value: Leaf) -> Leaf:
         """Converts a result that all devices have to an ordinary array of this process."""
-        if is_global(value) and value.is_fully_replicated:
+        if not self.is_alone and is_global(value) and value.is_fully_replicated:
             return value.addressable_data(0)
         return value
 
