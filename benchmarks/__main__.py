@@ -23,7 +23,7 @@ BENCHMARKS = {
     "pipelines": ("pipelines", "network", "auto", "systems", "bubbles"),
     "spectrain": ("spectrain", "prediction"),
     "replicas": ("replicas", "hybrid", "clients", "stragglers"),
-    "memories": ("memories",),
+    "memories": ("memories", "gpt"),
     "ablation": ("ablation",),
     "soak": ("soak",),
 }

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
 
 import autopar
 from benchmarks.timing import Runner, alternate, median_ms, ratio
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+import ngram_memory
 
 PAGE = Path(__file__).parents[1] / "docs" / "memories.md"
 #: What the page calls each memory's function of (params, ids), and its parameters; the paths of its tables.
@@ -49,3 +56,36 @@ def memories() -> None:
         told = [f"{where} {median_ms(times[where]):.1f} ms" for where in steps]
         fast = [f"{ratio(times['plain'], times[where]):.1f} times" for where in ("device", "hosts")]
         print(f"{name}: {', '.join(told)}; plain takes {' and '.join(fast)} as long", flush=True)
+
+
+def gpt(rows: int = 1_000_000, steps: int = 700) -> None:
+    """What tables of `rows` rows of 8 cost a GPT of the size that nanoGPT has for CPUs, in turns of 20 steps.
+
+    4 layers of 128, 12 texts of 64 words, AdamW; two tables, of which a word reads 4 rows each. Tables of 64 rows show
+    what the layers cost that read them. From step 512 on, rows are also brought up to date between the steps.
+    """
+    corpus = ngram_memory.load_corpus(None, 4096)
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(2e-3, b2=0.95, weight_decay=0.01))
+    rng = np.random.default_rng(0)
+    starts = rng.integers(len(corpus.train) - 64, size=(steps, 12))
+    batches = [ngram_memory.windows(corpus.train, at, 64) for at in starts]
+    hosted = {"params/memory*": ("ps", "hosts")}
+    forms = {"none": (0, "auto"), "64 rows": (64, "auto"), "device": (rows, "auto"), "hosts": (rows, hosted)}
+    runners = {}
+    for name, (count, strategy) in forms.items():
+        model = ngram_memory.GPT(vocab=len(corpus.words), layers=4, dim=128, rows=count, width=8, heads=4)
+
+        def make_state(model: Any = model) -> TrainState:
+            params = jax.jit(model.init)(jax.random.key(0), batches[0]["inputs"])["params"]
+            return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+        step = autopar.parallelize(ngram_memory.train_step, strategy=strategy)
+        runners[name] = Runner(step, autopar.init(make_state, step=step, batch=batches[0]))
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
+    for start in range(0, steps, 20):
+        for name, runner in runners.items():
+            seconds[name] += [runner.seconds(batch) for batch in batches[start : start + 20]]
+    for some in (slice(100, 500), slice(520, steps)):
+        medians = {name: median_ms(of[some]) for name, of in seconds.items()}
+        told = [f"{name} {ms:.1f} ms ({ms / medians['64 rows']:.2f})" for name, ms in medians.items()]
+        print(f"steps {some.start} to {some.stop}, over those of 64 rows: {', '.join(told)}", flush=True)

@@ -35,7 +35,9 @@ from autopar.jax_types import Array, Leaf
 
 #: A group has this many elements of a leaf, or this many rows if that is more. All rows of a group wait for its oldest
 #: one, which speaks for small groups; each group's loop costs something, which speaks for large ones.
-_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 12, 8
+_GROUP_ELEMENTS, _GROUP_ROWS = 1 << 11, 8
+#: Rows with fewer elements are replayed with the rows along the last axis.
+_NARROW = 32
 #: Elements of a leaf that a flush takes at a time; that are taken between steps; and the least of either.
 _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Replayed steps between two checks whether rows have faded.
@@ -255,29 +257,34 @@ class Deferred:
             new = self.update(*alone, *row_and_values[n:])
             return tuple(jnp.squeeze(jnp.asarray(x), axis) for x, axis in zip(new, p.axes, strict=False))
 
-        every = jax.vmap(one, in_axes=(*(0,) * len(rows), *(None,) * len(values)))
+        # Inner loops run along the last axis: that of the rows, if a row is narrow.
+        at = -1 if row_elements(changed, begin.size) < _NARROW else 0
+        every = jax.vmap(one, in_axes=(*(at,) * len(rows), *(None,) * len(values)), out_axes=at)
+        still = [jnp.moveaxis(x, 0, at) for x in read]
 
-        def step(begin: Array, until: Array, k: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
-            at = [jax.lax.dynamic_index_in_dim(v, k, 0, keepdims=False) for v in values]
-            new = every(*changed, *read, *at)
+        def step(begin: Array, until: Array, k: Array, changed: Sequence[Array]) -> Sequence[Array]:
+            recorded = [jax.lax.dynamic_index_in_dim(v, k, 0, keepdims=False) for v in values]
             moves = (begin <= k) & (k < until)
-            return tuple(
-                jnp.where(beside(moves, old), x.astype(old.dtype), old) for x, old in zip(new, changed, strict=True)
-            )
+            return [
+                jnp.where(moves if at else beside(moves, old), x.astype(old.dtype), old)
+                for x, old in zip(every(*changed, *still, *recorded), changed, strict=True)
+            ]
 
-        def steps(begin: Array, k: Array, until: Array, changed: tuple[Array, ...]) -> tuple[Array, ...]:
-            def some(state: tuple[Array, tuple[Array, ...]]) -> tuple[Array, tuple[Array, ...]]:
+        def steps(begin: Array, k: Array, until: Array, changed: Sequence[Array]) -> Sequence[Array]:
+            def some(state: tuple[Array, Sequence[Array]]) -> tuple[Array, Sequence[Array]]:
                 k, changed = state
                 for ahead in range(_UNROLLED):
                     changed = step(begin, until, k + ahead, changed)
                 return k + _UNROLLED, changed
 
-            return jax.lax.while_loop(lambda state: state[0] < until, some, (k, changed))[1]
+            placed = [jnp.moveaxis(x, 0, at) for x in changed]
+            done = jax.lax.while_loop(lambda state: state[0] < until, some, (k, placed))[1]
+            return [jnp.moveaxis(x, at, 0) for x in done]
 
         # All rows of a group are computed from its earliest step on; a row moves from its own.
         start = jnp.minimum(jnp.min(begin), now)
         if suffixes is None:
-            return list(steps(begin, start, now, tuple(changed)))
+            return list(steps(begin, start, now, changed))
         usual = suffixes.ends(changed, jnp.minimum(begin, suffixes.holds.size - 1))
 
         def round_(state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
@@ -291,7 +298,7 @@ class Deferred:
             changed = jax.lax.cond(jnp.any(gone), scaled, lambda changed: changed, changed)
             begin = jnp.where(gone, now, begin)
             until = jnp.minimum(k + _STRIDE, now)
-            return until, begin, steps(begin, k, until, changed)
+            return until, begin, tuple(steps(begin, k, until, changed))
 
         def goes_on(state: tuple[Array, Array, tuple[Array, ...]]) -> Array:
             return (state[0] < now) & jnp.any(state[1] < now)

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from autopar.backends.background import Compilation, beside
+from autopar.backends.deferred import NEVER
 from autopar.backends.emit import deferred_of
 from autopar.backends.host.storage import HostRows, rows_back
 from autopar.backends.segments import Entries, close
@@ -122,8 +123,9 @@ class HostLogPrograms(LogPrograms):
                 some = taken[start : start + count]
                 padded = np.concatenate([some, np.repeat(some[-1:], count - some.size)])  # one program for all
                 rows = [rows_back(leaf.rows[padded], leaf.axis) for leaf in leaves]
+                begin = np.concatenate([stamps.rows[some], np.full(count - some.size, NEVER, np.int32)])
                 with jax.default_device(self._device):
-                    *new, ends = map(np.asarray, program(*rows, stamps.rows[padded], *steps))
+                    *new, ends = map(np.asarray, program(*rows, begin, *steps))
                 has_begun = True
                 for leaf, x in zip(leaves, new, strict=False):
                     leaf.commit(some, some.size, x)
