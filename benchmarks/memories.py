@@ -58,7 +58,7 @@ def memories() -> None:
         print(f"{name}: {', '.join(told)}; plain takes {' and '.join(fast)} as long", flush=True)
 
 
-def gpt(rows: int = 1_000_000, steps: int = 700) -> None:
+def gpt(rows: int = 1_000_000, steps: int = 700, where: tuple[str, ...] = ("device", "hosts")) -> None:
     """What tables of `rows` rows of 8 cost a GPT of the size that nanoGPT has for CPUs, in turns of 20 steps.
 
     4 layers of 128, 12 texts of 64 words, AdamW; two tables, of which a word reads 4 rows each. Tables of 64 rows show
@@ -71,6 +71,7 @@ def gpt(rows: int = 1_000_000, steps: int = 700) -> None:
     batches = [ngram_memory.windows(corpus.train, at, 64) for at in starts]
     hosted = {"params/memory*": ("ps", "hosts")}
     forms = {"none": (0, "auto"), "64 rows": (64, "auto"), "device": (rows, "auto"), "hosts": (rows, hosted)}
+    forms = {name: form for name, form in forms.items() if form[0] < rows or name in where}
     runners = {}
     for name, (count, strategy) in forms.items():
         model = ngram_memory.GPT(vocab=len(corpus.words), layers=4, dim=128, rows=count, width=8, heads=4)
