@@ -254,3 +254,51 @@ CASES = """
 def test_what_fails_on_one_rank_is_an_error_on_all(run_ranks: Run) -> None:
     job = run_ranks(2, CASES, timeout_s=120)
     assert job.code == 0 and all("done" in printed for printed in job.ranks), job.output
+
+
+#: Two steps with whole tables, saved and gone on with, or restored in each way and gone on with.
+WHOLE = """
+import os
+import autopar
+import jax, numpy as np, optax
+from tests.support.mpi.bag_cases import BAGS, RANKS, batch_of, start, step_of
+
+forms, tx = {f"{k}": BAGS["sum"] for k in range(5)}, optax.adamw(0.05)
+step = autopar.parallelize(step_of(forms, tx), strategy={"params/tables/*": ("ps:table", "hosts")})
+make = lambda: start(forms, tx, (8,))
+folder, is_first = os.environ["FOLDER"], RANKS == 4
+
+def trained(state, name):
+    for k in (2, 3):
+        state, _ = step(state, batch_of(k))
+    owners = [table.layout.owner for table in state["params"]["tables"].values()]
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(autopar.materialize(state))]
+    if jax.process_index() == 0:
+        np.savez(f"{folder}-{RANKS}-{name}.npz", *leaves)
+        print("owners", *owners)
+
+if RANKS == 4:
+    state = autopar.init(make, step=step, batch=batch_of(0))
+    for k in (0, 1):
+        state, _ = step(state, batch_of(k))
+    autopar.save(folder, state)
+    trained(state, "by itself")
+else:
+    trained(autopar.restore(folder, jax.eval_shape(make), step=step, batch=batch_of(0)).state, "by the step")
+    trained(autopar.restore(folder, jax.eval_shape(make)).state, "alone")
+"""
+
+
+def test_whole_tables_go_on_with_other_numbers_of_ranks(run_ranks: Run, tmp_path: Path) -> None:
+    """Saved by 4 ranks, and restored by 2 and 3, whose tables have other owners."""
+    folder = tmp_path / "whole"
+    for ranks in (4, 2, 3):
+        job = run_ranks(ranks, WHOLE, FOLDER=str(folder))
+        assert job.code == 0, job.output
+        owners = [line.split()[1:] for line in job.output.splitlines() if line.startswith("owners")]
+        print(ranks, owners)
+        assert {*owners[0]} == {*map(str, range(ranks))}, owners
+        for name in ("by itself",) if ranks == 4 else ("by the step", "alone"):
+            found, expected = (np.load(f"{folder}-{at}.npz") for at in (f"{ranks}-{name}", "4-by itself"))
+            for leaf in expected:
+                np.testing.assert_allclose(found[leaf], expected[leaf], rtol=1e-4, atol=1e-5, err_msg=f"{ranks} {name}")

@@ -8,7 +8,9 @@ that are no larger than a rank's share of all.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from autopar.ir.figures import format_bytes
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import Program, known
 from autopar.ir.rowspace import RowSpace
@@ -25,14 +27,17 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
 
     Those are the ones that the strategy names, and of those left to "auto" the ones by which fewer bytes are sent, if
     the ranks' work can be balanced. Rows of these that come in a layout keep it, and so do those of an earlier plan.
+    Tables of bags that stay spread say why.
     """
     spaces = program.facts.spaces
     plans = {k: t for k, (_, (t, *_)) in enumerate(decided) if t.where == "hosts" and not t.pulled and t.sizes}
     named = {k for k in plans if choices.whole.intersection(spaces[k].tables)}
     fixed = {k: owner for k in plans if (owner := _earlier_owner(program, spaces[k], choices)) is not None}
     share = sum(_nbytes(t) for t in plans.values()) / choices.devices
-    open_ = [k for k in plans if k not in named and _may_move(program, spaces[k], choices)]
-    saved = {k: _saved(program, k, decided, choices) for k in open_ if _nbytes(plans[k]) <= share}
+    free = [k for k in plans if k not in named and k not in fixed]
+    open_ = [k for k in free if _may_move(program, spaces[k], choices)]
+    considered = open_ or free  # a plan that is made once more, with rows in their layouts, says the same of them
+    saved = {k: _saved(program, k, decided, choices) for k in considered if _nbytes(plans[k]) <= share}
     for members in alike.exchanges(program, decided):
         new = [k for k in members if k in saved and not plans[k].pooled]
         if sum(saved[k] for k in new) < alike.LEAST_SAVED:  # bags take messages of their own
@@ -40,11 +45,24 @@ def with_owners(program: Program, decided: Sequence[Decision], choices: Choices)
     saved = {k: saving for k, saving in saved.items() if saving}
     owners = _balanced({k: plans[k] for k in {*named, *saved, *fixed}}, fixed, choices.devices)
     work = [sum(owner_work(plans[k]) for k, owner in owners.items() if owner == r) for r in range(choices.devices)]
-    if max(work) * choices.devices > _MOST_WORK * sum(work):
+    busiest = max(work) * choices.devices / (sum(work) or 1)
+    whys = {
+        k: f"{format_bytes(_nbytes(plans[k]))} are more than its share of all tables, {format_bytes(share)}"
+        for k in considered
+        if plans[k].pooled and _nbytes(plans[k]) > share
+    }
+    if busiest > _MOST_WORK:
+        whys |= dict.fromkeys(
+            saved, f"with such tables the busiest one would have {busiest:.3g} times the average work"
+        )
+    if busiest > _MOST_WORK or not open_:
         owners = _balanced({k: plans[k] for k in {*named, *fixed}}, fixed, choices.devices)
     made = list(decided)
     for k, owner in owners.items():
         made[k] = decide_family(program, spaces[k], choices, pools=plans[k].pooled or k in saved, owner=owner)
+    for k, why in whys.items():
+        bounds, tables = made[k]
+        made[k] = bounds, [replace(t, reason=f"{t.reason}; no rank has it whole: {why}") for t in tables]
     return made
 
 

@@ -100,10 +100,23 @@ def test_bags_have_one_owner_each(tmp_path: Path) -> None:
 
 
 def test_tables_stay_spread_where_one_rank_would_have_all() -> None:
-    """All of the memory, or all of the work."""
-    large = owners_of(autopar.plan(*case(SPREADS, 6, rows=[2000]), cluster=cluster_of(3)))
+    """All of the memory, or all of the work; and this is said."""
+    step = case(SPREADS, 6, rows=[2000])
+    large = owners_of(autopar.plan(*step, cluster=cluster_of(3)))
     assert large["0"] is None and None not in [large[f"{k}"] for k in range(1, 6)]
-    assert {*owners_of(autopar.plan(*case(SPREADS, 2), cluster=cluster_of(3))).values()} == {None}
+    text = " ".join(str(autopar.explain(*step, cluster=cluster_of(3))).split())
+    share = f"{4 * 8 * (2000 + 5 * 200) / 3 / 1024:.1f} KiB"
+    said = "no rank has it whole"
+    assert f"{said}: 62.5 KiB are more than its share of all tables, {share}" in text and text.count(said) == 1
+    few = case(SPREADS, 3, rows=[2000])
+    plan = autopar.plan(*few, cluster=cluster_of(4))
+    assert {*owners_of(plan).values()} == {None}
+    text = " ".join(str(autopar.explain(*few, cluster=cluster_of(4))).split())
+    assert f"{said}: with such tables the busiest one would have 2 times the average work" in text
+    assert text.count(said) == 2 and "are more than its share" in text
+    again = autopar.plan(autopar.parallelize(few[0].fun, plan=plan), *few[1:], cluster=cluster_of(4))
+    assert [t.reason for t in again.tables] == [t.reason for t in plan.tables]
+    assert said not in str(autopar.explain(*case(SPREADS, 6, form="nonlinear"), cluster=cluster_of(3)))
 
 
 def test_tables_are_whole_as_the_strategy_says() -> None:
