@@ -14,10 +14,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar.ir.optimizations import OPTIMIZATIONS
 from benchmarks.lookup import CLIP, EPS, IDS, RATE, bare_step, loss_of, make_state, plain_step, zipf_batches
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 
@@ -29,6 +31,19 @@ def devices() -> None:
     """Runs this module with several CPU devices."""
     for rows in (200_000, 800_000):
         subprocess.run([sys.executable, "-m", "benchmarks.devices", str(rows)], check=True)
+
+
+#: What follows a lookup of rows of 64 floats.
+FOLLOWING: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "[..., :8]": lambda rows: rows[..., :8],
+    "cast to bfloat16": lambda rows: rows.astype(jnp.bfloat16).astype(jnp.float32),
+    "sum of columns": lambda rows: rows.sum(-1, keepdims=True),
+}
+
+
+def border() -> None:
+    """What follows a lookup where the rows are, and where it is written: 200,000 x 64, 2,048 Zipf ids, Adagrad."""
+    subprocess.run([sys.executable, "-m", "benchmarks.devices", "border"], check=True)
 
 
 def _placed(state: Any, mesh: Mesh, rows: int | None) -> Any:
@@ -163,6 +178,34 @@ def against_xla(what: str, step: Any, planned: Runner, rows: int, mesh: Mesh, ba
         del kept[name]
 
 
+def measure_border(rows: int = 200_000, width: int = 64, ids: int = 2_048, rounds: int = 8) -> None:
+    """Both ways in turns, for each form in `FOLLOWING`."""
+    optimizer = optax.adagrad(RATE)
+    draws = [(np.random.default_rng(k).zipf(1.2, ids) % rows).astype(np.int32) for k in range(4)]
+    ways: dict[str, Any] = {"moved": "all", "as written": [name for name in OPTIMIZATIONS if name != "border"]}
+    for name, form in FOLLOWING.items():
+        runners = {}
+        for way, optimize in ways.items():
+            table = jnp.full((rows, width), 0.1)
+            planned: Any = autopar.parallelize(_step_with(form, optimizer), strategy="ps", optimize=optimize)
+            runners[way] = Runner(planned, {"table": table, "slots": optimizer.init(table)})
+        times = alternate(runners, lambda k: draws[k % len(draws)], rounds)
+        shown = ", ".join(f"{way} {median_ms(found):.2f} ms" for way, found in times.items())
+        print(f"{name}: {shown}: {ratio(times['moved'], times['as written']):.2f} of the time", flush=True)
+
+
+def _step_with(form: Callable[[jax.Array], jax.Array], optimizer: optax.GradientTransformation) -> Any:
+    def step(state: Any, ids: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda table: jnp.mean(jnp.tanh(form(table[ids])) ** 2))(state["table"])
+        update, slots = optimizer.update(grad, state["slots"], state["table"])
+        return {"table": state["table"] + update, "slots": slots}, loss
+
+    return step
+
+
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", DEVICES)
-    measure(int(sys.argv[1]))
+    if sys.argv[1] == "border":
+        measure_border()
+    else:
+        measure(int(sys.argv[1]))

@@ -38,6 +38,22 @@ def exchange() -> None:
     _start("exchange", RANKS)
 
 
+def hot(ids: int = 2_048, exponent: float = 1.3, batches: int = 8) -> None:
+    """Bytes of ids, rows and gradients, counted: all rows served by their owners, and the most frequent ones copied to
+    every rank, as many as send least."""
+    for ranks in (2, 4, 8):
+        rng = np.random.default_rng(0)
+        drawn = [np.unique((rng.zipf(exponent, ids) - 1) % ROWS) for _ in range(batches * ranks)]
+        for row in (4, 32, 256):
+            sent: dict[int, float] = {}
+            for copied in (0, *(1 << k for k in range(13))):
+                served = sum(np.sum((own >= copied) & (own % ranks != k % ranks)) for k, own in enumerate(drawn))
+                sent[copied] = served * (2 * row + 4) / len(drawn) + 2 * (ranks - 1) / ranks * copied * row
+            best = min(sent, key=sent.__getitem__)
+            less = f"{1 - sent[best] / sent[0]:.1%} less with {best} rows copied"
+            print(f"{ranks} ranks, rows of {row} B: a rank sends {sent[0]:,.0f} B a step, {less}", flush=True)
+
+
 def _start(what: str, ranks: int, wrapper: Sequence[str] = (), **environment: str) -> None:
     command = [mpiexec(), "-n", str(ranks), *wrapper, sys.executable, "-m", "mpi4py.run", "-m", "benchmarks.exchange"]
     subprocess.run([*command, what], check=True, timeout=900, env={**os.environ, **environment})

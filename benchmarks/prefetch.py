@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.network import ENVIRONMENT, hosts
-from benchmarks.ranks import RANK, serve, started
+from benchmarks.ranks import RANK, Ranks, serve, started
 
 RANKS, ROWS, DIM, EXAMPLES, LENGTH, WIDTH = 2, 200_000, 128, 1024, 16, 256
 STEPS, TURNS = 10, 7
@@ -32,18 +32,29 @@ def prefetch() -> None:
             options["environment"]["XDG_CACHE_HOME"] = folder
             with started("hosts", RANKS, "benchmarks.prefetch", **options) as ranks:
                 for name, exponent in EXPONENTS.items():
-                    size, again = ranks("prepare", exponent=exponent)[0]
-                    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-                    for _ in range(TURNS):
-                        for way, taken in found.items():
-                            taken.append(max(ranks("train", way=way)))
-                    (on, _), (off, exchanged) = (map(statistics.median, zip(*found[way], strict=True)) for way in found)
-                    print(
-                        f"{rate}, {name}: a rank gets {size:.1f} MB a step, {again:.0%} of them written by the step "
-                        f"before; {off:.1f} ms a step, of which {exchanged:.1f} for ids and rows; beside the step "
-                        f"before {on:.1f} ms: {(off - on) / exchanged:.0%} are hidden",
-                        flush=True,
-                    )
+                    _compare(ranks, f"{rate}, {name}", exponent)
+
+
+def one_machine() -> None:
+    """The same by two ranks of one machine, which do nothing ahead unless they are made to."""
+    with started("ranks", RANKS, "benchmarks.prefetch") as ranks:
+        for name, exponent in EXPONENTS.items():
+            _compare(ranks, f"one machine, {name}", exponent)
+
+
+def _compare(ranks: Ranks, name: str, exponent: float | None) -> None:
+    size, again = ranks("prepare", exponent=exponent)[0]
+    found: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for _ in range(TURNS):
+        for way, taken in found.items():
+            taken.append(max(ranks("train", way=way)))
+    (on, _), (off, exchanged) = (map(statistics.median, zip(*found[way], strict=True)) for way in found)
+    print(
+        f"{name}: a rank gets {size:.1f} MB a step, {again:.0%} of them written by the step before; {off:.1f} ms a "
+        f"step, of which {exchanged:.1f} for ids and rows; beside the step before {on:.1f} ms, {on / off:.2f} of the "
+        f"time: {(off - on) / exchanged:.0%} are hidden",
+        flush=True,
+    )
 
 
 class _Rank:
@@ -61,11 +72,12 @@ class _Rank:
         import optax
 
         import autopar
-        from autopar.backends.host.ranks import Ranks
+        from autopar.backends.host import ranks
         from autopar.ir.optimizations import OPTIMIZATIONS
 
-        for name in ("ask", "fetch"):
-            setattr(Ranks, name, self._timed(getattr(Ranks, name)))
+        ranks.Ranks.hides_exchanges = staticmethod(lambda exchange: True)  # on one machine as well
+        for name in () if self._steps else ("ask", "fetch"):
+            setattr(ranks.Ranks, name, self._timed(getattr(ranks.Ranks, name)))
         optimizer = optax.adagrad(0.01)
 
         def loss(params: Any, batch: Any) -> Any:

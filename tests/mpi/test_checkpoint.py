@@ -296,7 +296,6 @@ def test_whole_tables_go_on_with_other_numbers_of_ranks(run_ranks: Run, tmp_path
         job = run_ranks(ranks, WHOLE, FOLDER=str(folder))
         assert job.code == 0, job.output
         owners = [line.split()[1:] for line in job.output.splitlines() if line.startswith("owners")]
-        print(ranks, owners)
         assert {*owners[0]} == {*map(str, range(ranks))}, owners
         for name in ("by itself",) if ranks == 4 else ("by the step", "alone"):
             found, expected = (np.load(f"{folder}-{at}.npz") for at in (f"{ranks}-{name}", "4-by itself"))
