@@ -187,8 +187,10 @@ def _operands() -> list[Case]:
     return [made(order) for order in (1, -1)]
 
 
-@pytest.mark.parametrize("strategy", ["ps", ("ps", "hosts")], ids=["devices", "hosts"])
-@pytest.mark.parametrize("cases", [_rates, _arrays, _scalars, _matrices, _operands])
+@pytest.mark.parametrize(
+    ("cases", "strategy"),
+    diagonal([_rates, _arrays, _scalars, _matrices, _operands], {"devices": "ps", "hosts": ("ps", "hosts")}),
+)
 def test_steps_that_differ_in_what_they_close_over_only(cases: Callable[[], list[Case]], strategy: Any) -> None:
     """An update log of another step isn't gone on with: it says what that one does to rows."""
     made = cases()

@@ -34,7 +34,10 @@ def check_same(mine: Any, plain: Any) -> None:
             assert x is y
 
 
-@pytest.mark.parametrize("tx", [optax.adagrad(0.1), optax.adam(0.1)], ids=["adagrad", "adam"])
+@pytest.mark.parametrize(
+    "tx",
+    [pytest.param(optax.adagrad(0.1), id="adagrad", marks=pytest.mark.long), pytest.param(optax.adam(0.1), id="adam")],
+)
 def test_equinox(tx: Any) -> None:
     eqx = pytest.importorskip("equinox")
 

@@ -11,17 +11,17 @@ import pytest
 
 import autopar
 from tests.support.no_ids import SHAPES, difference
+from tests.support.pairs import diagonal
 
-PLACES = pytest.mark.parametrize("options", [{}, {"strategy": ("ps", "hosts")}], ids=["one device", "hosts"])
+PLACES: dict[str, dict[str, Any]] = {"one device": {}, "hosts": {"strategy": ("ps", "hosts")}}
 
 
-@PLACES
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "options"), diagonal(SHAPES, PLACES))
 def test_no_ids(shape: tuple[int, ...], options: dict[str, Any]) -> None:
     assert difference(shape, **options) < 1e-6
 
 
-@PLACES
+@pytest.mark.parametrize("options", PLACES.values(), ids=PLACES)
 def test_products_of_no_rows_with_some(options: dict[str, Any]) -> None:
     def step(table: jax.Array, batch: dict[str, Any]) -> Any:
         def loss_of(table: jax.Array) -> jax.Array:

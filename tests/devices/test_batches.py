@@ -86,14 +86,21 @@ def test_time_major_batches(method: str, axis: Any) -> None:
         assert {table.sizes.requested for table in planned.plan.tables} == requested
 
 
-@pytest.mark.parametrize("method", ["ps", "allgather", "allreduce_rows"])
+#: The width of a table, the axis that is named, and the one that is found.
+NEGATIVES = {
+    "looked up": (WIDTH, 0, None),
+    "named": (WIDTH, {"batch/negatives": 0}, 0),
+    "multiplied": (2 * WIDTH, 0, 0),
+}
+
+
 @pytest.mark.parametrize(
-    ("width", "axis", "expected"),
-    [(WIDTH, 0, None), (WIDTH, {"batch/negatives": 0}, 0), (2 * WIDTH, 0, 0)],
-    ids=["looked up", "named", "multiplied"],
+    ("method", "negatives"),
+    [*diagonal(["ps"], NEGATIVES), *diagonal(["allgather", "allreduce_rows"], NEGATIVES)],
 )
-def test_negatives_that_all_examples_share(method: str, width: int, axis: Any, expected: int | None) -> None:
+def test_negatives_that_all_examples_share(method: str, negatives: tuple[int, Any, int | None]) -> None:
     """Each device has them all; but if a product takes them alone, each takes its part of it."""
+    width, axis, expected = negatives
 
     def sampled(state: Any, batch: Any) -> Any:
         def loss_fn(p: Any) -> jax.Array:

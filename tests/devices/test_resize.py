@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import autopar
 from tests.support.meshes import mesh_of
+from tests.support.pairs import long
 from tests.support.resized import Training, alike, batch_in, plainly_resized, restore_resized, train_resized
 
 
@@ -20,7 +21,7 @@ from tests.support.resized import Training, alike, batch_in, plainly_resized, re
     ("strategy", "optimizer", "sizes"),
     [
         ("ps", "adamw", (41, 46, 39)),
-        ("ps", "adagrad", (40, 41, 44)),
+        long("ps", "adagrad", (40, 41, 44)),
         ("ps", "momentum", (44, 60, 21)),
         ("allgather", "adagrad", (41, 60, 20)),
     ],

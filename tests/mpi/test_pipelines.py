@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.support.mpi.jobs import Run
+from tests.support.pairs import long
 
 
-@pytest.mark.parametrize("pipeline", ["2, microbatches=4", "2, 'spectrain'"])
+@pytest.mark.parametrize("pipeline", ["2, microbatches=4", long("2, 'spectrain'")])
 def test_a_killed_rank_is_named(launch: Run, pipeline: str) -> None:
     job = launch(
         ["-n", "2"],

@@ -79,14 +79,14 @@ def test_a_server_that_fails_ends_the_job(run_ranks: Run, sync: str, rank: int) 
     assert re.search(rf"rank {rank} .*failed(.*\n)*.*ZeroDivisionError", job.output), job.output
 
 
-@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), long(HYBRID), long(PAIRS), NEIGHBORS])
+@pytest.mark.parametrize("sync", [UNBOUNDED, long(BOUNDED), long(ELASTIC), long(HYBRID), long(PAIRS), long(NEIGHBORS)])
 def test_a_rank_that_is_stopped_is_named(run_ranks: Run, sync: str) -> None:
     job = run_ranks(ranks_of(sync), with_fault("os.kill(os.getpid(), 19)", sync), AUTOPAR_WATCHDOG="3")
     check_ended(job)
     assert re.search(r"rank 1 .*no sign of life for \d+ s .*last seen in step \d", job.ranks[0]), job.output
 
 
-@pytest.mark.parametrize("sync", [BOUNDED, HYBRID, PAIRS])
+@pytest.mark.parametrize("sync", [BOUNDED, HYBRID, long(PAIRS)])
 def test_a_rank_that_others_wait_for_is_named(run_ranks: Run, sync: str) -> None:
     """By the bound, the others wait for pulls; by means, for those of the next step."""
     job = run_ranks(ranks_of(sync), with_fault("time.sleep(60)", sync, steps=40), AUTOPAR_WATCHDOG="3")

@@ -28,7 +28,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_large_results_are_told_of",
             "check_a_copy_of_the_state_is_whole_everywhere",
             "check_tables",
-            "check_stacked_tables",
+            "check_stacked_tables_whose_rows_wait",
             "check_init",
             "check_explain_and_verify",
             "check_rates_are_the_first_ones",
@@ -44,7 +44,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_batches_that_the_devices_do_not_divide",
         ),
     },
-    "evaluation_cases": {(2, 1): (), (2, 2): ("check_rows_that_are_read", "check_arguments_that_stay")},
+    "evaluation_cases": {(2, 1): (), (2, 2): ("check_arguments_that_stay",)},
     "capacity_cases": {(2, 1): ()},
     "host_cases": {
         (2, 1): (
@@ -57,9 +57,8 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_nonfinite",
             "check_growth",
             "check_once_per_row",
-            "check_stacked_tables",
             "check_bytes_of_stacked_tables",
-            "check_many_tables",
+            "check_as_many_tables_as_categories",
             "check_shape_buckets",
             "check_whole_reads",
             "check_what_cannot_be",
@@ -73,7 +72,6 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
             "check_batches_that_devices_do_not_divide",
             "check_ids_of_other_examples",
             "check_models_in_which_examples_meet",
-            "check_stacked_tables",
         ),
         (3, 1): ("check_some_of_the_contract", "check_stacked_tables", "check_bytes_of_stacked_tables"),
     },
@@ -86,7 +84,7 @@ CASES: dict[str, dict[World, tuple[str, ...]]] = {
     "dense_cases": {
         (2, 1): (),
         (2, 2): ("check_beside_a_table",),
-        (3, 1): ("check_optimizers", "check_batches_that_ranks_do_not_divide", "check_the_state", "check_bytes"),
+        (3, 1): ("check_batches_that_ranks_do_not_divide", "check_the_state", "check_bytes"),
     },
     "pipeline_cases": {
         (2, 1): (
@@ -133,7 +131,7 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
         ),
         (3, 1): ("check_methods",),
     },
-    "evaluation_cases": {(2, 2): ("check_page", "check_the_page_of_evaluations_runs")},
+    "evaluation_cases": {(2, 2): ("check_rows_that_are_read", "check_page", "check_the_page_of_evaluations_runs")},
     "capacity_cases": {(2, 2): ("check_growth",), (3, 1): ()},
     "host_cases": {
         (1, 1): (),
@@ -155,10 +153,17 @@ MORE: dict[str, dict[World, tuple[str, ...]]] = {
             "check_shape_buckets",
         ),
         (1, 2): ("check_contract", "check_results"),
-        (2, 2): ("check_contract", "check_once_per_row", "check_init", "check_init_of_several_tables"),
+        (2, 2): (
+            "check_contract",
+            "check_once_per_row",
+            "check_init",
+            "check_init_of_several_tables",
+            "check_stacked_tables",
+        ),
         (3, 2): ("check_contract",),
         (4, 2): ("check_contract",),
     },
+    "dense_cases": {(3, 1): ("check_optimizers",)},
     "bag_cases": {(3, 1): (), (4, 1): ()},
     "ahead_cases": {(2, 2): (), (3, 1): ()},
     "many_steps_cases": {(2, 1): ("check_many_steps",)},

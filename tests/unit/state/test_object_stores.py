@@ -22,6 +22,7 @@ from autopar.state.files import arrays
 from autopar.state.files.locations import ObjectPath, location_of
 from tests.support.checkpoints import batch_of, everything, hosted, make_state, same, saved_value
 from tests.support.object_store import ObjectStore, object_store
+from tests.support.pairs import long
 from tests.unit.state.test_checkpointer import KEY, batches_of, equal, planned, trained, undisturbed
 
 
@@ -190,6 +191,7 @@ def test_a_place_without_a_checkpoint(bucket: Bucket) -> None:
     assert set(bucket.objects) == {f"bucket/run/{name}" for name in ("CURRENT", "version-000001/manifest.json")}
 
 
+@pytest.mark.parametrize("bucket", ["s3", long("gs")], indirect=True)
 def test_a_training_goes_on_and_keeps_the_last_and_the_best(bucket: Bucket) -> None:
     def run(steps: int) -> tuple[Any, autopar.Checkpointer]:
         step = planned()
@@ -222,6 +224,7 @@ def test_a_training_goes_on_and_keeps_the_last_and_the_best(bucket: Bucket) -> N
     assert checkpoints.all_steps() == [3, 8, 10] or checkpoints.all_steps() == [3, 10]
 
 
+@pytest.mark.parametrize("bucket", [long("s3"), "gs"], indirect=True)
 def test_a_killed_process_leaves_whole_checkpoints(bucket: Bucket) -> None:
     script = """
         import sys

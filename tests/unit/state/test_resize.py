@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 
 import autopar
 from autopar.tables.host import HostTable
-from tests.support.pairs import diagonal
+from tests.support.pairs import diagonal, long
 from tests.support.resized import OPTIMIZERS, Training, batch_in, plainly_resized, restore_resized, train_resized
 
 HOSTS = ("ps", "hosts")
@@ -26,7 +26,7 @@ def test_a_training_goes_on_with_the_numbers_of_plain_jax(strategy: Any, optimiz
     train_resized(optimizer, lambda step: autopar.parallelize(step, strategy=strategy), (37, 50, 20))
 
 
-@pytest.mark.parametrize(("strategy", "rows"), [("ps", 50), (HOSTS, 20), (HOSTS, 50)])
+@pytest.mark.parametrize(("strategy", "rows"), [("ps", 50), (HOSTS, 20), long(HOSTS, 50)])
 def test_a_checkpoint_is_restored_into_another_size(strategy: Any, rows: int, tmp_path: Path) -> None:
     restore_resized(tmp_path / "it", lambda step: autopar.parallelize(step, strategy=strategy), 37, rows)
 
