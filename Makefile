@@ -2,7 +2,8 @@
 # versions that autopar supports the newest one found is taken, for it gets the newest JAX.
 #
 #   make demo            the language model (ARGS="--steps 500 --optimizer sgd" passes flags on)
-#   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above)
+#   make demo-mpi        the same over 4 processes, its tables in the memory of the hosts (RANKS=2, ARGS as above,
+#                        or ARGS=--ablation: its optimisations one by one)
 #   make demo-memory     a small GPT with memories of n-grams, and without (ARGS="--memory hosts --compare")
 #   make test            the tests           (ARGS="-k rules" passes flags on; ARGS="--every 3" runs a third of them)
 #   make test-all        the same and those that take long: whole products of cases, many more random programs

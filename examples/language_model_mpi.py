@@ -6,11 +6,14 @@ ranks, and a batch means the global one, of which each rank computes its part. T
 at the end times the step beside AllReduce and AllGather of the same model on the devices of the same processes, with
 the bytes that a process sends in a step.
 
-With `--sync` each rank trains a replica of its own instead, on texts of its own, its tables on its device: "average"
-takes the mean of the weights after every step, "local" after every 30, and "diloco" has an outer optimizer move what
-all have by it. "elastic" pulls weights and a centre towards each other every 30 steps, and by "async" all train one
-state, which servers in the ranks keep, without waiting for each other. "hybrid" takes means beside the steps, and
-"dpsgd" and "adpsgd" of two neighbours in a ring at a time, at once or whenever that suits.
+With `--ablation` it times the step with its optimisations switched on one after the other instead, as table 4 of the
+Parallax paper does.
+
+With `--sync` each rank trains a replica of its own, on texts of its own, its tables on its device: "average" takes the
+mean of the weights after every step, "local" after every 30, and "diloco" has an outer optimizer move what all have by
+it. "elastic" pulls weights and a centre towards each other every 30 steps, and by "async" all train one state, which
+servers in the ranks keep, without waiting for each other. "hybrid" takes means beside the steps, and "dpsgd" and
+"adpsgd" of two neighbours in a ring at a time, at once or whenever that suits.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ BATCH_AXIS = {"batch/negatives": None, "**": 0}
 COUNTED_STEPS = 10  # whose bytes are averaged
 TURNS = 3  # of each form, in the comparison at the end
 
+#: Of `optimize=`, each switched on beside those before it. ("prefetch" needs `autopar.shard`, and several machines.)
+SWITCHES = ("hybrid", "local", "owner", "border", "once")
 
 EVERY = 30  # steps from one mean to the next
 SYNCS = {
@@ -50,8 +55,8 @@ SYNCS = {
 }
 
 
-def on_hosts() -> autopar.ParallelStep:
-    return autopar.parallelize(train_step, strategy=("ps", "hosts"), batch_axis=BATCH_AXIS)
+def on_hosts(optimize: Any = "all") -> autopar.ParallelStep:
+    return autopar.parallelize(train_step, strategy=("ps", "hosts"), batch_axis=BATCH_AXIS, optimize=optimize)
 
 
 def sent_in_a_step(step: Any, state: Any, data: Iterator[Batch]) -> tuple[Any, dict[str, float]]:
@@ -82,6 +87,24 @@ def forms(make_state: Callable[[], Any], sent: Mapping[str, float], example: Bat
     return {"AllReduce": on_devices("allreduce"), "AllGather": on_devices("allgather"), "tables on hosts": hosted}
 
 
+def ablation(make_state: Callable[[], Any], data: Iterator[Batch], words: int) -> str:
+    """A table of the step with optimisations switched on one after the other; the first row has none."""
+    levels = {}
+    for count, name in enumerate(("none", *(f"+ {name}" for name in SWITCHES))):
+        step = on_hosts(SWITCHES[:count])
+        state, _ = step(make_state(), next(data))
+        _, sent = sent_in_a_step(step, state, data)
+        levels[name] = Form(step, make_state, round(sum(sent.values())))
+    found = compare(levels, data, TURNS)
+    lines = [f"{'optimize=':10} {'words/s':>9} {'ms':>8} {'MiB sent':>9} {'over none':>10}"]
+    for name, seconds in found.seconds.items():
+        times, nbytes = found.seconds["none"] / seconds, found.sent[name] or 0
+        lines.append(f"{name:10} {words / seconds:9.0f} {1e3 * seconds:8.1f} {nbytes / 2**20:9.3f} {times:10.2f}")
+    return "\n".join(
+        [*lines, f"medians of {found.steps} steps in turn; metrics differ by {found.difference:.1e} at most"]
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Trains a language model with its tables in the memory of the hosts.")
     parser.add_argument("--steps", type=positive, default=200, help="train steps (default %(default)s)")
@@ -94,6 +117,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dim", type=positive, default=128, help="width of the tables (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the parameters and the batches (default %(default)s)")
     parser.add_argument("--sync", choices=SYNCS, help="train a replica on each rank (docs/replicas.md)")
+    parser.add_argument("--ablation", action="store_true", help="time each optimisation (docs/optimisations.md)")
     return parser
 
 
@@ -117,6 +141,8 @@ def main() -> None:
     rank, ranks = jax.process_index(), jax.process_count()
     if args.batch % jax.device_count():
         parser.error(f"{jax.device_count()} devices can't share a batch of {args.batch} texts equally: change --batch")
+    if args.ablation and args.sync:
+        parser.error("--ablation switches what tables on hosts have: leave out --sync")
     screen = Screen(shown=rank == 0)
 
     screen.print(f"{ranks} processes; each reads the corpus ...")
@@ -126,6 +152,10 @@ def main() -> None:
         return
     task = read_task(parser, args, screen)
     make_state, training_data = task.make_state, task.data(args.seed)
+    if args.ablation:
+        screen.print(f"optimisations of tables on hosts, {ranks} processes, {args.batch * args.length} words a step:")
+        screen.print(ablation(make_state, training_data, args.batch * args.length))
+        return
     step = on_hosts()
     example = next(training_data)
     state = autopar.init(make_state, step=step, batch=example)  # no process has a whole table
