@@ -98,6 +98,16 @@ class Bags:
         return value
 
 
+def most_uses(bags: Sequence[Bags]) -> int:
+    """Returns in how many bags a looked-up id is at most."""
+    counts: dict[Atom, np.ndarray] = {}
+    for one in bags:
+        shape = one.index.shape[:-1]
+        places = one.moved(np.arange(math.prod(shape)).reshape(shape)).ravel()
+        counts[one.index] = counts.get(one.index, 0) + np.bincount(places, minlength=math.prod(shape))
+    return int(max(found.max() for found in counts.values()))
+
+
 @dataclass(frozen=True, slots=True)
 class BagPair:
     """Bags of a lookup, and those whose cotangents are its gradient; None: it has none."""

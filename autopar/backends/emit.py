@@ -113,7 +113,8 @@ class _Emitter:
             return method(self, equation, operands)
         if equation.op.startswith(PREFIX):
             run = getattr(self._backend(equation), plain_name(equation.op))
-            return [run({**equation.params, "primitive": equation.primitive}, *operands)]
+            results = run({**equation.params, "primitive": equation.primitive}, *operands)
+            return results if isinstance(results, tuple) else [results]
         params = equation.original if equation.original is not None else equation.params
         return jax_compat.bind(equation.primitive, operands, params)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from autopar.backends import bags
 from autopar.backends.devices import OwnPart, reduce_over
 from autopar.backends.indices import (
     along,
@@ -30,6 +31,7 @@ from autopar.backends.indices import (
 )
 from autopar.backends.protocol import Others, RowBackend, reduce_routed, reduce_some
 from autopar.ir.layout import RowLayout
+from autopar.ir.operations import split
 from autopar.jax_types import Array, Params
 
 
@@ -89,6 +91,9 @@ class ShardedRows(RowBackend):
         owner = jnp.minimum(requested // shard_rows, count - 1)
         position = jnp.arange(requested_rows, dtype=jnp.int32) - starts[owner]
         own_load = jnp.max(jnp.where(requested < end, position + 1, 0))
+        if "bag_ids" in params:
+            looked_up = self._storage_indices(jnp.concatenate(ids)) // shard_rows
+            own_load = jnp.maximum(own_load, bags.load_of_ids(looked_up, count, params["bag_ids"], capacity))
         fits = (requested < end) & (position < jnp.where(own_load > capacity, capacity - 1, capacity))
         slot = jnp.where(fits, owner * capacity + position, count * capacity)
         request = jnp.full((count * capacity,), -1 - own_load).at[slot].set(requested, mode="drop")
@@ -135,6 +140,17 @@ class ShardedRows(RowBackend):
         more = [(0, int(d == axis)) for d in range(base.ndim)]
         wider = scatter_rows(params, jnp.pad(base, more), local, updates)
         return jax.lax.slice_in_dim(wider, 0, base.shape[axis], axis=axis)
+
+    def ask_bags(self, params: Params, route: Route, *operands: Array) -> tuple[Array, ...]:
+        stored = self._storage_indices(bags.bag_ids(params, (route, *operands)))
+        return bags.ask(params, (route, *operands), stored, route.rows, self._shard_rows, self._devices.axis)
+
+    def pool(self, params: Params, rows: Array, route: Route, *told: Array) -> tuple[Array, ...]:
+        return bags.add_up(params["sets"], rows, told, self._devices.axis)
+
+    def push_pool(self, params: Params, route: Route, *operands: Array) -> Array:
+        named, rows = split("ap.push_pool", params, (route, *operands)), route.rows.shape[0]
+        return bags.to_rows(params["sets"], named["cotangents"], named["bags"], rows, self._devices.axis)
 
     def _owned(self, rows: Array) -> Array:
         return jnp.where(rows < self._shard_rows, rows + self._first(), self._layout.stored)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.rates import FREE, NO_HOST_TIME, NO_TIME, Curve, HostRates, Rates
@@ -24,7 +24,7 @@ ID_BYTES = 4
 #: 2 cores, 4 devices, with AdamW: 30 ns a number, which is read and written in 0.4 ns.
 REPLAY, REPLAY_WALKS = "bring rows up to date", 64
 #: Terms that send ids alone, which families of the same ids may share.
-ID_TERMS = ("send ids", "gather ids")
+ID_TERMS = ("send ids", "gather ids", "send bags")
 #: Methods by which a family on devices may be trained.
 METHODS = ("allreduce", *ROW_METHODS)
 #: No other exchanges, by method.
@@ -137,22 +137,38 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
     def routed(name: str, size: int) -> Term:
         return sends(name, own.all_to_all, "all-to-all", sent * size, method="ps")
 
+    def by_rows() -> Iterator[Term]:
+        yield Term("look up at owners", own.gather(sent, row))
+        yield routed("send rows", row)
+        yield Term("pick rows", own.gather(s.requested, row))
+        yield Term("pack gradients", own.scatter(s.requested, gradient))
+        # Devices that all have the whole batch also have its gradients.
+        yield routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0)
+        yield Term("add gradients at owners", own.scatter(sent, gradient))
+
+    def by_bags() -> Iterator[Term]:
+        sums, moved = s.devices * s.bags, own.gather(s.bag_ids, row) + own.scatter(s.bag_ids, row)
+        yield sends("send bags", own.all_to_all, "all-to-all", s.bag_bytes, method="ps")
+        if s.bag_weight:
+            yield sends("send weights", own.all_to_all, "all-to-all", s.bag_ids * s.bag_weight, method="ps")
+        yield Term("add up bags at owners", own.route(s.bag_ids) + moved)
+        yield sends("send sums", own.all_to_all, "all-to-all", sums * row, method="ps")
+        yield sends("send cotangents", own.all_gather, "all-gather", sums * gradient, method="ps")
+        yield Term("add gradients at owners", own.gather(s.bag_ids, gradient) + own.scatter(s.bag_ids, gradient))
+
+    # Where owners add up bags by "ps", looking up rows is part of the other methods alone.
+    looked_up = _lookups(rates, s) if s.bags else ()
     terms: dict[str, tuple[Term, ...]] = {
         "ps": (
             Term("route ids", own.route(s.ids)),
             routed("send ids", ID_BYTES),
             Term("route ids at owners", own.route(sent)),
             *_replay(own, s, s.owned),
-            Term("look up at owners", own.gather(sent, row)),
-            routed("send rows", row),
-            Term("pick rows", own.gather(s.requested, row)),
-            Term("pack gradients", own.scatter(s.requested, gradient)),
-            # Devices that all have the whole batch also have its gradients.
-            routed("send gradients", gradient) if s.spread else Term("send gradients", 0.0),
-            Term("add gradients at owners", own.scatter(sent, gradient)),
+            *(by_bags() if s.bags else by_rows()),
             *_update(own, s, s.owned),
         ),
         "allgather": (
+            *looked_up,
             Term("route ids", rates.route(s.ids)),
             gathered("gather ids", "allgather", s.requested, ID_BYTES),
             Term("route all ids", rates.route(all_requested)),
@@ -162,6 +178,7 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
             *_update(rates, s, s.routed),
         ),
         "allreduce_rows": (
+            *looked_up,
             gathered("gather ids", "allreduce_rows", s.ids, ID_BYTES),
             Term("route all ids", rates.route(s.devices * s.ids)),
             *_replay(rates, s, s.routed),
@@ -170,6 +187,7 @@ def step_terms(rates: Rates, sizes: Sizes, others: Mapping[str, int] = NO_OTHERS
             *_update(rates, s, s.routed),
         ),
         "allreduce": (
+            *looked_up,
             Term("zero the gradient", rates.walk(s.extent * reduced_row)),
             reduced("reduce the gradient", s.extent * reduced_row),
             Term("update all rows", rates.update_s(2 * s.extent * (gradient + s.family_bytes))),
@@ -300,8 +318,10 @@ def _table_terms(
 
 def lookup_terms(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
     """Lists the work that all methods share: a device reads its ids' rows, and adds up their gradients."""
-    if sizes.bags:
-        return ()
+    return () if sizes.bags else _lookups(rates, sizes)
+
+
+def _lookups(rates: Rates, sizes: Sizes) -> tuple[Term, ...]:
     return (
         Term("look up rows", rates.gather(sizes.ids, sizes.row_bytes)),
         Term("add up own gradients", rates.scatter(sizes.ids, sizes.sent_gradient)),

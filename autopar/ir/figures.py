@@ -160,9 +160,11 @@ class Sizes:
     replayed: int = 0  #: Bytes of a table's row that a step brings up to date where it reads it, or 0.
     #: Number of tables, this one among them, that "ps" exchanges and updates as one (`passes.stack_tables`).
     together: int = 1
-    bags: int = 0  #: On hosts, bags of a rank that owners add up; 0: rows travel.
-    bag_ids: int = 0  #: Ids of a rank in these; an id counts for each bag that it is in.
-    bag_bytes: int = 0  #: Bytes that tell owners of their rows in bags, and of weights.
+    bags: int = 0  #: Bags of a device, or rank, that owners add up; 0: rows travel.
+    #: Ids of a rank in these; an id counts for each bag that it is in. On devices, those that messages have room for.
+    bag_ids: int = 0
+    bag_bytes: int = 0  #: Bytes that tell owners of their rows in bags; on hosts, and of weights.
+    bag_weight: int = 0  #: On devices, bytes of the weight of an id in a bag.
     #: On hosts, the share of rows that crosses machines where what ranks of a machine want alike does so once.
     crossing: float = 1.0
     #: On hosts, sums of gradients go by way of the first rank (`optimize=` without "owner").
@@ -183,11 +185,12 @@ class Sizes:
         capacity = min(requested, shard_rows, self.capacity or requested)
         owned = min(shard_rows, self.devices * capacity) + 1
         checks = capacity < min(requested, shard_rows)
-        return replace(self, requested=requested, capacity=capacity, owned=owned, checks=checks)
+        by_rows = self.by_rows()
+        return replace(by_rows, requested=requested, capacity=capacity, owned=owned, checks=checks)
 
     def by_rows(self) -> Sizes:
-        """Returns the sizes of a table on hosts whose rows travel, in place of bags."""
-        return replace(self, bags=0, bag_ids=0, bag_bytes=0)
+        """Returns the sizes of a table whose rows travel, in place of bags."""
+        return replace(self, bags=0, bag_ids=0, bag_bytes=0, bag_weight=0)
 
 
 # --- figures for people ---

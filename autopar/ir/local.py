@@ -112,7 +112,7 @@ class OncePerRow:
 
 @dataclass(frozen=True, slots=True)
 class BagSet:
-    """Bags of a rank, each with as many ids, of which owners add up rows.
+    """Bags of a rank or device, each with as many ids, of which owners add up rows.
 
     Their operands are int[bags, ids], which are the ids; bool[bags, ids], which of them count, if `is_masked`; and
     numbers [bags, ids] by which rows are multiplied, if `is_weighted`.

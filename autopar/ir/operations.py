@@ -163,6 +163,7 @@ _SPECS: Mapping[str, Mapping[str, Mapping[str, int | Count]]] = {
         "reduce_others": {"part": 1, "route": 1, "needed": 1, "read": _length("read_axes"), "frontier": REST},
     },
     "pool_bags": {
+        "ask_bags": {"route": 1, "kept": _kept, "bags": REST},
         "pool": {"rows": 1, "route": 1, "bags": REST},
         "push_pool": {"route": 1, "cotangents": _length("sets"), "kept": _kept, "bags": REST},
     },

@@ -77,7 +77,7 @@ class TablePlan:
     @property
     def pooled(self) -> bool:
         """Owners add up its rows by bags, in place of sending them."""
-        return self.sizes is not None and self.sizes.bags > 0
+        return self.lifted and self.taken in ("ps", HOSTED) and self.sizes is not None and self.sizes.bags > 0
 
     @property
     def seconds(self) -> Mapping[str, float]:

@@ -18,9 +18,11 @@ class Bounds:
     requested: int | None = None
     capacity: int | None = None  #: With "ps", the most rows that one device asks another one for.
     layout: RowLayout | None = None  #: The distribution of the rows over devices, if they are sharded.
-    tight: bool = False  #: `capacity` was measured; a batch that exceeds it is run by the fallback.
+    tight: bool = False  #: `capacity` (`bag_ids`, too) was measured; a batch that exceeds it is run by the fallback.
     #: In the example, the most rows that a device asks one owner for over the average, if measured.
     imbalance: float | None = None
+    #: On devices whose owners add up bags, the most ids (duplicates included) that one device looks up of another one.
+    bag_ids: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,13 +141,17 @@ def _with_stacks(program: Program, decided: Sequence[Decision], choices: Choices
     kinds = {space.family: space.deferred for space in spaces if not space.refusal}
     groups = alike_tables(program, kinds)[0] if len(kinds) >= FEWEST else {}
     for group in groups.values():
-        members, count, again = [numbers[member.space.family] for member in group], 0, dict[int, Decision]()
-        while FEWEST <= len(members) != count:  # with fewer, others may leave as well
-            count = len(members)
-            again = {k: decide_family(program, spaces[k], choices, together=count) for k in members}
-            members = [k for k, (_, (table, *_)) in again.items() if table.lifted and table.method == "ps"]
-        for k in members if len(members) >= FEWEST else ():
-            made[k] = again[k]
+        every = [numbers[member.space.family] for member in group]
+        pooled = {k: decide_family(program, spaces[k], choices, together=len(every))[1][0].pooled for k in every}
+        for pools in set(pooled.values()):  # those whose bags owners add up have a stack of their own
+            members, count, again = [k for k in every if pooled[k] == pools], 0, dict[int, Decision]()
+            while FEWEST <= len(members) != count:  # with fewer, others may leave as well
+                count = len(members)
+                again = {k: decide_family(program, spaces[k], choices, together=count, pools=pools) for k in members}
+                plans = {k: table for k, (_, (table, *_)) in again.items()}
+                members = [k for k, t in plans.items() if t.lifted and t.method == "ps" and t.pooled == pools]
+            for k in members if len(members) >= FEWEST else ():
+                made[k] = again[k]
     return made
 
 

@@ -215,7 +215,9 @@ class _Lift:
         flat = [self.scope.get(v) for v in ids.results]
         planned = self.scope.lifting.families[family]
         batched = ids.batched if any(ids.batched) else None
-        params = {"extent": space.extent, "rows": type_.rows, "requested": planned.bounds.requested, "batched": batched}
+        bounds = planned.bounds
+        params = {"extent": space.extent, "rows": type_.rows, "requested": bounds.requested, "batched": batched}
+        params |= {"bag_ids": bounds.bag_ids} if bounds.tight and bounds.bag_ids else {}
         self.scope.routes[family] = self.scope.emit("ap.route", flat, type_, params)
         if planned.table.log_steps:
             self.logs[family] = StepUpdateLog.begin(self.scope, family, self._kept(space))

@@ -4,9 +4,10 @@
     zeros.at[ids].add(w * dy[b])         ->  push_pool(dy, ids, w)
 
 An owner sends a partial sum of each bag in place of the rows, and gets the bag's cotangent in place of their gradients.
-`choose` has decided for which tables that sends fewer bytes (`Sizes.bags`). It is done in a rank's own program, with
-tables on hosts. What it finds is what `choose` found (`analysis.bags`), unless examples were cut apart in a way that it
-doesn't follow: then rows travel, and the plan says why.
+`choose` has decided for which tables that sends fewer bytes (`Sizes.bags`). It is done in the program of one rank, with
+tables on hosts, or of one device, where owners learn of the bags in an equation of its own (`ask_bags`). What it finds
+is what `choose` found (`analysis.bags`), unless examples were cut apart in a way that it doesn't follow: then rows
+travel, and the plan says why.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import jax.numpy as jnp
+import numpy as np
 
-from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags
+from autopar.analysis.bags import BagFinder, BagPair, Bags, Factor, find_bags, most_uses
 from autopar.cost.exchange import sent_bytes
 from autopar.ir.local import BagSet
 from autopar.ir.plan import TablePlan
@@ -37,10 +39,10 @@ def pool_bags(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPla
     """Returns the program of one device with bags added up by owners; `program`: localized by `bound`."""
     block, pooled = program.block, 0
     for planned in bound.families:
-        if not (planned.on_hosts and planned.table.pooled):
+        if not planned.table.pooled or not (planned.on_hosts or planned.bounds.bag_ids):
             continue
         try:
-            block = _Pooling(block, planned.family).run()
+            block = _Pooling(block, planned, 0 if planned.on_hosts else bound.devices).run()
             pooled += 1
         except _Apart as error:
             bound = _by_rows(bound, planned, str(error))
@@ -53,7 +55,7 @@ def _by_rows(bound: ProgramPlan, planned: FamilyPlan, reason: str) -> ProgramPla
     def changed(table: TablePlan) -> TablePlan:
         sizes = known(table.sizes).by_rows()
         reason_ = f"{table.reason}; but its rows travel: {reason}"
-        return replace(table, sizes=sizes, sent=sent_bytes(sizes, "hosts"), reason=reason_)
+        return replace(table, sizes=sizes, sent=sent_bytes(sizes, table.where), reason=reason_)
 
     others = {path for f in bound.families if f is not planned for path in (f.table.path, *f.table.slots)}
     tables = (changed(t) if t.pooled and t.path not in others else t for t in bound.plan.tables)
@@ -65,18 +67,19 @@ class _Pooling:
     """Rewrites one family's lookups and pushes."""
 
     block: Block
-    family: int
+    planned: FamilyPlan
+    devices: int  #: N, whose messages have a fixed size; 0: ranks, with tables on hosts.
     lookups: Mapping[Atom, Equation] = field(default_factory=dict)  #: By index vectors.
     pushes: Mapping[Atom, Equation] = field(default_factory=dict)
     ids: Mapping[tuple[Atom, Atom], Ids] = field(default_factory=dict)  #: Of lookups of whole rows.
     sets: list[BagSet] = field(default_factory=list)
-    operands: list[Atom] = field(default_factory=list)  #: Of all sets.
+    operands: list[Atom] = field(default_factory=list)  #: Of all sets; on devices, what an owner was told.
     written: list[Equation] = field(default_factory=list)
     made: dict[Hashable, Atom] = field(default_factory=dict)  #: Key -> a value of ids that is computed once.
 
     def run(self) -> Block:
         """Returns the rewritten block. Raises _Apart if it can't be."""
-        own = [e for e in self.block.equations if family_of(e) == self.family]
+        own = [e for e in self.block.equations if family_of(e) == self.planned.family]
         lookups, fetches, delivered = ([e for e in own if e.op == f"ap.{op}"] for op in ("lookup", "fetch", "deliver"))
         self.ids = all_ids(self.block)
         if len(fetches) != 1 or len(delivered) > 1 or fetches[0].params["axis"]:
@@ -126,7 +129,7 @@ class _Pooling:
 
     def _with_sums(self, fetch: Equation, pairs: Sequence[BagPair]) -> list[Equation]:
         """Returns the block's equations with sums in place of the fetch."""
-        outputs, added = list[Var](), list[Equation]()
+        outputs, added, kept = list[Var](), list[Equation](), list[Atom]()
         rows, route = fetch.inputs
         row = rows.shape[1:]
         for pair in pairs:
@@ -141,12 +144,16 @@ class _Pooling:
             is_kept = push is not None and any(factor.key not in left_out for factor in self._kept(push))
             self.sets.append(BagSet(sums.shape, mask is not None, weights is not None, is_kept))
             self.operands += [a for a in (index, mask, weights) if a is not None]
+            if self.devices and is_kept:
+                kept.append(known(self._mask(like, known(push), self._kept(known(push)))))
             assert isinstance(sums.value, Var), "an equation makes the sums"
             extra = self._extra(like, sums, selects) if mask is not None else None
             out = sums.value if extra is None else Var(ArrayType((*sums.shape, *row), rows.dtype))
             outputs.append(out)
             if extra is not None:
                 added += expand(_add, like, (out, extra), sums.value, again=True)
+        if self.devices:
+            self._ask(fetch, pairs, kept)
         operands, params = (rows, route, *self.operands), {"axis": 0, "sets": tuple(self.sets)}
         pool = Equation("ap.pool", operands, tuple(outputs), params, origin=fetch.origin)
         position, ends = self.block.equations.index(fetch), {pair.sums.value for pair in pairs}
@@ -156,6 +163,20 @@ class _Pooling:
         if ordered is None:
             raise _Apart("weights depend on sums of the same table")
         return ordered
+
+    def _ask(self, fetch: Equation, pairs: Sequence[BagPair], kept: Sequence[Atom]) -> None:
+        """Writes what tells owners of the bags, which also says which ids get a gradient."""
+        (rows, route), sums = fetch.inputs, [pair.sums for pair in pairs]
+        placed = sum(one.count * one.length for one in sums)
+        slots = min(most_uses(sums) * known(self.planned.bounds.bag_ids), placed)
+        types = [ArrayType((self.devices * slots,), np.dtype(np.int32))] * 3
+        types += [ArrayType((self.devices * slots,), rows.dtype)] * any(one.is_weighted for one in self.sets)
+        outputs, params = tuple(map(Var, types)), {"axis": 0, "sets": tuple(self.sets), "slots": slots}
+        self.written.append(
+            Equation("ap.ask_bags", (route, *kept, *self.operands), outputs, params, origin=fetch.origin)
+        )
+        self.operands = [*outputs]
+        self.sets = [replace(one, is_kept=False) for one in self.sets]
 
     def _in_range(self, access: Equation) -> tuple[Factor, ...]:
         """Returns what selects ids that are a row's; nothing where others mean the nearest row."""

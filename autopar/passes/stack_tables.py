@@ -26,6 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.analysis.bags import is_plain_access
+from autopar.cost.exchange import sent_bytes
+from autopar.ir.figures import Sizes
+from autopar.ir.plan import TablePlan
 from autopar.ir.program import Atom, Block, Equation, Input, Output, Program, Var, known
 from autopar.ir.program_plan import FamilyPlan, ProgramPlan
 from autopar.ir.rowspace import RowFacts
@@ -60,12 +63,23 @@ def stack_tables(program: Program, plan: ProgramPlan, analyze: Callable[[Program
 
 
 def _noting_stacks(program: Program, plan: ProgramPlan, stacks: Sequence[_Stack]) -> ProgramPlan:
-    """Returns the plan, whose sizes say with how many tables each is exchanged."""
-    counts = {program.inputs[k].path: len(s.members) for s in stacks for m in s.members for k in m.space.tables}
-    tables = plan.plan.tables
-    sizes = (t.sizes and replace(t.sizes, together=counts.get(t.path, 1)) for t in tables)
-    noted = (replace(table, sizes=each) for table, each in zip(tables, sizes, strict=True))
-    return plan.noting(tables=tuple(noted))
+    """Returns the plan, whose sizes say with how many tables each is exchanged. If bags of one have weights, those of
+    all have."""
+    noted = {table.path: table.sizes and replace(table.sizes, together=1) for table in plan.plan.tables}
+    for stack in stacks:
+        paths = [program.inputs[k].path for m in stack.members for k in m.space.tables]
+        weight = max((sizes.bag_weight for path in paths if (sizes := noted[path])), default=0)
+        for path in paths:
+            if sizes := noted[path]:
+                noted[path] = replace(sizes, together=len(stack.members), bag_weight=weight)
+    tables = (
+        replace(t, sizes=sizes, sent=_sent(t, sizes)) for t, sizes in zip(plan.plan.tables, noted.values(), strict=True)
+    )
+    return plan.noting(tables=tuple(tables))
+
+
+def _sent(table: TablePlan, sizes: Sizes | None) -> Mapping[str, int]:
+    return table.sent if sizes is None else sent_bytes(sizes, table.where)
 
 
 def tables_apart(program: Program, plan: ProgramPlan, *, has_stacks: bool) -> Mapping[str, Sequence[int]]:

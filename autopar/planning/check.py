@@ -347,11 +347,11 @@ def _possible(plan: Plan, op: str) -> set[int]:
     for table in plan.families:
         lifted = predict_method(table, table.method) if table.lifted else None
         terms = [] if lifted is None else [t for t in lifted.terms if t.collective == op]
-        ids = sum(t.sent for t in terms if t.name in ID_TERMS)
-        rest = sum(t.sent for t in terms) - ids
+        rest = sum(t.sent for t in terms if t.name not in ID_TERMS)
         totals = {total + rest for total in totals}
-        if ids and (s := table.sizes) is not None:
-            groups[table.method, s.extent, s.ids, s.requested, s.capacity].append(ids)
+        for term in terms:
+            if term.name in ID_TERMS and (s := table.sizes) is not None:
+                groups[table.method, term.name, s.extent, s.ids, s.requested, s.capacity, term.sent].append(term.sent)
     for (first, *_), count in ((ids, len(ids)) for ids in groups.values()):
         totals = {total + times * first for total in totals for times in range(1, count + 1)}
     return totals

@@ -21,6 +21,7 @@ from autopar.ir.stacked import StackedProgram
 from autopar.passes.localize import localize
 from autopar.passes.localizing.tensor import localize_tensor
 from autopar.passes.place import place
+from autopar.passes.pool_bags import pool_bags
 from autopar.passes.stack_tables import read_stacks, stack_tables
 from autopar.run.asked import Asked
 from autopar.run.devices import DevicesRunner
@@ -54,6 +55,8 @@ class OnDevices(Way):
             made.append(("split_update", rewriting(in_microbatches)))
         if bound.devices * self.options.tensor > 1:
             made.append(("localize", rewriting(partial(_checked, localize))))
+        if any(family.bounds.bag_ids for family in bound.families):
+            made.append(("pool_bags", pool_bags))
         if bound.tensors:
             made.append(("localize_tensor", rewriting(partial(_checked, localize_tensor))))
         return tuple(made)

@@ -54,8 +54,10 @@ def _with_capacity(bounds: Bounds, capacity: int, *, tight: bool) -> Bounds:
     return replace(bounds, rows=layout.devices * owned, capacity=capacity, tight=tight)
 
 
-def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int) -> list[np.ndarray]:
-    """Returns the distinct rows that each device asks for in an example batch.
+def device_ids(
+    flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int, extent: int, *, distinct: bool = True
+) -> list[np.ndarray]:
+    """Returns the distinct rows that each device asks for in an example batch, or all that it looks up.
 
     Args:
       flat: Flat ids, `extent` for no row.
@@ -66,12 +68,14 @@ def device_ids(flat: Sequence[np.ndarray], batched: Sequence[bool], devices: int
     ids_of_devices = []
     for k in range(devices):
         parts = [np.split(ids, devices)[k] if b else ids for ids, b in zip(flat, batched, strict=True)]
-        unique = np.unique(np.concatenate(parts)) if parts else np.zeros((0,), np.int32)
-        ids_of_devices.append(unique[unique < extent])
+        looked_up = np.concatenate(parts) if parts else np.zeros((0,), np.int32)
+        looked_up = np.unique(looked_up) if distinct else looked_up
+        ids_of_devices.append(looked_up[looked_up < extent])
     return ids_of_devices
 
 
-def _longest_message(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
+def longest_message(requested: Sequence[np.ndarray], layout: RowLayout) -> int:
+    """Returns the most rows that a device asks one owner for."""
     loads = [
         np.bincount(layout.storage_index(rows) // layout.shard_rows, minlength=1).max()
         for rows in requested
@@ -93,15 +97,15 @@ def owner_loads(requested: Sequence[np.ndarray], layout: RowLayout) -> np.ndarra
 def imbalance(requested: Sequence[np.ndarray], layout: RowLayout) -> float:
     """Returns rows in the longest message over those in the average one; 1 if there are none."""
     average = sum(rows.size for rows in requested) / layout.devices**2
-    return _longest_message(requested, layout) / average if average else 1.0
+    return longest_message(requested, layout) / average if average else 1.0
 
 
 def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
     """Returns the bounds with cyclic rows, if the owners' loads would be too unequal otherwise."""
     layout = bounds_layout(bounds)
     cyclic = replace(layout, cyclic=True)
-    if layout.cyclic or _longest_message(requested, layout) <= _IMBALANCE * max(
-        _longest_message(requested, cyclic), _STEP
+    if layout.cyclic or longest_message(requested, layout) <= _IMBALANCE * max(
+        longest_message(requested, cyclic), _STEP
     ):
         return bounds
     return replace(bounds, layout=cyclic)
@@ -109,7 +113,7 @@ def with_layout(bounds: Bounds, requested: Sequence[np.ndarray]) -> Bounds:
 
 def tightened(bounds: Bounds, requested: Sequence[np.ndarray], headroom: float) -> Bounds:
     """Returns the bounds with the example's load and some headroom as the capacity, if that saves anything."""
-    return limited(bounds, headroom * _longest_message(requested, bounds_layout(bounds)))
+    return limited(bounds, headroom * longest_message(requested, bounds_layout(bounds)))
 
 
 def with_safe_capacity(bounds: Bounds) -> Bounds:
@@ -122,8 +126,13 @@ def limited(bounds: Bounds, rows: float) -> Bounds:
     """Returns the bounds with `rows` as the capacity, rounded up, if that is less than the safe one."""
     safe = bounds.capacity
     assert safe is not None, "only sharded rows have a capacity"
-    capacity = -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
+    capacity = rounded(rows)
     return _with_capacity(bounds, capacity, tight=True) if capacity < safe else bounds
+
+
+def rounded(rows: float) -> int:
+    """Rounds up to a capacity."""
+    return -(-int(np.ceil(max(1.0, rows))) // _STEP) * _STEP
 
 
 def joined(members: Sequence[Bounds], space: RowSpace, ids: RowIds, devices: int) -> Bounds:
@@ -131,5 +140,6 @@ def joined(members: Sequence[Bounds], space: RowSpace, ids: RowIds, devices: int
     if members[0].layout is None:
         return device_bounds(space, ids, "ps", devices)
     layout = RowLayout(space.extent, devices, cyclic=True)
-    bounds = Bounds(0, sum(b.requested or 0 for b in members), 0, layout)
+    bag_ids = None if members[0].bag_ids is None else sum(b.bag_ids or 0 for b in members)
+    bounds = Bounds(0, sum(b.requested or 0 for b in members), 0, layout, bag_ids=bag_ids)
     return _with_capacity(bounds, sum(b.capacity or 0 for b in members), tight=any(b.tight for b in members))

@@ -13,10 +13,19 @@ import numpy as np
 
 from autopar import jax_compat
 from autopar.analysis.after_sums import after_the_sum
-from autopar.analysis.bags import BagFinder, BagPair, find_bags, is_plain_access
+from autopar.analysis.bags import BagFinder, BagPair, Bags, find_bags, is_plain_access, most_uses
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
-from autopar.cost.exchange import NO_OTHERS, REPLAY, sent_bytes, step_seconds, step_terms, table_3
+from autopar.cost.exchange import (
+    ID_BYTES,
+    NO_OTHERS,
+    REPLAY,
+    lookup_terms,
+    sent_bytes,
+    step_seconds,
+    step_terms,
+    table_3,
+)
 from autopar.cost.model import DEFERRED_MARGIN, deferred_s, lifting_pays, lifting_pays_on_accelerators, log_steps
 from autopar.cost.rates import Measurements
 from autopar.errors import StrategyError
@@ -24,7 +33,7 @@ from autopar.ir.figures import HEADROOM, Sizes, Term, format_bytes
 from autopar.ir.layout import RowLayout
 from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
-from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var
+from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var, known
 from autopar.ir.program_plan import Bounds
 from autopar.ir.rowspace import Access, Refusal, RowIds, RowSpace, host_refusal
 from autopar.ir.slicing import hoist
@@ -36,7 +45,9 @@ from autopar.passes.choosing.capacity import (
     host_bounds,
     imbalance,
     limited,
+    longest_message,
     owner_loads,
+    rounded,
     tightened,
     with_layout,
     with_safe_capacity,
@@ -44,6 +55,9 @@ from autopar.passes.choosing.capacity import (
 
 #: Most rows of a table; one more number must be free for "no row".
 _MOST_ROWS = np.iinfo(np.int32).max
+#: Owners add up bags on devices if rows take this many times the bytes, and this many bytes more of all tables that are
+#: exchanged as one: each exchange takes another message.
+_BAGS_PAY = 2, 1 << 16
 #: Bounds (without limits, as planned), None if the family stays dense; and the plans of its tables.
 Decision = tuple[tuple[Bounds, Bounds] | None, list[TablePlan]]
 
@@ -102,7 +116,7 @@ def decide_family(
       together: Number of tables on devices, its own among them, that "ps" exchanges as one.
       others: Method -> number of other exchanges by it, whose messages this one shares.
       joins: "auto" may put it beside tables on hosts, where that sends fewer bytes.
-      pools: On hosts owners may add up its bags, where that sends fewer bytes.
+      pools: Owners may add up its bags, where that sends fewer bytes.
       owner: On hosts, the rank that is to have all rows; None: they are spread.
 
     Raises:
@@ -166,6 +180,8 @@ def decide_family(
     if stored is not None:  # a Table that is only read
         return (safe, tight), lifted(tight, "ps")
     sizes = replace(_sizes(program, space, ids, tight, choices), together=together)
+    bags = _owned_bags(program, space, ids, choices) if pools else ()
+    safe, tight, sizes, by_bags = _with_device_bags(space, ids, bags, (safe, tight), sizes, choices)
     costs: dict[str, Any] = {"sent": sent_bytes(sizes), "sizes": sizes}
     why = sharded
     if method == "auto":
@@ -181,6 +197,8 @@ def decide_family(
             return dense(f"{shown}: {(why if method == 'allreduce' else '') or slower}", "strategy='ps'", **costs)
     if method != "ps":
         safe = tight = device_bounds(space, ids, method, choices.devices)
+        by_bags = ""
+    why = "; ".join(filter(None, [why, by_bags]))
     return (safe, tight), lifted(tight, method, why=why, **costs)
 
 
@@ -408,15 +426,7 @@ def _host_sizes(program: Program, space: RowSpace, ids: RowIds, bounds: Bounds, 
 
 def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, choices: Choices) -> tuple[Sizes, str]:
     """Has owners add up the family's rows by bags, if that sends fewer bytes; also returns a reason."""
-    earlier = choices.told(space)
-    one_device = choices.options.rank_devices == 1 and choices.options.microbatches == 1
-    if space.is_pulled or space.depends_on or not one_device or (earlier is not None and not earlier.pooled):
-        return sizes, ""
-    bags = [pair.sums for pair in _bag_pairs(space, ids, choices)]
-    for one in bags:
-        axis = program.batch.get(one.value) if isinstance(one.value, Var) else None
-        if axis is None or axis >= len(one.shape) or one.shape[axis] % choices.devices:
-            return sizes, ""  # a bag of several ranks' examples
+    earlier, bags = choices.told(space), _owned_bags(program, space, ids, choices)
     if not bags:
         return sizes, ""
     n, count = choices.devices, sum(one.count for one in bags) // choices.devices
@@ -431,6 +441,68 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
         return sizes, ""
     saved = f"a rank sends {format_bytes(after)} in place of {format_bytes(before)}"
     return pooled, f"the owners of the rows add up each rank's {count} bags: {saved}"
+
+
+def _owned_bags(program: Program, space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[Bags]:
+    """Returns the bags that owners may add up; none if rows are needed one by one, or a bag has several devices'
+    examples."""
+    earlier, options = choices.told(space), choices.options
+    by_one = not choices.hosts or options.rank_devices == 1  # a rank's bags are those of one device
+    is_whole = by_one and options.microbatches == 1 and options.tensor == 1
+    if space.is_pulled or space.depends_on or not is_whole or (earlier is not None and not earlier.pooled):
+        return ()
+    bags = [pair.sums for pair in _bag_pairs(space, ids, choices)]
+    for one in bags:
+        axis = program.batch.get(one.value) if isinstance(one.value, Var) else None
+        if axis is None or axis >= len(one.shape) or one.shape[axis] % choices.devices:
+            return ()
+    return bags
+
+
+def _with_device_bags(
+    space: RowSpace, ids: RowIds, bags: Sequence[Bags], bounds: tuple[Bounds, Bounds], sizes: Sizes, choices: Choices
+) -> tuple[Bounds, Bounds, Sizes, str]:
+    """Has devices add up bags of the rows that they own, if that pays; also returns a reason.
+
+    `bounds`: without limits, and as planned. A fallback has rows travel.
+    """
+    (safe, tight), earlier = bounds, choices.told(space)
+    if not bags or choices.hosts:
+        return safe, tight, sizes, ""
+    n, most, uses = choices.devices, ids.count_on(choices.devices), most_uses(bags)
+    count, placed = (sum(one.count for one in bags) // n, sum(one.count * one.length for one in bags) // n)
+    if tight.tight and earlier is not None and earlier.ids == ids.count:
+        most = min(most, rounded(known(earlier.sizes).bag_ids / (n * uses) * choices.options.headroom / HEADROOM))
+    elif tight.tight:
+        flat = choices.measured.ids[space.family]
+        loads = device_ids(flat, ids.batched, n, space.extent, distinct=False)
+        most = min(most, rounded(choices.options.headroom * longest_message(loads, bounds_layout(tight))))
+    slots = min(uses * most, placed)
+    weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
+    nbytes = n * ID_BYTES * (slots + count)
+    pooled = replace(sizes, bags=count, bag_ids=n * slots, bag_bytes=nbytes, bag_weight=weight)
+    before, after = (sent_bytes(each)["ps"] for each in (sizes, pooled))
+    if earlier is None and not _bags_pay(sizes, pooled, choices):
+        return safe, tight, sizes, ""
+    bounded = replace(tight, bag_ids=most)
+    saved = f"a device sends {format_bytes(after)} in place of {format_bytes(before)}"
+    why = f"the owners of the rows add up each device's {count} bags: {saved}"
+    return safe if tight.tight else bounded, bounded, pooled, why
+
+
+def _bags_pay(sizes: Sizes, pooled: Sizes, choices: Choices) -> bool:
+    """Returns whether owners are to add up bags on devices: by bytes, and by the predicted time if rates are known."""
+    (times, least), (before, after) = _BAGS_PAY, (sent_bytes(each)["ps"] for each in (sizes, pooled))
+    if (before - times * after) * sizes.together < least:
+        return False
+    rates = choices.measured.rates
+    if rates is None:
+        return True
+    taken, instead = (
+        step_seconds(rates, each)["ps"] + sum(term.seconds for term in lookup_terms(rates, each))
+        for each in (sizes, pooled)
+    )
+    return instead < taken
 
 
 def _bag_pairs(space: RowSpace, ids: RowIds, choices: Choices) -> Sequence[BagPair]:
