@@ -101,6 +101,26 @@ def test_more_ids_of_one_owner_than_measured() -> None:
     assert pooled(step.plan) == {"sum"}
 
 
+def test_more_ids_than_measured_in_a_stack_with_a_table_without_limits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first table's few rows bound what it is asked for; the fallback, in which the others' rows travel, has those
+    of all travel."""
+    monkeypatch.setattr(families, "_BAGS_PAY", (0, 0))
+    forms, tx = {name: BAGS[name] for name in ("sum", "where", "weights", "masked mean")}, optax.sgd(0.1)
+    step, plain = planned(forms, tx), jax.jit(step_of(forms, tx))
+    mine = start(forms, tx, (8,))
+    mine["params"]["tables"]["masked mean"] = mine["params"]["tables"]["masked mean"][:8]
+    sizes = [known(table.sizes) for table in step.planned_for(mine, batch_of(0)).compiled.plan.tables]
+    assert [(s.bags > 0, s.together, s.checks) for s in sizes] == [(True, 4, k > 0) for k in range(4)]
+    theirs, one_row = mine, {**batch_of(1), "ids": np.full_like(batch_of(1)["ids"], ROWS - 1)}
+    with pytest.warns(autopar.CapacityWarning, match="with the same result; capacities grow"):
+        for batch in (batch_of(0), one_row, batch_of(2)):
+            mine, theirs = step(mine, batch)[0], plain(theirs, batch)[0]
+            assert_same(mine, theirs)
+    assert pooled(step.plan) == set(forms) and stacks(step) == [4]
+
+
 def test_a_plan_is_followed() -> None:
     forms, tx = {"sum": BAGS["sum"]}, optax.sgd(0.1)
     state = start(forms, tx, (8,))

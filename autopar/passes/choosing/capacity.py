@@ -140,6 +140,7 @@ def joined(members: Sequence[Bounds], space: RowSpace, ids: RowIds, devices: int
     if members[0].layout is None:
         return device_bounds(space, ids, "ps", devices)
     layout = RowLayout(space.extent, devices, cyclic=True)
-    bag_ids = None if members[0].bag_ids is None else sum(b.bag_ids or 0 for b in members)
+    each = [b.bag_ids for b in members if b.bag_ids is not None]
+    bag_ids = sum(each) if len(each) == len(members) else None  # without limits, rows of some travel
     bounds = Bounds(0, sum(b.requested or 0 for b in members), 0, layout, bag_ids=bag_ids)
     return _with_capacity(bounds, sum(b.capacity or 0 for b in members), tight=any(b.tight for b in members))
