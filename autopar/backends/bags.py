@@ -56,7 +56,7 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
     own, count, slots = _own_ids(params, operands), jax.lax.axis_size(axis), params["slots"]
     owner = jnp.where(own.is_there, stored // shard_rows, count)
     is_of = (owner == jnp.arange(count, dtype=jnp.int32)[:, None]).astype(jnp.int32)
-    position = jnp.sum(is_of * jnp.cumsum(is_of, 1), 0) - 1
+    position = jnp.sum(is_of * jnp.cumsum(is_of, 1), 0, dtype=jnp.int32) - 1
     slot = jnp.where(own.is_there & (position < slots), owner * slots + position, count * slots)
 
     def to_slots(values: Array) -> Array:
@@ -67,7 +67,7 @@ def ask(params: Params, operands: Sequence[Array], stored: Array, rows: Array, s
     sizes = (math.prod(one.shape) * n for one, n in zip(params["sets"], own.lengths, strict=True))
     starts = [*accumulate(sizes, initial=0)]
     counts = [
-        is_of[:, start:end].reshape(count, -1, n).sum(2)
+        is_of[:, start:end].reshape(count, -1, n).sum(2, dtype=jnp.int32)
         for start, end, n in zip(starts, starts[1:], own.lengths, strict=False)
     ]
     told = jnp.concatenate([to_slots(jnp.where(own.is_kept, number, ~number)), *counts], 1)

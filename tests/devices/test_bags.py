@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
+from autopar import jax_compat
 from autopar.backends import bags
 from autopar.ir.local import BagSet
 from autopar.ir.program import known
@@ -86,6 +87,12 @@ def test_stacked_tables_with_rows_that_wait() -> None:
     step = compare(forms, optax.adamw(0.05, eps=1e-3), (8,))
     assert pooled(step.plan) == set(forms)
     assert stacks(step) == [4] and step.plan.defers
+
+
+@WITH_FALLBACKS
+def test_ids_take_as_many_bytes_beside_float64() -> None:
+    with jax_compat.enable_x64():
+        compare({"weights": BAGS["weights"]}, optax.sgd(0.1), (8,), steps=1)
 
 
 def test_more_ids_of_one_owner_than_measured() -> None:
