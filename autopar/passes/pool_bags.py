@@ -97,6 +97,9 @@ class _Pooling:
         )
         if pairs is None:
             raise _Apart("bags aren't found in a rank's own program")
+        found = sum(pair.sums.count for pair in pairs)
+        if self.devices and found >= known(self.planned.bounds.capacity):
+            raise _Apart(f"a device's own program has {found} bags, no fewer than the rows that it asks an owner for")
         self.lookups, self.pushes = _by_index(lookups), _by_index(pushes)
         if any(push.params["clip"] and not self.lookups[ids].params["clip"] for ids, push in self.pushes.items()):
             raise _Apart("ids out of range look up nothing, and get a gradient")

@@ -90,6 +90,14 @@ def test_stacked_tables_with_rows_that_wait() -> None:
 
 
 @WITH_FALLBACKS
+def test_rows_of_a_stack_travel_where_its_bags_are_not_found() -> None:
+    """Parts of bags, whose gradients a stack selects: the bags found are of single rows, each a message to all."""
+    step = compare(dict.fromkeys("abcd", BAGS["halves"]), optax.sgd(0.1), (8,))
+    assert stacks(step) == [4] and not pooled(step.plan)
+    assert all("but its rows travel: a device's own program has 120 bags" in t.reason for t in step.plan.tables)
+
+
+@WITH_FALLBACKS
 def test_ids_take_as_many_bytes_beside_float64() -> None:
     with jax_compat.enable_x64():
         compare({"weights": BAGS["weights"]}, optax.sgd(0.1), (8,), steps=1)
