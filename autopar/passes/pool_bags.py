@@ -171,7 +171,10 @@ class _Pooling:
         """Writes what tells owners of the bags, which also says which ids get a gradient."""
         (rows, route), sums = fetch.inputs, [pair.sums for pair in pairs]
         placed = sum(one.count * one.length for one in sums)
-        slots = min(most_uses(sums) * known(self.planned.bounds.bag_ids), placed)
+        bounds = self.planned.bounds
+        slots = min(most_uses(sums) * known(bounds.bag_ids), placed)
+        if slots < placed and not bounds.tight:  # no program follows that has more
+            raise _Apart("messages haven't room for all of their ids")
         types = [ArrayType((self.devices * slots,), np.dtype(np.int32))] * 3
         types += [ArrayType((self.devices * slots,), rows.dtype)] * any(one.is_weighted for one in self.sets)
         outputs, params = tuple(map(Var, types)), {"axis": 0, "sets": tuple(self.sets), "slots": slots}
