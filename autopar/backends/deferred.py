@@ -43,7 +43,7 @@ _FLUSH_ELEMENTS, _SOME_ELEMENTS, _LEAST_ELEMENTS = 1 << 19, 1 << 15, 1 << 13
 #: Replayed steps between two checks whether rows have faded.
 _STRIDE = 16
 #: Steps that a loop replays at a time: elements stay in registers in between, at the price of longer programs.
-_UNROLLED = 4
+_UNROLLED = 2
 #: A stamp that no row has.
 NEVER = np.iinfo(np.int32).max
 
