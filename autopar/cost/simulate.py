@@ -12,10 +12,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
-from autopar.cost.exchange import HOSTED, DenseLoad, Term, cheapest_together, count_exchanges, step_parts, with_bounds
+from autopar.cost.exchange import (
+    HOSTED,
+    DenseLoad,
+    Term,
+    cheapest_together,
+    count_exchanges,
+    sent_bytes,
+    step_parts,
+    with_bounds,
+)
 from autopar.cost.rates import bound_rates, planned_host_rates, planned_rates
 from autopar.ir.cluster import STATE_SHARE, ClusterSpec
 from autopar.ir.figures import HEADROOM, Sizes
+from autopar.ir.strategy import Where
 
 #: The backward pass has two of three products.
 BACKWARD = 2 / 3
@@ -26,19 +36,9 @@ class TableLoad:
     """The load that a device puts on one table, for any number of devices."""
 
     path: str
-    extent: int  #: V, rows of the table.
-    #: Bytes of a looked-up row, without and with slots.
-    row_bytes: int
-    family_bytes: int
-    ids: int  #: Ids that a device looks up in a step, duplicates included.
+    sizes: Sizes  #: On some number of devices.
     rows: Callable[[int], float]  #: n -> expected distinct rows that n devices look up together in a step.
     hosted: bool = False  #: Its rows are in host memory, unless another method is asked for.
-    #: As in `Sizes`.
-    together: int = 1
-    gradient_bytes: int | None = None
-    reduced: tuple[int, ...] = ()
-    constant: bool = False
-    by_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ def simulate_step(
     host_budget, host_state = STATE_SHARE * cluster.host_bytes, 0.0
     for table in work.tables:
         method = asked[table.path]
-        size = table.extent * table.family_bytes
+        size = table.sizes.extent * table.sizes.family_bytes
         if method == "auto" and table.hosted:
             method = HOSTED
         elif method == "auto":
@@ -160,24 +160,21 @@ def crossovers(times: Sequence[StepTime]) -> list[str]:
 
 def sizes_at(table: TableLoad, devices: int) -> Sizes:
     """Returns the sizes of a table in a step of N devices, with the static shapes of the compiled step."""
-    requested = min(table.extent, table.ids)
-    shard_rows = -(-table.extent // devices)
+    own = table.sizes.by_rows() if table.hosted else table.sizes
+    requested, shard_rows = min(own.extent, own.ids), -(-own.extent // devices)
     capacity = min(requested, shard_rows, math.ceil(HEADROOM * busiest(table.rows(1), devices)))
-    return Sizes(
+    slots = own.bag_ids / own.devices * busiest(own.ids, devices) / max(1, busiest(own.ids, own.devices))
+    sizes = replace(
+        own,
         devices=devices,
-        extent=table.extent,
-        row_bytes=table.row_bytes,
-        family_bytes=table.family_bytes,
-        gradient_bytes=table.gradient_bytes,
-        reduced=table.reduced,
-        ids=table.ids,
         requested=requested,
-        routed=min(table.extent, devices * table.ids) + 1,
+        routed=min(own.extent, devices * own.ids) + 1,
         capacity=capacity,
         owned=min(shard_rows, devices * capacity) + 1,
         checks=True,
-        together=table.together,
+        bag_ids=devices * math.ceil(slots),
     )
+    return _with_fewer_bytes(sizes, "devices", "ps")
 
 
 def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
@@ -185,10 +182,18 @@ def host_sizes_at(table: TableLoad, devices: int) -> Sizes:
 
     Messages have a device's distinct rows, and the busiest of N owners of cyclic rows has a Poisson load.
     """
-    rows = math.ceil(min(table.rows(1), table.extent))
+    rows = math.ceil(min(table.rows(1), table.sizes.extent))
     busy = rows + expected_maximum(devices) * math.sqrt(rows) if devices > 1 else rows
-    found = replace(sizes_at(table, devices), requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
-    return replace(found, constant=table.constant, by_first=table.by_first)
+    own = table.sizes if table.hosted else table.sizes.by_rows()
+    sizes = replace(own, devices=devices, requested=rows, owned=math.ceil(busy), capacity=0, checks=False)
+    return _with_fewer_bytes(sizes, "hosts", HOSTED)
+
+
+def _with_fewer_bytes(sizes: Sizes, where: Where, method: str) -> Sizes:
+    """Returns the sizes without bags that owners add up, if rows are fewer bytes on so many devices."""
+    by_rows = sizes.by_rows()
+    bags, rows = (sent_bytes(each, where)[method] for each in (sizes, by_rows))
+    return sizes if bags < rows else by_rows
 
 
 def crossing(rows: Callable[[int], float], each: int) -> float:

@@ -163,7 +163,8 @@ class Sizes:
     bags: int = 0  #: Bags of a device, or rank, that owners add up; 0: rows travel.
     #: Ids of a rank in these; an id counts for each bag that it is in. On devices, those that messages have room for.
     bag_ids: int = 0
-    bag_bytes: int = 0  #: Bytes that tell owners of their rows in bags; on hosts, and of weights.
+    bag_id_bytes: int = 0  #: Bytes that tell an owner of an id in a bag; on hosts, its weight's among them.
+    bag_count_bytes: int = 0  #: Bytes that tell each owner how many of a bag's ids are its own.
     bag_weight: int = 0  #: On devices, bytes of the weight of an id in a bag.
     #: On hosts, the share of rows that crosses machines where what ranks of a machine want alike does so once.
     crossing: float = 1.0
@@ -176,8 +177,24 @@ class Sizes:
         return self.row_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
+    def bag_bytes(self) -> int:
+        """Bytes that tell owners of their rows in bags."""
+        return self.bag_ids * self.bag_id_bytes + self.devices * self.bags * self.bag_count_bytes
+
+    @property
     def reduced_gradients(self) -> tuple[int, ...]:
         return self.reduced or (self.sent_gradient,)
+
+    @classmethod
+    def alone(cls, extent: int, row_bytes: int, family_bytes: int, ids: int) -> Sizes:
+        """Returns the sizes of a step on one device, whose ids all differ."""
+        rows = min(extent, ids)
+        return cls(1, extent, row_bytes, family_bytes, ids, rows, rows + 1, rows, rows + 1)
+
+    def with_ids(self, ids: int) -> Sizes:
+        """Returns the sizes of a step in which each device looks up so many ids, in bags of as many as before."""
+        scale = ids / self.ids if self.ids else 1.0
+        return replace(self, ids=ids, bags=math.ceil(scale * self.bags), bag_ids=math.ceil(scale * self.bag_ids))
 
     def on_devices(self) -> Sizes:
         """Returns the static sizes on devices of a table on hosts, whose messages are only as long as they must be."""
@@ -190,7 +207,7 @@ class Sizes:
 
     def by_rows(self) -> Sizes:
         """Returns the sizes of a table whose rows travel, in place of bags."""
-        return replace(self, bags=0, bag_ids=0, bag_bytes=0, bag_weight=0)
+        return replace(self, bags=0, bag_ids=0, bag_id_bytes=0, bag_count_bytes=0, bag_weight=0)
 
 
 # --- figures for people ---

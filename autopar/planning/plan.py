@@ -299,26 +299,13 @@ def table_load(table: TablePlan, ids: int | None = None) -> TableLoad:
     distributed as the plan's; by default as many as there."""
     sizes = table.sizes
     assert sizes is not None, "a plan of several devices has the sizes of its tables"
-    each = sizes.ids if ids is None else ids
+    scaled = sizes if ids is None else sizes.with_ids(ids)
     growth = table.growth if table.growth is None or ids is None else table.growth.with_ids(ids)
 
     def rows(n: int) -> float:
-        return growth.rows(n) if growth is not None else min(sizes.extent, n * each)
+        return growth.rows(n) if growth is not None else min(scaled.extent, n * scaled.ids)
 
-    return TableLoad(
-        table.path,
-        sizes.extent,
-        sizes.row_bytes,
-        sizes.family_bytes,
-        each,
-        rows,
-        hosted=table.where == "hosts",
-        together=sizes.together,
-        gradient_bytes=sizes.gradient_bytes,
-        reduced=sizes.reduced,
-        constant=sizes.constant,
-        by_first=sizes.by_first,
-    )
+    return TableLoad(table.path, scaled, rows, hosted=table.where == "hosts")
 
 
 def client_workload(plan: Plan) -> Workload:
@@ -334,7 +321,8 @@ def client_workload(plan: Plan) -> Workload:
 def _alone(table: TablePlan) -> TableLoad:
     extent, ids = table.shape[table.axis], table.ids
     row = table.nbytes // extent
-    return TableLoad(table.path, extent, row, row * (1 + len(table.slots)), ids, lambda n: min(extent, n * ids))
+    sizes = Sizes.alone(extent, row, row * (1 + len(table.slots)), ids)
+    return TableLoad(table.path, sizes, lambda n: min(extent, n * ids))
 
 
 def untouched_bytes(table: TablePlan, minibatches: int) -> float:

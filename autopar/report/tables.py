@@ -278,7 +278,7 @@ def sent_at(table: TablePlan, devices: int, ids: int | None = None) -> Mapping[s
 def alpha_at(table: TablePlan, ids: int) -> float:
     """Returns the share of the rows that a device with so many ids touches."""
     load = table_load(table, ids)
-    return load.rows(1) / load.extent
+    return load.rows(1) / load.sizes.extent
 
 
 def local_alpha(table: TablePlan) -> float:

@@ -429,13 +429,12 @@ def _with_bags(program: Program, space: RowSpace, ids: RowIds, sizes: Sizes, cho
     earlier, bags = choices.told(space), _owned_bags(program, space, ids, choices)
     if not bags:
         return sizes, ""
-    n, count = choices.devices, sum(one.count for one in bags) // choices.devices
-    placed = sum(one.count * one.length for one in bags) // n
+    n = choices.devices
+    count, placed = (sum(one.count for one in bags) // n, sum(one.count * one.length for one in bags) // n)
     number = 2 if sizes.requested <= 1 << 16 else 4  # which of the rows that were asked for
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
     counted = np.min_scalar_type(max(one.length for one in bags)).itemsize
-    nbytes = placed * (number + weight) + n * count * counted
-    pooled = replace(sizes, bags=count, bag_ids=placed, bag_bytes=nbytes)
+    pooled = replace(sizes, bags=count, bag_ids=placed, bag_id_bytes=number + weight, bag_count_bytes=counted)
     before, after = (sent_bytes(each, "hosts")[HOSTED] for each in (sizes, pooled))
     if before <= after and earlier is None:
         return sizes, ""
@@ -479,8 +478,9 @@ def _with_device_bags(
         most = min(most, rounded(choices.options.headroom * longest_message(loads, bounds_layout(tight))))
     slots = min(uses * most, placed)
     weight = bags[0].value.dtype.itemsize if any(one.weights for one in bags) else 0
-    nbytes = n * ID_BYTES * (slots + count)
-    pooled = replace(sizes, bags=count, bag_ids=n * slots, bag_bytes=nbytes, bag_weight=weight)
+    pooled = replace(
+        sizes, bags=count, bag_ids=n * slots, bag_id_bytes=ID_BYTES, bag_count_bytes=ID_BYTES, bag_weight=weight
+    )
     before, after = (sent_bytes(each)["ps"] for each in (sizes, pooled))
     if earlier is None and not _bags_pay(sizes, pooled, choices):
         return safe, tight, sizes, ""

@@ -35,7 +35,7 @@ from tests.support.explained import explained
 
 #: 1 GFLOP/s, half of which is reached; 1 GB/s of memory; links of 1 GB/s and 0.1 GB/s that take 1 ms a message.
 CLUSTER = Cluster("chalk", 8, 4, Device("chalk", 1e9, 1e9, 1e9), Link(1e-3, 1e9), Link(1e-3, 1e8), 1e9)
-LOAD = TableLoad("emb", 100_000, 256, 512, 1000, lambda n: 100_000 * (1 - np.exp(-n * 900 / 100_000)))
+LOAD = TableLoad("emb", Sizes.alone(100_000, 256, 512, 1000), lambda n: 100_000 * (1 - np.exp(-n * 900 / 100_000)))
 
 
 def planned(devices: int, step: Any, *args: Any, **options: Any) -> autopar.Plan:
@@ -304,7 +304,8 @@ def test_methods_change_with_the_devices_and_are_the_fastest() -> None:
 def test_the_devices_memory_limits_methods() -> None:
     """Of 1 GB 700 MB are for the state: a table of 1,024 MB fits two devices, and is never on all of them."""
     work = Workload(
-        DenseLoad(1e6, ((1000, 1),), (1000,)), (TableLoad("emb", 2_000_000, 256, 512, 10, lambda n: 10.0 * n),)
+        DenseLoad(1e6, ((1000, 1),), (1000,)),
+        (TableLoad("emb", Sizes.alone(2_000_000, 256, 512, 10), lambda n: 10.0 * n),),
     )
     times = scaling(work, CLUSTER, (1, 2, 64))
     assert [t.fits for t in times] == [False, True, True]
@@ -381,12 +382,33 @@ def test_tables_on_devices_beside_tables_on_hosts() -> None:
     assert "copy rows to the device" in names and "pick rows" in names
 
 
+@pytest.mark.parametrize("hosted", [False, True])
+def test_owners_add_up_bags_while_that_sends_fewer_bytes(hosted: bool) -> None:
+    """20 bags of 50 ids a device. A sum of each travels from each owner, so that many owners send more than rows do."""
+    bags = {"bags": 20, "bag_ids": 1000, "bag_id_bytes": 4, "bag_count_bytes": 4}
+    pooled = dataclasses.replace(LOAD, sizes=dataclasses.replace(LOAD.sizes, **bags), hosted=hosted)
+    work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,), by_mpi=hosted), (pooled,))
+    few, many = (
+        simulate_step(work, CLUSTER.of(*shape), methods={"emb": HOSTED if hosted else "ps"})
+        for shape in ((4, 1), (64, 4))
+    )
+    terms = {t.name: t.sent for t in few.parts["tables"]}
+    room = 1000 if hosted else 4 * busiest(1000, 4)
+    assert terms["send bags"] == 3 * (room + 4 * 20) * 4 // 4
+    assert terms["send sums"] == 3 * 4 * 20 * 256 // 4
+    assert "send rows" not in terms
+    names = {t.name for t in many.parts["tables"]}
+    assert "send rows" in names and "send sums" not in names
+
+
 def test_what_is_switched_off_costs_what_it_sends() -> None:
     """What ranks of a machine want alike crosses once, by node leaders; sums go to the first rank and back."""
     hosted = dataclasses.replace(LOAD, hosted=True, rows=lambda n: 900.0)  # all ranks want the same rows
     cluster = CLUSTER.of(4, 2)
     work = Workload(DenseLoad(5e7, ((1_000_000, 1),), (1_000_000,), by_mpi=True), (hosted,))
-    by_first = dataclasses.replace(work, tables=(dataclasses.replace(hosted, by_first=True),))
+    by_first = dataclasses.replace(
+        work, tables=(dataclasses.replace(hosted, sizes=dataclasses.replace(hosted.sizes, by_first=True)),)
+    )
     together, alone, first = (
         {t.name: t for t in simulate_step(w, cluster).parts["tables"]}
         for w in (work, dataclasses.replace(work, by_leaders=False), by_first)
