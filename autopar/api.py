@@ -12,12 +12,11 @@ import jax
 from autopar import jax_compat
 from autopar.backends.devices import Devices
 from autopar.errors import ArgumentsError
-from autopar.ir.optimizations import Optimize, optimize_text
 from autopar.ir.options import Options
 from autopar.ir.paths import BatchAxis, check_batch_axis
 from autopar.ir.pipeline import Pipeline
 from autopar.ir.plan import Plan
-from autopar.ir.strategy import Choose, Results, Sparse, Strategy, check_choices
+from autopar.ir.strategy import Choose, Optimize, Results, Sparse, Strategy, check_choices, optimize_text
 from autopar.jax_types import Pytree
 from autopar.measure.calibrate import rates_of
 from autopar.measure.figures import NOWHERE, Machine, memory_of

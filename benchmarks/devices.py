@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.ir.strategy import OPTIMIZATIONS
 from benchmarks.lookup import CLIP, EPS, IDS, RATE, bare_step, loss_of, make_state, plain_step, zipf_batches
 from benchmarks.timing import Runner, alternate, median_ms, ratio
 

@@ -73,7 +73,7 @@ class _Rank:
 
         import autopar
         from autopar.backends.host import ranks
-        from autopar.ir.optimizations import OPTIMIZATIONS
+        from autopar.ir.strategy import OPTIMIZATIONS
 
         ranks.Ranks.hides_exchanges = staticmethod(lambda exchange: True)  # on one machine as well
         for name in () if self._steps else ("ask", "fetch"):

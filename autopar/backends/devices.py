@@ -6,9 +6,11 @@ import abc
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -192,3 +194,73 @@ def reduce_over(op: str, part: Array, name: str | tuple[str, ...]) -> Array:
         is_nan = jax.lax.pmax(jnp.isnan(part).astype(jnp.int32), name)  # the collectives may lose a NaN
         return jnp.where(is_nan > 0, jnp.asarray(jnp.nan, part.dtype), result)
     return kind.reduce(jax.lax.all_gather(part, name), (0,))
+
+
+# --- devices of a pipeline's stages, each alone or several that divide products ---
+
+
+@dataclass(frozen=True)
+class StageDevice:
+    """A device of a pipeline, or the T devices of a tensor axis that act as one, all of one process."""
+
+    devices: tuple[Any, ...]
+
+    @property
+    def process_index(self) -> int:
+        """The process that has it."""
+        return self.devices[0].process_index
+
+    @property
+    def platform(self) -> str:
+        return self.devices[0].platform
+
+    @functools.cached_property
+    def mesh(self) -> Devices | None:
+        """The devices over which products are divided; None for one device."""
+        return None if len(self.devices) == 1 else _mesh([self])
+
+    def sharding(self, axis: int | None = None) -> Any:
+        """Returns the sharding of an array that is here, divided along an axis or whole on each device."""
+        return sharding_over([self], axis)
+
+    def put(self, value: Leaf, axis: int | None = None) -> Array:
+        """Puts a value here, without a copy if it is here already."""
+        sharding = self.sharding(axis)
+        if isinstance(value, jax.Array) and not jax_compat.is_key(value.dtype) and _is_there(value, sharding):
+            return _of_shards([value], sharding)
+        return jax.device_put(value, sharding)
+
+
+def sharding_over(stage_devices: Sequence[StageDevice], axis: int | None = None) -> Any:
+    """Returns the sharding of an array that each of several stage devices has: whole, or divided along an axis."""
+    if len(stage_devices) == len(stage_devices[0].devices) == 1:
+        return jax.sharding.SingleDeviceSharding(stage_devices[0].devices[0])
+    return _mesh(stage_devices).sharding(None, axis)
+
+
+def array_over(values: Sequence[Array], stage_devices: Sequence[StageDevice], axis: int | None = None) -> Array:
+    """Makes one array of the arrays of several stage devices."""
+    return values[0] if len(values) == 1 else _of_shards(values, sharding_over(stage_devices, axis))
+
+
+def _mesh(stage_devices: Sequence[StageDevice]) -> Devices:
+    """Returns a mesh with replicas along the first axis, the devices that divide products along the second one."""
+    devices = np.array([each.devices for each in stage_devices])
+    return Devices(jax.sharding.Mesh(devices, ("replica", "tensor")), "replica", tensor_axis="tensor")
+
+
+def _is_there(value: Array, sharding: Any) -> bool:
+    """Returns whether each device of a sharding has its part of an array; others may have some, too."""
+    if value.is_fully_replicated and sharding.is_fully_replicated:
+        return sharding.device_set <= value.sharding.device_set
+    have, wanted = (each.devices_indices_map(value.shape) for each in (value.sharding, sharding))
+    return all(have.get(device) == part for device, part in wanted.items())
+
+
+def _of_shards(values: Sequence[Array], sharding: Any) -> Array:
+    own = {shard.device: shard.data for value in values for shard in value.addressable_shards}
+    if isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        (device,) = sharding.device_set
+        return own[device]
+    shards = [own[device] for device in sharding.mesh.devices.flat]
+    return jax.make_array_from_single_device_arrays(values[0].shape, sharding, shards)

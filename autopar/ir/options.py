@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.figures import HEADROOM
-from autopar.ir.optimizations import is_on
 from autopar.ir.paths import BatchAxis
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import Refusal
-from autopar.ir.strategy import Choose, Results, Sparse, Strategy
+from autopar.ir.strategy import Choose, Results, Sparse, Strategy, is_on
 
 
 @dataclass(frozen=True, slots=True)

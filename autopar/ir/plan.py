@@ -20,10 +20,9 @@ import numpy as np
 from autopar.errors import ArgumentsError, PlanError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Alpha, RowGrowth, Sizes, Term, Work
-from autopar.ir.optimizations import is_optimize_text
 from autopar.ir.pipeline import Calls, Pipeline
 from autopar.ir.schedule import Schedule, StageDevices
-from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where
+from autopar.ir.strategy import HOSTED, METHODS, TENSOR, Method, Sparse, Where, is_optimize_text
 from autopar.ir.topology import Everyone, Ring, Topology
 from autopar.ir.typed_json import AGAIN, read_plan, write_plan
 

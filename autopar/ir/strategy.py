@@ -7,9 +7,8 @@ segment, `**` crosses segments; the first match wins.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Literal as Choice
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping
+from typing import Literal, NamedTuple
 
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.paths import matches
@@ -23,7 +22,7 @@ TENSOR = "tensor"
 METHODS = ("auto", "allreduce", *ROW_METHODS)
 #: All methods that a strategy may name.
 STRATEGIES = (*METHODS, TENSOR)
-Sparse = Choice["exact", "lazy", "off"]
+Sparse = Literal["exact", "lazy", "off"]
 #: Keeps each table on hosts whole in the memory of one rank.
 WHOLE_TABLES = "ps:table"
 #: Names of placements that there are elsewhere: TorchRec's "table_wise" and the like.
@@ -31,14 +30,14 @@ _PLACEMENT = re.compile(r"^ps:|^(table|column|row|grid)([_-]?wise)?$")
 #: The name of a table on hosts among methods.
 HOSTED = "ps on hosts"
 #: Where a table's rows are.
-Where = Choice["devices", "hosts"]
+Where = Literal["devices", "hosts"]
 #: A method, or a method and where.
 Method = str | tuple[str, Where]
 Strategy = Method | Mapping[str, Method]
 #: Results by example: "whole", all on every process; "spread", each with its example.
-Results = Choice["whole", "spread"]
+Results = Literal["whole", "spread"]
 #: What "auto" compares methods by: predicted times, or the formulas of the Parallax paper's table 3.
-Choose = Choice["times", "formulas"]
+Choose = Literal["times", "formulas"]
 
 
 def split_method(asked: Method) -> tuple[str, Where]:
@@ -130,3 +129,54 @@ def check_choices(
         raise ArgumentsError(f"donate={donate!r}: give True or False")
     if results not in (None, "whole", "spread"):
         raise ArgumentsError(f"results={results!r}: there are 'whole' and 'spread'")
+
+
+# --- optimisations that `optimize=` switches: those of the Parallax paper's section 5.3, and ours ---
+
+
+#: With tables on hosts, by the names of the paper's table 4: "hybrid" (HYB): dense parameters are on every rank, and
+#: their gradients reduced; "local" (LA): what ranks of a machine want alike crosses machines once; "owner" (OPAU): what
+#: follows sums of gradients runs at the rows' owners. On devices as well, "border" (OPSW): what a step computes behind
+#: a lookup runs at the owners where less is sent then. Ours, "prefetch": rows of the next batch are fetched beside the
+#: step; "once": what depends on a row alone is computed once for each distinct row.
+OPTIMIZATIONS = ("hybrid", "local", "owner", "border", "prefetch", "once")
+#: What a user gives.
+Optimize = Literal["all", "none"] | Collection[str]
+
+
+def optimize_text(optimize: Optimize) -> str:
+    """Returns the optimisations that are on as text: "all", "none", or names in the order of `OPTIMIZATIONS`.
+
+    Raises:
+      ArgumentsError: there is no such optimisation.
+    """
+    if isinstance(optimize, str) and optimize in ("all", "none"):
+        return optimize
+    known = ", ".join(map(repr, OPTIMIZATIONS))
+    if isinstance(optimize, str) or not isinstance(optimize, Collection):
+        raise ArgumentsError(f"optimize={optimize!r}: give 'all', 'none', or a list of names among {known}")
+    for name in optimize:
+        if name == "hot":
+            raise ArgumentsError(
+                "optimize=: 'hot': rows that all ranks ask for stay with their owners, as copies on every rank "
+                f"would send as many bytes (docs/optimisations.md, Hot rows); there are {known}"
+            )
+        if name not in OPTIMIZATIONS:
+            raise ArgumentsError(f"optimize=: there is no {name!r}; there are {known}")
+    return named(optimize)
+
+
+def named(names: Collection[str]) -> str:
+    """Returns names of optimisations as text; "all" for all of them."""
+    on = [name for name in OPTIMIZATIONS if name in names]
+    return "all" if len(on) == len(OPTIMIZATIONS) else ", ".join(on) or "none"
+
+
+def is_on(text: str, name: str) -> bool:
+    """Says whether an optimisation is on; `text`: of `optimize_text`."""
+    return text == "all" or name in text.split(", ")
+
+
+def is_optimize_text(text: str) -> bool:
+    """Says whether `optimize_text` returns such a text."""
+    return text in ("all", "none") or set(text.split(", ")) <= set(OPTIMIZATIONS)

@@ -26,7 +26,7 @@ from autopar.ir.program import Atom, Block, Equation, Program, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import neutral
 from autopar.ir.slicing import eliminate_dead, nearest_line
-from autopar.passes.localizing.local_forms import LOCAL_ROW_OPS, Forms, Shared, joined
+from autopar.passes.local_forms import LOCAL_ROW_OPS, Forms, Shared, joined
 
 
 def localize(

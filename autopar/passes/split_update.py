@@ -25,8 +25,8 @@ from autopar.ir.operations import PREFIX
 from autopar.ir.program import Atom, Block, Equation, Literal, Program, Source, Var
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import clone, copied, eliminate_dead, halves, nearest_line, needed_equations, reduce_equation
+from autopar.passes.local_forms import Shared, push_partial
 from autopar.passes.localize import Localizer
-from autopar.passes.localizing.local_forms import Shared, push_partial
 
 #: Operations whose result depends on the microbatch's number.
 _BY_NUMBER = ("ap.microbatch_shard", "ap.microbatch_once")

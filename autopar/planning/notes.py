@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 from rich.console import RenderableType
 
-from autopar.analysis.after_sums import after_the_sum
 from autopar.cost.exchange import ID_BYTES, step_seconds
 from autopar.cost.memory import Shortage, find_shortage, hosted_bytes, state_budget
 from autopar.cost.stage_time import by_the_equations, pipeline_memory, pipeline_seconds, simulate_pipeline, stage_times
@@ -20,11 +19,12 @@ from autopar.ir.topology import Everyone
 from autopar.jax_types import Leaf
 from autopar.measure.alpha import ids_by_family
 from autopar.passes.choosing.capacity import bounds_layout, device_ids, owner_loads
+from autopar.passes.choosing.families import after_the_sum
 from autopar.passes.choosing.owners import owner_work
 from autopar.passes.stack_tables import tables_apart
 from autopar.planning.plan import once_per_row_of
 from autopar.planning.predictions import Prediction
-from autopar.planning.prefetch_notes import prefetch_note
+from autopar.planning.switch_notes import prefetch_note
 from autopar.planning.text import LIST, Column, Columns, fold_paths
 from autopar.run.planned_step import PlannedStep
 from autopar.sync import stable_alpha, stable_slope

@@ -30,11 +30,10 @@ from autopar.errors import ArgumentsError
 from autopar.ir.cluster import ClusterSpec
 from autopar.ir.figures import Sizes, bucket_size
 from autopar.ir.local import OncePerRow
-from autopar.ir.optimizations import is_on
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import Program
 from autopar.ir.rowspace import RowSpace
-from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, without_hosts
+from autopar.ir.strategy import HOSTED, Strategy, asks_for_hosts, is_on, without_hosts
 from autopar.jax_types import Leaf, Pytree
 from autopar.measure.alpha import Alpha, alpha_of, example_ids, growth_of, most
 from autopar.measure.cluster import require_cluster

@@ -15,14 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.devices import StageDevice
 from autopar.backends.emit import emit
-from autopar.backends.stage_device import StageDevice
 from autopar.cost.stage_time import stage_times, steps_ahead
 from autopar.errors import ArgumentsError
 from autopar.ir.pipeline import StagedStep
-from autopar.ir.pipeline_timeline import asynchronous_timeline
 from autopar.ir.program import Var, known
-from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value
+from autopar.ir.timeline import Microbatch, Run, Send, Timeline, Value, asynchronous_timeline
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.planning.text import Column, Columns, print_as
 from autopar.planning.verify import Verification, compared_values, replayed

@@ -13,13 +13,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.backends.devices import StageDevice
 from autopar.backends.emit import emit
-from autopar.backends.stage_device import StageDevice
 from autopar.interrupts import uninterrupted
 from autopar.ir.pipeline import Asynchronous, StagedStep, StageProgram
-from autopar.ir.pipeline_timeline import Minibatch, MinibatchLister, asynchronous_timeline, last_updates
 from autopar.ir.program import Var
-from autopar.ir.timeline import Action, Drops, Microbatch, Send, Value
+from autopar.ir.timeline import (
+    Action,
+    Drops,
+    Microbatch,
+    Minibatch,
+    MinibatchLister,
+    Send,
+    Value,
+    asynchronous_timeline,
+    last_updates,
+)
 from autopar.jax_types import Array, Leaf, Pytree, PyTreeDef
 from autopar.launch.progress import PROGRESS
 from autopar.run.buffers import with_own_buffers

@@ -24,10 +24,10 @@ from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.deferred import flushes
 from autopar.ir.layout import RowLayout
 from autopar.ir.local import OncePerRow, Spread
-from autopar.ir.optimizations import is_on
 from autopar.ir.program import ArrayType, Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedTable
+from autopar.ir.strategy import is_on
 from autopar.jax_types import Leaf, Pytree, PyTreeDef
 from autopar.launch.notices import compiling
 from autopar.launch.progress import PROGRESS, mark

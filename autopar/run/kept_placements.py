@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from autopar.backends.across import is_global
-from autopar.backends.stage_device import StageDevice
+from autopar.backends.devices import StageDevice
 from autopar.errors import SlowPlanWarning, warn
 from autopar.ir.figures import format_bytes
 from autopar.ir.pipeline import StagedStep

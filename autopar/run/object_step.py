@@ -11,9 +11,8 @@ from typing import Any
 from autopar.errors import ArgumentsError, RecompileWarning, warn
 from autopar.ir.plan import Plan
 from autopar.jax_types import Pytree
-from autopar.run.planned_step import PlannedStep
+from autopar.run.planned_step import PlannedStep, Upcoming
 from autopar.run.step import MAX_PLANS, MethodStep, ParallelStep, PickledByOptions
-from autopar.run.upcoming import Upcoming
 
 
 @dataclass(eq=False)

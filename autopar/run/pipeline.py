@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.stage_device import StageDevice, array_over
+from autopar.backends.devices import StageDevice, array_over
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import Atom, Literal, Var
 from autopar.ir.timeline import Timeline, Value

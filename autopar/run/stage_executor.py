@@ -20,12 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.devices import Devices, Mapped
+from autopar.backends.devices import Devices, Mapped, StageDevice
 from autopar.backends.emit import emit
 from autopar.backends.microbatches import Microbatch as MicrobatchOf
 from autopar.backends.microbatches import wide
 from autopar.backends.single import route_types
-from autopar.backends.stage_device import StageDevice
 from autopar.ir.pipeline import StagedStep, StageProgram
 from autopar.ir.program import RouteType, Var
 from autopar.ir.reductions import REDUCERS, neutral

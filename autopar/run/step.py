@@ -33,10 +33,9 @@ from autopar.run.arguments import Call, NamedArguments, call_difference, read_ca
 from autopar.run.buffers import check_not_donated, naming_donated, noting_lost_state
 from autopar.run.devices import DevicesRunner
 from autopar.run.drift import DRIFT_REMEDY, ONE_DEVICE, AlphaWatch, told
-from autopar.run.planned_step import PlannedStep, Runner
+from autopar.run.planned_step import PlannedStep, Runner, Upcoming
 from autopar.run.planner import Planner
 from autopar.run.slow_plans import warn_of_slow_plan
-from autopar.run.upcoming import Upcoming
 from autopar.tables.kinds import is_table, layout_of, materialize, stack_index_of
 from autopar.tables.leaf import TableLeaf
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.stage_device import StageDevice, sharding_over
+from autopar.backends.devices import StageDevice, sharding_over
 from autopar.errors import donated
 from autopar.interrupts import uninterrupted
 from autopar.ir.layout import RowLayout

@@ -19,7 +19,7 @@ from autopar.ir.program import Program
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.stacked import StackedProgram
 from autopar.passes.localize import localize
-from autopar.passes.localizing.tensor import localize_tensor
+from autopar.passes.localize_tensor import localize_tensor
 from autopar.passes.place import place
 from autopar.passes.pool_bags import pool_bags
 from autopar.passes.stack_tables import read_stacks, stack_tables

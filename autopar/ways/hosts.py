@@ -18,7 +18,7 @@ from autopar.ir.stacked import StackedProgram
 from autopar.launch.group import everyone
 from autopar.mpi.machines import exchange
 from autopar.passes.classify import classify
-from autopar.passes.localizing.rank import localize_rank, not_on_hosts
+from autopar.passes.localize_rank import localize_rank, not_on_hosts
 from autopar.passes.once_per_row import once_per_row
 from autopar.passes.place import place
 from autopar.passes.pool_bags import pool_bags

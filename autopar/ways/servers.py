@@ -15,7 +15,7 @@ from autopar.ir.local import NotLocal
 from autopar.ir.program import Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.jax_types import Leaf
-from autopar.passes.localizing.rank import localize_worker
+from autopar.passes.localize_rank import localize_worker
 from autopar.passes.replicate import check_replicas
 from autopar.passes.split_servers import gradient_equations, served_plan, split_servers
 from autopar.run.asked import Asked

@@ -12,24 +12,23 @@ import jax
 import numpy as np
 
 from autopar import jax_compat
-from autopar.backends.devices import Devices
-from autopar.backends.stage_device import StageDevice
+from autopar.backends.devices import Devices, StageDevice
 from autopar.collection import paused_collection
 from autopar.compile import Analysed, Pass, analyze_program, decide, run_passes
 from autopar.cost.rates import UNMEASURED, Measurements
 from autopar.errors import ArgumentsError, StrategyError
 from autopar.ir.local import NotLocal
 from autopar.ir.pipeline import AUTO, Pipeline
-from autopar.ir.pipeline_timeline import stage_timeline
 from autopar.ir.program import Program, Var, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.strategy import asks_for_hosts
+from autopar.ir.timeline import stage_timeline
 from autopar.ir.trace import block_of
 from autopar.jax_types import Leaf
 from autopar.launch.group import StoreGroup
 from autopar.measure.figures import Machine, memory_of
 from autopar.measure.stage_rates import first_rates, profiled_rates, stage_rates_of
-from autopar.passes.localizing.tensor import localize_stages
+from autopar.passes.localize_tensor import localize_stages
 from autopar.passes.split_pipeline import split_pipeline
 from autopar.passes.staging.loads import DividedLeaves
 from autopar.passes.staging.stages import Reference, microbatch_counts, preferred, reference_counts, search_pipeline

@@ -318,8 +318,7 @@ def test_a_state_that_each_stage_reads_is_refused() -> None:
 
 def test_timelines_that_are_wrong_are_refused() -> None:
     """An update seen early, a version dropped while a backward needs it, one that is kept over the end."""
-    from autopar.ir.pipeline_timeline import asynchronous_timeline, verify_versions
-    from autopar.ir.timeline import verify_timeline
+    from autopar.ir.timeline import asynchronous_timeline, verify_timeline, verify_versions
 
     step, make = language_model(SGD)
     planned = autopar.parallelize(step, pipeline=Pipeline(stages_of(3), "stash"))

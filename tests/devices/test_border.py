@@ -14,7 +14,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.ir.strategy import OPTIMIZATIONS
 from autopar.passes import place_border
 from tests.support.borders import KEPT, MOVED, WIDTH, Look, ids_of, start, step_of
 

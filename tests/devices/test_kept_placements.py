@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.backends import served
-from autopar.backends.stage_device import StageDevice
+from autopar.backends.devices import StageDevice
 from autopar.run import devices, hosts, kept_placements
 from tests.support.meshes import mesh_of
 

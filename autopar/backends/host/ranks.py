@@ -28,10 +28,9 @@ from autopar.backends.messages import by_gloo
 from autopar.ir.segments import Side
 from autopar.jax_types import Array, Leaf, Pytree
 from autopar.launch.progress import mark
-from autopar.mpi.ahead import RequestedPart, divide
 from autopar.mpi.bags import BagIds, RequestedBags, add_up, ask_bags, spread
 from autopar.mpi.buffers import Buffers
-from autopar.mpi.exchange import Exchange, Requested
+from autopar.mpi.exchange import Exchange, Requested, RequestedPart, divide
 
 T = TypeVar("T")
 

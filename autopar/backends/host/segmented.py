@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.analysis.prefix import Prefix, prefix_of
+from autopar.analysis.flow import Prefix, prefix_of
 from autopar.analysis.values import block_key
 from autopar.backends.emit import donation_order, emit
 from autopar.backends.host.ranks import EACH, Placement, Ranks
@@ -37,10 +37,9 @@ from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.reductions import REDUCERS
 from autopar.ir.segments import ExchangeSegment, ProgramSegment
 from autopar.jax_types import Dtype, Index, Leaf
-from autopar.mpi.ahead import RequestedPart
 from autopar.mpi.bags import BagIds, RequestedBags
 from autopar.mpi.buffers import aligned
-from autopar.mpi.exchange import Requested, distinct_rows, number_dtype
+from autopar.mpi.exchange import Requested, RequestedPart, distinct_rows, number_dtype
 
 
 class OtherShapes(Exception):
@@ -106,7 +105,7 @@ class RunningStep:
 
 @dataclass(eq=False)
 class Ahead:
-    """A step whose prefix (`analysis.prefix`) runs beside the step before it."""
+    """A step whose prefix (`analysis.flow.Prefix`) runs beside the step before it."""
 
     segmented: SegmentedProgram  #: The program that runs it.
     running: RunningStep  #: Its routes and needs.

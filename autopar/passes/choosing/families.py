@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from autopar import jax_compat
-from autopar.analysis.after_sums import after_the_sum
 from autopar.analysis.bags import BagFinder, BagPair, Bags, find_bags, is_plain_access, most_uses
 from autopar.analysis.row_ids import append_new
 from autopar.analysis.values import Numbering
@@ -35,7 +34,7 @@ from autopar.ir.options import Options
 from autopar.ir.plan import TablePlan
 from autopar.ir.program import ArrayType, Atom, Block, Equation, Program, Var, known
 from autopar.ir.program_plan import Bounds
-from autopar.ir.rowspace import Access, Refusal, RowIds, RowSpace, host_refusal
+from autopar.ir.rowspace import Access, Refusal, Row, RowIds, RowSpace, host_refusal
 from autopar.ir.slicing import hoist
 from autopar.ir.strategy import HOSTED, ROW_METHODS, Where
 from autopar.passes.choosing.capacity import (
@@ -619,3 +618,19 @@ def _adds(equation: Equation, term: Var) -> bool:
     if equation.op == "scatter-add":
         return equation.inputs[0] is term
     return equation.op in ("add", "add_any") and all(a.shape == term.shape for a in equation.inputs)
+
+
+def after_the_sum(program: Program, family: int) -> tuple[list[Equation], list[Equation]]:
+    """Returns the equations that compute a family's rows from sums of gradients, and those that add up over rows."""
+    facts, known = program.facts, set[Atom]()
+    by_row, sums = list[Equation](), list[Equation]()
+    for e in program.block.equations:
+        role, value = facts.roles.get(e), facts.value(e.outputs[0]) if e.outputs else None
+        if role == "push" and isinstance(value, Row) and facts.find(value.family) == family:
+            known.update(e.outputs)
+        elif not known.isdisjoint(e.inputs) and role == "rows":
+            known.update(e.outputs)
+            by_row.append(e)
+        elif not known.isdisjoint(e.inputs) and role in ("reduce", "contract"):
+            sums.append(e)
+    return by_row, sums

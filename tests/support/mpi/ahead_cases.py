@@ -25,9 +25,9 @@ import optax
 from autopar import interrupts
 from autopar.backends.host import ranks
 from autopar.backends.host.ranks import Ranks
-from autopar.ir.optimizations import OPTIMIZATIONS
 from autopar.ir.program import known
-from autopar.mpi.ahead import divide
+from autopar.ir.strategy import OPTIMIZATIONS
+from autopar.mpi.exchange import divide
 from autopar.mpi.machines import exchange
 
 HOSTS = ("ps", "hosts")

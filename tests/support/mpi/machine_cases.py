@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from autopar.backends.host.ranks import Ranks
-from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.ir.strategy import OPTIMIZATIONS
 from autopar.mpi import machines
 from autopar.mpi.exchange import Exchange
 from autopar.mpi.machines import LeaderExchange, exchange

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from autopar.backends.host.ranks import Ranks
-from autopar.ir.optimizations import OPTIMIZATIONS
+from autopar.ir.strategy import OPTIMIZATIONS
 from autopar.mpi.buffers import ALIGNMENT
 from autopar.mpi.machines import exchange
 from tests.support import entry_steps as by_rows

@@ -22,8 +22,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Block
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.trace import block_of
+from autopar.passes.local_forms import Shared
 from autopar.passes.localize import Localizer
-from autopar.passes.localizing.local_forms import Shared
 
 N = 2
 A, B, D = 4, 6, 3

@@ -8,8 +8,8 @@ from autopar.ir.local import PARTIAL
 from autopar.ir.plan import Plan, TablePlan
 from autopar.ir.program import ArrayType, Equation, Var
 from autopar.ir.program_plan import Bounds, FamilyPlan, ProgramPlan
+from autopar.passes.local_forms import Shared
 from autopar.passes.localize import Localizer
-from autopar.passes.localizing.local_forms import Shared
 
 
 def test_what_must_be_finite_is_a_whole_sum() -> None:

@@ -17,10 +17,9 @@ from autopar.cost.stage_time import pipeline_seconds
 from autopar.errors import StrategyError
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline, StagedStep
-from autopar.ir.pipeline_timeline import stage_timeline
 from autopar.ir.plan import PipelinePlan
 from autopar.ir.program import Program, Var
-from autopar.ir.timeline import Action, Join, Run, Send, Timeline, verify_timeline
+from autopar.ir.timeline import Action, Join, Run, Send, Timeline, stage_timeline, verify_timeline
 from autopar.passes.staging import stages as search
 from autopar.planning.notes import stage_notes
 from autopar.planning.replay import replay

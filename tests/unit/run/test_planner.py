@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 
 import autopar
 from autopar.backends.clients import Clients
-from autopar.backends.devices import Devices
-from autopar.backends.stage_device import StageDevice
+from autopar.backends.devices import Devices, StageDevice
 from autopar.ir.options import Options
 from autopar.ir.pipeline import Pipeline
 from autopar.measure.figures import NOWHERE

@@ -15,8 +15,8 @@ from autopar.ir.program import Block, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.served import LocalWorker
 from autopar.ir.slicing import eliminate_dead
+from autopar.passes.local_forms import Shared
 from autopar.passes.localize import Localizer, localize
-from autopar.passes.localizing.local_forms import Shared
 
 
 def localize_rank(program: Program, bound: ProgramPlan) -> tuple[Program, ProgramPlan, str]:

@@ -19,8 +19,8 @@ from autopar.ir.pipeline import StagedStep
 from autopar.ir.program import Block, Equation, Program, known
 from autopar.ir.program_plan import ProgramPlan
 from autopar.ir.slicing import eliminate_dead, nearest_line
+from autopar.passes.local_forms import Shared
 from autopar.passes.localize import Localizer
-from autopar.passes.localizing.local_forms import Shared
 
 #: Operations on each element, or on each part along another axis than the shards'.
 _APART = frozenset(

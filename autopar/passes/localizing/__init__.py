@@ -1,1 +1,0 @@
-"""Parts of `localize`: how it writes each equation."""
